@@ -39,6 +39,11 @@ def origin(filename: str) -> str:
     return "user"
 
 
+def file_of(kind: type) -> str:
+    """Return the path of the module that defines a class; empty if there is none."""
+    return str(getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
+
+
 def is_user_code(obj: FunctionType | ModuleType | type) -> bool:
     """Return True if a function, module or class is the user's own code."""
     if isinstance(obj, FunctionType):

@@ -405,23 +405,27 @@ for step in range(8):
 from torch.utils.data import DataLoader, Dataset
 class Rows(Dataset):
     def __init__(self): self.cache = dict()
-    def __len__(self): return 1024
+    def __len__(self): return 512
     def __getitem__(self, i):
         row = torch.randn(256)
         {}
         return row
-model = mlp(4)
+model, data = mlp(4), Rows()
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-for rows in DataLoader(Rows(), batch_size=128):
-    model(rows).square().mean().backward()
-    optimizer.step()
-    optimizer.zero_grad()
+def train():
+    for rows in DataLoader(data, batch_size=128):
+        model(rows).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+train()
+train()
 """,
-        broken=("self.cache[i] = row",),
-        mended=("pass",),
+        broken=("self.cache[id(row)] = row",),
+        mended=("self.cache[i] = row",),
         code="LT021",
-        holder="attribute Rows.cache[",
-        fix="put less in `Rows.cache`",
+        holder="'data' -> .cache[1024 entries]",
+        made="row = torch.randn(256)",
+        fix="bound `data.cache`, whose keys are new each time",
     ),
     Case(
         name="comprehension_of_an_evaluation",

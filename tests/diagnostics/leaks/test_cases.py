@@ -10,7 +10,10 @@ from typing import Any
 
 import pytest
 
-from diagnostics.leaks.cases import CASES, Case  # type: ignore[import-not-found]
+from diagnostics.leaks import cases, cases_of_holders, cases_of_loops
+from diagnostics.leaks.cases import Case  # type: ignore[import-not-found]
+
+CASES = [*cases.CASES, *cases_of_holders.CASES, *cases_of_loops.CASES]
 
 pytestmark = pytest.mark.xdist_group("cases")  # in one worker, for `reports`
 
@@ -24,7 +27,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         (folder / f"{case.name}_mended.py").write_text(case.text(case.mended))
     scripts = sorted(map(str, folder.glob("*.py")))
     command = [sys.executable, str(Path(__file__).with_name("run_scripts.py")), *scripts]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=200)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=280)
     records = [json.loads(line) for line in done.stdout.splitlines()]
     return {Path(record["script"]).stem: record for record in records}
 

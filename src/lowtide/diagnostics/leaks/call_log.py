@@ -149,6 +149,10 @@ class CallLog:
         self.stats: dict[tuple[int, str], SiteStats] = {}
         self.alive: dict[int, Call] = {}
         self.n_calls = 0
+        self.last_updates: dict[int, int] = {}
+        """Ids of optimizers -> steps of their last updates."""
+        self.n_samples = 0
+        """Length of the largest data set so far."""
         self.last: Call | None = None
         self.running_backward: Backward | None = None
         self._recent: deque[Call] = deque(maxlen=_MOST_RECENT)

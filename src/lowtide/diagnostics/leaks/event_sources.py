@@ -64,7 +64,7 @@ class EventSources:
         return tensors
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._watch.optimizer_stepped(_parameters(optimizer))
+        self._watch.optimizer_stepped(id(optimizer), _parameters(optimizer))
 
     def _engine(self, original: Callable[..., Any]) -> Callable[..., Any]:
         watch = self._watch

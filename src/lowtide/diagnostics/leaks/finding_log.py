@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
 
 from lowtide._torch.tensors import storage_number
 from lowtide.diagnostics.leaks.call_log import Backward, Call, SiteStats
 from lowtide.diagnostics.leaks.call_site import Place
-from lowtide.diagnostics.leaks.holder_history import GROWTHS, History
+from lowtide.diagnostics.leaks.holder_history import GROWTHS, History, has_slowed
 from lowtide.diagnostics.leaks.inspection import RetainedObject
+from lowtide.diagnostics.leaks.joined_findings import MOST_NAMES, joined, one_of_line
+from lowtide.diagnostics.leaks.reference_path import merged
 from lowtide.diagnostics.leaks.rules import RULES, Rule
 from lowtide.report.finding import Finding
 
 if TYPE_CHECKING:
     from torch import UntypedStorage
+
+LEAST_PART = 0.05
+"""Share of a container's bytes below which a part of its entries is not named."""
 
 _HISTORY = 8
 """Number of earlier inspections of a holder that rules can look back on."""
@@ -35,6 +39,7 @@ class Entry:
     text: str = ""
     name: str = ""
     owner: str = ""
+    container: str = ""
     part: str = ""
     names: tuple[str, ...] = ()
     """All variables that hold the memory: it is freed once none of them does."""
@@ -53,14 +58,32 @@ class Entry:
     n_inspections: int = 0
     sizes: list[int] = field(default_factory=list)
     entries: list[int] = field(default_factory=list)
-    storages: frozenset[int] = frozenset()
+    inspected: list[int] = field(default_factory=list)
+    """Steps of those inspections."""
+    grown_at: int = 0
+    """Step of the last inspection that found more entries than the one before."""
+    storages: dict[int, int] = field(default_factory=dict)
+    """Bytes by storage, at the last inspection."""
     n_unchanged: int = 0
     """Number of inspections in a row that found the same storages as the one before."""
     outputs: list[weakref.ref[UntypedStorage]] = field(default_factory=list)
     """Memory that has to outlive the next forward for the finding to count."""
     has_lasted: bool = False
+    is_of_copies: bool = False
+    """True if the holder keeps models or optimizers."""
     is_cycle: bool = False
     """True if the holder keeps its entries for good once they no longer grow."""
+
+    def has_stopped(self, n_entries: int, step: int) -> bool:
+        """Return True if containers that now have `n_entries` entries no longer grow.
+
+        Copies of models and optimizers are added once an epoch: they count as complete after twice as many steps.
+        """
+        if step == self.inspected[-1]:
+            return False  # too early to tell: a loader may have added its entry before the step began
+        if self.rule is not None and self.is_of_copies:
+            return step > 2 * self.grown_at
+        return n_entries <= self.entries[-1] or has_slowed([*self.entries, n_entries], [*self.inspected, step])
 
     def finding(self) -> Finding | None:
         """Return the finding to report; None if it is no longer valid."""
@@ -99,19 +122,19 @@ class FindingLog:
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
 
-    def add(self, retained: Iterable[RetainedObject], *, least_bytes: int, largest_graph_bytes: int) -> None:
-        """Add the objects that one inspection found, if their holder holds at least `least_bytes`."""
+    def add(self, retained: Iterable[RetainedObject], *, least_bytes: int, largest_graph_bytes: int, step: int) -> None:
+        """Add the objects that one inspection, in step `step`, found, if their holder holds at least `least_bytes`."""
         for key, group in _by_holder(retained).items():
             for subject in ("nodes", "evaluation", "models", "optimizers"):
                 others = [item for item in group if item.subject == subject]
                 if _unique_bytes(others) >= least_bytes:
-                    self._add(f"{subject} {key}", others, largest_graph_bytes)
+                    self._add(f"{subject} {key}", others, largest_graph_bytes, step)
             group = [item for item in group if item.subject == "tensors"]
             graphs = [item for item in group if item.has_graph]
             if _unique_bytes(graphs) < least_bytes:
                 group = [item for item in group if not item.has_graph]
             if _unique_bytes(group) >= least_bytes:
-                self._add(self._claimant(group) or key, group, largest_graph_bytes)
+                self._add(self._claimant(group) or key, group, largest_graph_bytes, step)
 
     def knows(self, item: RetainedObject) -> bool:
         """Return True if an earlier inspection met the holder of `item`."""
@@ -124,14 +147,14 @@ class FindingLog:
             entry.has_lasted |= any(output() is not None for output in entry.outputs)
             entry.outputs.clear()
 
-    def retract(self, retained: Iterable[RetainedObject]) -> None:
-        """Withdraw findings of growth for containers that have gained no entry in the step since."""
+    def retract(self, retained: Iterable[RetainedObject], step: int) -> None:
+        """Withdraw findings of growth for containers that no longer grow at `step`."""
         growing = [e for e in self.entries.values() if e.rule and e.rule.ends_without_growth and not e.is_cycle]
         for group in _by_holder(retained).values() if growing else ():
-            storages, n_entries = _storages(group), _most_entries(group)
+            storages, n_entries = _storages(group), _n_entries(group)
             for entry in growing:
-                is_the_same = 2 * len(entry.storages & storages) >= len(entry.storages)
-                if is_the_same and n_entries <= entry.entries[-1]:
+                is_the_same = 2 * len(entry.storages.keys() & storages.keys()) >= len(entry.storages)
+                if is_the_same and entry.has_stopped(n_entries, step):
                     entry.rule = None
 
     def record(
@@ -143,6 +166,7 @@ class FindingLog:
         step: int,
         text: str,
         name: str = "",
+        container: str = "",
         remedy: str = "",
         made_at: Place | None = None,
         backward: Backward | None = None,
@@ -150,7 +174,7 @@ class FindingLog:
         """Record the finding of an event under rule `code`; `key` identifies the holder from step to step."""
         entry = self.entries.setdefault(f"{code} {key}", Entry(since_step=step))
         entry.rule, entry.text, entry.name, entry.made_at, entry.backward = RULES[code], text, name, made_at, backward
-        entry.fix, entry.remedy = RULES[code].fix, remedy
+        entry.fix, entry.remedy, entry.container = RULES[code].fix, remedy, container
         entry.held_bytes = max(entry.held_bytes, held_bytes)
         entry.n_inspections += 1
 
@@ -158,12 +182,15 @@ class FindingLog:
         """Return all certain findings, the largest first. Forwards without backward are included from `least_bytes`
         on.
         """
-        findings: list[Finding] = []
+        found: list[tuple[Entry, Finding]] = []
         explained: set[int] = set()
         reasons = {(e.rule.code, e.backward.place) for e in self.entries.values() if e.rule and e.backward}
         gathered = [e.stats for e in self.entries.values() if e.rule and e.rule.gathers and e.stats and e.finding()]
         for key, entry in self.entries.items():
             finding = entry.finding()
+            tensors = self.entries.get(key.removeprefix("nodes "), entry)
+            if tensors is not entry and tensors.finding() is not None:
+                continue  # the graphs are empty because backward has gone through what the same holder keeps
             if entry.rule is not None and entry.rule.must_last and any(entry.stats is stats for stats in gathered):
                 continue  # the container is what holds the output
             if finding is None or entry.rule is None or f"{entry.rule.superseded_by} {key}" in self.entries:
@@ -171,16 +198,15 @@ class FindingLog:
             place = None if entry.backward is None else entry.backward.place
             if any((code, place) in reasons for code in entry.rule.follows_from):
                 continue
-            findings.append(finding)
+            found.append((entry, finding))
             if entry.rule.explains_missing_backward and entry.stats is not None:
                 explained.add(id(entry.stats))
         lines: dict[tuple[Place, str], list[SiteStats]] = {}
         for s in stats:
             if id(s) not in explained and s.is_never_reached and s.unreached_bytes >= least_bytes:
                 lines.setdefault((s.site.place, s.model), []).append(s)
-        findings += map(_never_reached, lines.values())
-        findings = _one_of_line(findings)
-        return sorted(_joined(findings), key=lambda finding: (-finding.held_bytes, finding.code))
+        findings = one_of_line([*joined(found), *map(_never_reached, lines.values())])
+        return sorted(findings, key=lambda finding: (-finding.held_bytes, finding.code))
 
     def _claimant(self, group: list[RetainedObject]) -> str | None:
         """Return the key of the entry that is reported for the graph of `group`; other holders only refer to that
@@ -190,11 +216,11 @@ class FindingLog:
         claims = (key for key, e in self.entries.items() if e.rule and e.rule.claims_graph and e.calls & calls)
         return next(claims, None)
 
-    def _add(self, key: str, group: list[RetainedObject], largest_graph_bytes: int) -> None:
-        main = max(group, key=lambda s: (s.has_graph, s.held_bytes))
+    def _add(self, key: str, group: list[RetainedObject], largest_graph_bytes: int, step: int) -> None:
+        main = max(group, key=lambda s: (s.has_graph, s.held_bytes, bool(s.calls)))
         born = min(s.born for s in group)
         entry = self.entries.setdefault(key, Entry(since_step=born))
-        history = self._history(entry, group, largest_graph_bytes)
+        history = self._history(entry, group, largest_graph_bytes, step)
         if entry.rule and entry.rule.ends_without_change and entry.n_unchanged >= GROWTHS - 1:
             entry.rule = None
             return
@@ -208,31 +234,40 @@ class FindingLog:
             entry.fix = rule.fix_for(main, history)
             n_others = len({item.holder.text for item in group if item.holder is not None}) - 1
             entry.text = _text(main) + (f" and {n_others} more like it" if n_others else "")
-            entry.name = main.holder.name if main.holder else ""
+            entry.name = _name(main, group)
             entry.owner = main.holder.owner if main.holder else ""
+            entry.container = main.holder.container if main.holder else ""
             entry.part = main.holder.part if main.holder else ""
             variables = [h for h in main.holders if h.kind == "variable" and h.name]
             parts = [h for h in variables if rule.names_part(h, history)]
             entry.names = tuple(dict.fromkeys(h.name for h in variables if h not in parts))
             entry.parts = tuple(dict.fromkeys(h.name for h in parts))
+            if main.holder is not None and main.holder.stored_in is not None and not main.calls:
+                entry.made_at = main.holder.stored_in.place_of_value()
         self._note_calls(entry, rule, group)
 
-    def _history(self, entry: Entry, group: list[RetainedObject], largest_graph_bytes: int) -> History:
+    def _history(self, entry: Entry, group: list[RetainedObject], largest_graph_bytes: int, step: int) -> History:
         """Record in `entry` the bytes, entries and storages of this inspection; return them with the earlier ones."""
-        storages = _storages(group)
+        storages, n_entries = _storages(group), _n_entries(group)
+        entry.is_of_copies = group[0].subject in ("models", "optimizers")
+        has_stopped = bool(entry.entries) and entry.has_stopped(n_entries, step)
+        if not entry.entries or n_entries > entry.entries[-1]:
+            entry.grown_at = step
+        entry.inspected = [*entry.inspected[-_HISTORY:], step]
         entry.sizes = [*entry.sizes[-_HISTORY:], _unique_bytes(group)]
-        entry.entries = [*entry.entries[-_HISTORY:], _most_entries(group)]
+        entry.entries = [*entry.entries[-_HISTORY:], n_entries]
         n_of_site = Counter(id(s.calls[0].stats) for s in group if s.has_graph and s.calls)
         history = History(
-            has_changed=entry.n_inspections > 0 and not storages <= entry.storages,
+            has_changed=entry.n_inspections > 0 and not storages.keys() <= entry.storages.keys(),
             held_bytes=entry.sizes,
             entries=entry.entries,
+            has_stopped=has_stopped,
             n_steps=len({step for item in group for step in item.steps or (item.born,)}),
             n_alike=max(n_of_site.values(), default=0),
             largest_graph_bytes=largest_graph_bytes,
         )
         entry.n_inspections += 1
-        entry.n_unchanged = entry.n_unchanged + 1 if storages == entry.storages else 0
+        entry.n_unchanged = entry.n_unchanged + 1 if storages.keys() == entry.storages.keys() else 0
         entry.storages = storages
         return history
 
@@ -241,7 +276,7 @@ class FindingLog:
         entry.is_cycle = main.holder is not None and main.holder.is_cycle
         if entry.rule and entry.is_cycle:
             return entry.rule
-        if entry.rule and entry.rule.ends_without_growth and entry.entries[-1] <= entry.entries[-2]:
+        if entry.rule and entry.rule.ends_without_growth and history.has_stopped:
             entry.rule = None  # the container is bounded after all, as a cache of masks is
         if entry.rule and entry.rule.claims_graph and main.has_graph:
             return entry.rule
@@ -266,50 +301,22 @@ class FindingLog:
         entry.pending = unreached if rule.is_refuted_by_backward and not passes else []
 
 
-def _one_of_line(findings: list[Finding]) -> list[Finding]:
-    """Return the findings, with a single one for each line whose forward needs no graph, even if several holders gather
-    its outputs.
-    """
-    largest: dict[str | None, Finding] = {}
-    for finding in findings:
-        if finding.code == "LT002":
-            known = largest.setdefault(finding.made_at, finding)
-            largest[finding.made_at] = max(known, finding, key=lambda f: f.held_bytes)
-    gathered = {"LT002", "LT008"}
-    return [f for f in findings if f.code not in gathered or largest.get(f.made_at, f) is f]
-
-
-def _joined(findings: list[Finding]) -> list[Finding]:
-    """Return the findings, joining those that differ only in the key of a dict inside the same list or dict."""
-    joined: dict[tuple[str, str], list[Finding]] = {}
-    for number, finding in enumerate(findings):
-        container, _, key = finding.holder.rpartition("]['")
-        is_of_entries = key.endswith("']") and _ENTRIES.search(container + "]")
-        joined.setdefault((finding.code, container if is_of_entries else str(number)), []).append(finding)
-    return [_with_others(*sorted(same, key=lambda f: -f.held_bytes)) for same in joined.values()]
-
-
-def _with_others(largest: Finding, *others: Finding) -> Finding:
-    if not others:
-        return largest
-    more = f"{largest.holder} and {len(others)} more key{'s' * (len(others) > 1)} of each entry"
-    return replace(largest, holder=more, held_bytes=largest.held_bytes + sum(f.held_bytes for f in others))
-
-
-_ENTRIES = re.compile(r"\[\d+ entr(?:y|ies)\]$")
-
-
 def _unique_bytes(retained: Iterable[RetainedObject]) -> int:
     """Return the bytes of all storages, each counted once."""
-    return sum({number: n for s in retained for number, n in s.storages.items()}.values())
+    return sum(_storages(retained).values())
 
 
-def _storages(retained: Iterable[RetainedObject]) -> frozenset[int]:
-    return frozenset(number for s in retained for number in s.storages)
+def _storages(retained: Iterable[RetainedObject]) -> dict[int, int]:
+    return {number: n_bytes for s in retained for number, n_bytes in s.storages.items()}
 
 
-def _most_entries(retained: Iterable[RetainedObject]) -> int:
-    return max(s.holder.entries or 0 for s in retained if s.holder is not None)
+def _n_entries(retained: Iterable[RetainedObject]) -> int:
+    """Return the total number of entries of all containers through which the holder reaches the tensors."""
+    containers: dict[int, int] = {}
+    for item in retained:
+        if item.holder is not None:
+            containers = merged(containers, item.holder.containers)
+    return sum(containers.values())
 
 
 def _by_holder(retained: Iterable[RetainedObject]) -> dict[str, list[RetainedObject]]:
@@ -327,6 +334,19 @@ def _text(item: RetainedObject) -> str:
     if holder.kind != "variable":
         return holder.text
     return " and ".join(dict.fromkeys(h.text for h in item.holders if h.kind == "variable"))
+
+
+def _name(main: RetainedObject, group: list[RetainedObject]) -> str:
+    """Return the name of the holder for the advice, or the names of all parts of the same container's entries."""
+    if main.holder is None:
+        return ""
+    sizes: Counter[str] = Counter()
+    for item in group:
+        if item.holder is not None and item.holder.is_part_of_entries:
+            sizes[item.holder.name] += item.held_bytes
+    names = [name for name, n_bytes in sizes.items() if n_bytes >= LEAST_PART * sizes.total()]
+    is_of_parts = main.holder.is_part_of_entries and 1 < len(names) <= MOST_NAMES
+    return "`, `".join(sorted(names)) if is_of_parts else main.holder.name
 
 
 def _never_reached(stats: list[SiteStats]) -> Finding:

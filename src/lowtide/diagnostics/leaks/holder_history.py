@@ -19,6 +19,8 @@ class History:
     held_bytes: Sequence[int] = ()
     entries: Sequence[int] = ()
     """Entries of the lists, dicts and sets through which the holder reaches the tensors."""
+    has_stopped: bool = False
+    """True if the containers have stopped growing, or grow much more slowly than before."""
     n_steps: int = 0
     """Number of different steps in which the holder's memory was allocated."""
     n_alike: int = 0
@@ -31,3 +33,17 @@ def grows(sizes: Sequence[int], n: int = GROWTHS) -> bool:
     """Return True if each of the last `n` sizes is larger than the one before."""
     last = sizes[-n:]
     return len(last) == n and all(a < b for a, b in pairwise(last))
+
+
+def has_slowed(entries: Sequence[int], steps: Sequence[int]) -> bool:
+    """Return True if the number of entries grew by less than half as much per step as before: a cache that is full.
+
+    Args:
+        entries: Numbers of entries at the inspections.
+        steps: Step numbers of the same inspections.
+    """
+    if len(entries) < 3:
+        return False
+    n_before, n_now = steps[-2] - steps[0], steps[-1] - steps[-2]
+    before, now = entries[-2] - entries[0], entries[-1] - entries[-2]
+    return 2 * now * max(1, n_before) < before * max(1, n_now)

@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING, Any
 from lowtide._torch.nodes import sequence_number
 from lowtide._torch.tensors import held_by_python, storage_id
 from lowtide.diagnostics.leaks.call_log import Backward, Call, CallLog, StepNumbers, roots_among
+from lowtide.diagnostics.leaks.holders import RANK, Holder
 from lowtide.diagnostics.leaks.live_tensors import (
     KnownStorages,
     LiveObjects,
     arrays_over,
-    parameters_of,
+    live_arrays,
     standing_storages,
     storage_bytes,
 )
-from lowtide.diagnostics.leaks.referrers import RANK, Holder, HolderSearch
+from lowtide.diagnostics.leaks.referrers import HolderSearch
 from lowtide.diagnostics.leaks.registered_hooks import RegisteredHooks
 from lowtide.diagnostics.leaks.tensor_graphs import Graph, computed_by, graphs_of
 
@@ -27,9 +28,7 @@ if TYPE_CHECKING:
 
 
 LEAST_COPIES = 3
-"""Smallest number of models of one class, or of optimizers of the same parameters, among which idle ones are
-looked for.
-"""
+"""Smallest number of models, or of optimizers, of one class among which idle ones are looked for."""
 
 LEAST_NODE_BYTES = 16 * 1024
 """Empty graphs with less host memory than this are left out."""
@@ -79,6 +78,8 @@ class RetainedObject:
     is_of_gradients: bool = False
     """True if the `.grad` of a parameter has this graph."""
     buffer: str | None = None
+    is_within_data: bool = False
+    """True for data in a dict or cache that has no more entries than a data set has samples."""
 
     @property
     def is_state(self) -> bool:
@@ -93,7 +94,7 @@ class RetainedObject:
     @property
     def holder(self) -> Holder | None:
         """The holder to report. Lists, and objects with a list, take precedence over a variable of the last entry."""
-        return min(self.holders, key=lambda h: (RANK.index(h.kind), not h.gathers, not h.entries), default=None)
+        return min(self.holders, key=lambda h: (RANK.index(h.kind), not h.gathers, not h.containers), default=None)
 
     @property
     def is_used_again(self) -> bool:
@@ -168,28 +169,41 @@ def inspect(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
         if item.is_of_gradients:
             text = f"gradient graph of {_parameters(with_graph, view, live)} (create_graph)"
             item.holders = [Holder(kind="gradient", text=text, key="gradients")]
+    _note_data(retained, view, live)
     view.known.note(tensors, view.last_step)
     copies = [] if view.in_evaluation else _idle_copies(view, live)
     return [item for item, _ in retained] + copies
 
 
+def _note_data(retained: list[tuple[RetainedObject, list[int]]], view: InspectionInput, live: LiveObjects) -> None:
+    """Note which objects may be samples that a data set remembers."""
+    cached = [item for item, _ in retained if not item.calls and item.holder is not None and item.holder.is_keyed]
+    if cached:
+        view.calls.n_samples = max(view.calls.n_samples, live.n_samples)
+    for item in cached:
+        assert item.holder is not None
+        item.is_within_data = max(item.holder.containers.values(), default=0) <= view.calls.n_samples
+
+
 def _idle_copies(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
-    """Return models of one class that are never called, and former optimizers of the same parameters."""
+    """Return models of one class that are never called, and optimizers of one class that have made no update lately."""
     called = {number for stats in view.calls.stats.values() for number in stats.module_ids}
-    models: dict[object, list[nn.Module]] = {}
+    models: dict[type, list[nn.Module]] = {}
     for root in roots_of(live.modules):
         models.setdefault(type(root), []).append(root)
-    optimizers: dict[object, list[Optimizer]] = {}
+    optimizers: dict[type, list[Optimizer]] = {}
     for optimizer in live.optimizers:
-        optimizers.setdefault(tuple(map(id, parameters_of(optimizer)[:1])), []).append(optimizer)
+        optimizers.setdefault(type(optimizer), []).append(optimizer)
     found: list[tuple[str, Any, dict[int, int]]] = []
     for same in models.values():
         if len(same) >= LEAST_COPIES:
             idle = (root for root in same if called.isdisjoint(map(id, root.modules())))
             found += [("models", root, standing_storages(root)) for root in idle]
     for others in optimizers.values():
-        if len(others) >= LEAST_COPIES:  # the last one is in use
-            found += [("optimizers", optimizer, standing_storages(optimizer)) for optimizer in others[:-1]]
+        if len(others) >= LEAST_COPIES:
+            updates = view.calls.last_updates
+            idle_ones = [other for other in others if updates.get(id(other), view.last_step) < view.last_step]
+            found += [("optimizers", optimizer, standing_storages(optimizer)) for optimizer in idle_ones]
     models.clear()
     optimizers.clear()
     items = [
@@ -287,12 +301,20 @@ def _find_holders(retained: list[tuple[RetainedObject, list[int]]], view: Inspec
     _assign_holders(wanted, search, [(index, live.tensors[index]) for index in wanted])
     without = {index: items for index, items in wanted.items() if not items[0].holders}
     if sum(items[0].held_bytes for items in without.values()) >= view.least_bytes:
-        _assign_holders(without, search, arrays_over({id(live.tensors[index]): index for index in without}))
+        arrays, search.unseen = live_arrays()
+        search.ignored |= {id(arrays), id(search.unseen)}
+        over_memory = arrays_over({id(live.tensors[index]): index for index in without}, arrays)
+        tensors = [(index, live.tensors[index]) for index in without] if search.unseen else []
+        _assign_holders(without, search, over_memory + tensors)
 
 
 def _holder_search(view: InspectionInput, live: LiveObjects) -> HolderSearch:
     names = module_names(view.model, live.modules)
-    return HolderSearch(names, RegisteredHooks(live.modules), {id(live.tensors), id(live.modules), id(live.optimizers)})
+    return HolderSearch(
+        names,
+        RegisteredHooks(live.modules),
+        {id(live.tensors), id(live.modules), id(live.optimizers), id(live.datasets)},
+    )
 
 
 def _assign_holders(

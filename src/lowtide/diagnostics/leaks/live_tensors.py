@@ -5,17 +5,22 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, UntypedStorage, nn
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader, Dataset
 
 from lowtide._torch.fake_modes import FakeTensor
 from lowtide._torch.tensors import storage_id
+from lowtide.diagnostics.leaks.call_log import tensors_in
+from lowtide.diagnostics.leaks.reference_path import is_array_of_objects
 from lowtide.utils.live_objects import LiveObjectFinder
 
-_finder = LiveObjectFinder(Tensor, nn.Module, Optimizer)
+_finder = LiveObjectFinder(Tensor, nn.Module, Optimizer, Dataset, DataLoader)
 
 
 def storage_bytes(tensor: Tensor) -> int:
@@ -26,35 +31,53 @@ def storage_bytes(tensor: Tensor) -> int:
         return 0
 
 
-def arrays_over(tensors: dict[int, int]) -> list[tuple[int, Any]]:
-    """Return the NumPy arrays in the memory of `tensors` (id -> number), and those that have them as elements, each
-    with the number of its tensor.
+def live_arrays() -> tuple[list[Any], list[Any]]:
+    """Return all NumPy arrays, and the objects that refer to arrays unseen by the garbage collector.
 
-    The garbage collector does not track arrays: they are found through the objects that refer to them.
+    The collector tracks no array, and no dict or tuple once there is nothing in it but arrays and the like.
     """
     numpy = sys.modules.get("numpy")
-    if numpy is None or not tensors:
-        return []
+    if numpy is None:
+        return [], []
     arrays: dict[int, Any] = {}
-    for obj in gc.get_objects():
-        referents = gc.get_referents(obj)
-        if numpy.ndarray in map(type, referents):
-            arrays |= {id(array): array for array in referents if type(array) is numpy.ndarray}
+    untracked: dict[int, Any] = {}
+    pending = gc.get_objects()
+    while pending:
+        referents = [gc.get_referents(obj) for obj in pending]
+        pending = []
+        for obj in chain.from_iterable(referents):
+            if type(obj) is numpy.ndarray:
+                arrays[id(obj)] = obj
+            elif type(obj) in (dict, tuple) and not gc.is_tracked(obj) and id(obj) not in untracked:
+                untracked[id(obj)] = obj
+                pending.append(obj)
+    unseen = [obj for obj in untracked.values() if not arrays.keys().isdisjoint(map(id, gc.get_referents(obj)))]
+    return list(arrays.values()), unseen + [array for array in arrays.values() if is_array_of_objects(array)]
+
+
+def arrays_over(tensors: dict[int, int], arrays: Iterable[Any]) -> list[tuple[int, Any]]:
+    """Return those of the NumPy arrays that are in the memory of `tensors` (id -> number), each with the number of its
+    tensor.
+    """
     pairs: list[tuple[int, Any]] = []
-    for array in arrays.values():
+    for array in arrays:
         base = array
-        while type(base) is numpy.ndarray:
+        while type(base) is type(array):
             base = base.base
-        if base is not array and id(base) in tensors:
+        if id(base) in tensors:
             pairs.append((tensors[id(base)], array))
-        elif array.dtype == object:
-            pairs += [(tensors[id(element)], array) for element in array.flat if id(element) in tensors]
     return pairs
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """Return the parameters that an optimizer updates."""
     return [parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]]
+
+
+def state_of(optimizer: Optimizer) -> Iterator[Tensor]:
+    """Yield the tensors of an optimizer's state, those in lists too, as LBFGS has them."""
+    for state in getattr(optimizer, "state", {}).values():
+        yield from tensors_in(state)
 
 
 def standing_storages(owner: nn.Module | Optimizer) -> dict[int, int]:
@@ -65,8 +88,7 @@ def standing_storages(owner: nn.Module | Optimizer) -> dict[int, int]:
         tensors = [*owner.parameters(), *owner.buffers()]
         tensors += [parameter.grad for parameter in owner.parameters() if parameter.grad is not None]
     else:
-        states = [state for state in getattr(owner, "state", {}).values() if isinstance(state, dict)]
-        tensors = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+        tensors = list(state_of(owner))
     return {storage_id(tensor): storage_bytes(tensor) for tensor in tensors}
 
 
@@ -77,11 +99,16 @@ class LiveObjects:
         self.tensors: list[Tensor] = []
         self.modules: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
+        self.datasets: list[Any] = []
         objects: list[Any] = _finder.find()
         for obj in objects:
             kind = type(obj)
-            if not issubclass(kind, Tensor):
-                (self.modules if issubclass(kind, nn.Module) else self.optimizers).append(obj)
+            if issubclass(kind, nn.Module):
+                self.modules.append(obj)
+            elif issubclass(kind, Optimizer):
+                self.optimizers.append(obj)
+            elif not issubclass(kind, Tensor):
+                self.datasets.append(obj.dataset if issubclass(kind, DataLoader) else obj)
             elif not issubclass(kind, FakeTensor):
                 self.tensors.append(obj)
         self.standing: set[int] = set()
@@ -96,9 +123,22 @@ class LiveObjects:
             self._record_permanent(buffers.values())
             self.buffers |= {id(buffer): f"{type(module).__name__}.{name}" for name, buffer in buffers.items()}
         for optimizer in self.optimizers:
-            states = list(getattr(optimizer, "state", {}).values())
-            self._record_permanent(t for state in states if isinstance(state, dict) for t in state.values())
+            self._record_permanent(state_of(optimizer))
             self._record_permanent(parameters_of(optimizer))
+
+    @property
+    def ids(self) -> set[int]:
+        """Ids of the lists in this snapshot, which are no holders."""
+        return {id(self.tensors), id(self.modules), id(self.optimizers), id(self.datasets)}
+
+    @property
+    def n_samples(self) -> int:
+        """Length of the largest data set that has one."""
+        lengths = [0]
+        for dataset in self.datasets:
+            with suppress(Exception):  # an endless data set, or any error of the user's own `__len__`
+                lengths.append(len(dataset))
+        return max(lengths)
 
     def _record_permanent(self, tensors: Iterable[object]) -> None:
         for tensor in tensors:

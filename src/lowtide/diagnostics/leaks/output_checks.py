@@ -18,9 +18,10 @@ from lowtide._torch.nodes import output_metadata, sequence_number
 from lowtide._torch.tensors import storage_id
 from lowtide.diagnostics.leaks.call_log import Backward, Call
 from lowtide.diagnostics.leaks.finding_log import FindingLog
+from lowtide.diagnostics.leaks.holders import Holder
 from lowtide.diagnostics.leaks.inspection import InspectionInput, has_made, module_names
 from lowtide.diagnostics.leaks.live_tensors import LiveObjects, storage_bytes
-from lowtide.diagnostics.leaks.referrers import Holder, HolderSearch
+from lowtide.diagnostics.leaks.referrers import HolderSearch
 from lowtide.diagnostics.leaks.registered_hooks import RegisteredHooks
 from lowtide.diagnostics.leaks.rules.long_lived_outputs import SHARE
 from lowtide.diagnostics.leaks.tensor_graphs import computing, kept_by
@@ -30,7 +31,12 @@ if TYPE_CHECKING:
 
 
 def record_outputs_alive(view: InspectionInput, roots: list[Node], backward: Backward, log: FindingLog) -> None:
-    """Record outputs of this step that variables hold although the graph behind `roots` does not need them."""
+    """Record outputs of this step that variables hold although the graph behind `roots` does not need them.
+
+    The outputs that backward starts at are none of these: a loss may be in the memory of all that it is the mean of.
+    """
+    if backward.create_graph:
+        return  # forward goes on after it, and may read the outputs
     large = []
     for call in view.calls.alive.values():
         least_bytes = max(view.least_bytes, int(SHARE * (call.graph_bytes or call.stats.graph_bytes)))
@@ -47,7 +53,7 @@ def record_outputs_alive(view: InspectionInput, roots: list[Node], backward: Bac
     live = LiveObjects()
     for call, output in large:
         tensor = output()
-        if tensor is None or storage_id(tensor) in {*saved, *context, *live.standing}:
+        if tensor is None or tensor.grad_fn in roots or storage_id(tensor) in {*saved, *context, *live.standing}:
             continue
         for holder in _holders(view, live, tensor):
             if holder.kind == "variable":
@@ -58,6 +64,7 @@ def record_outputs_alive(view: InspectionInput, roots: list[Node], backward: Bac
                     step=call.step,
                     text=holder.text,
                     name=holder.name,
+                    container=holder.container,
                     remedy=_LOSS_ONLY if _is_in_model_output(tensor) else "",
                     made_at=call.place,
                     backward=backward,
@@ -177,8 +184,7 @@ def record_duplicate_inputs(
 
 
 def _holders(view: InspectionInput, live: LiveObjects, tensor: Tensor) -> list[Holder]:
-    ignored = {id(live.tensors), id(live.modules), id(live.optimizers)}
-    search = HolderSearch(module_names(view.model, live.modules), RegisteredHooks(live.modules), ignored)
+    search = HolderSearch(module_names(view.model, live.modules), RegisteredHooks(live.modules), live.ids)
     target = (0, tensor)
     search.ignored.add(id(target))
     return search.holders([target]).get(0, [])

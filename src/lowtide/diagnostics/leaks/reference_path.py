@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
@@ -12,6 +13,9 @@ ENTRIES = re.compile(r"\[\d+ entr(?:y|ies)\]")
 """Step of a path through a container whose entries have no names."""
 _ENTRY = re.compile(r"\[(?:\d+ entr(?:y|ies)|'.*')\]")
 """Step of a path through any container that is no tuple."""
+
+_INDEX = re.compile(r"\[\d+\]")
+"""Step of a path through a tuple."""
 
 CONTAINERS = (list, deque, set, frozenset, dict)
 
@@ -31,21 +35,42 @@ class ReferencePath:
     obj: Any
     tensors: set[int]
     path: tuple[str, ...] = ()
-    entries: int | None = None
-    """Total number of entries of the containers inside `obj`; None without any."""
+    containers: dict[int, int] = field(default_factory=dict)
+    """Unbounded containers inside `obj` -> numbers of their entries. All that have names for their entries, as dicts
+    with strings, count as one, with the entries of the largest.
+    """
     container: type | None = None
     attribute: str = ""
     """The part of the path from the outermost attribute of an object of a user's class on, such as
     `Reviews.cache[8 entries]`.
     """
+    outermost: type | None = None
+    """Class of the last container so far whose entries have no names."""
+    innermost: type | None = None
+    """Class of the first container on the way outwards from the tensors, namespaces and tuples excluded."""
+    file: str = ""
+    """Source of that class."""
 
     @property
-    def all_entries(self) -> int | None:
-        """Total number of entries on the path, including those of `obj` itself."""
+    def all_containers(self) -> dict[int, int]:
+        """The containers on the path, including `obj` itself."""
         is_queue = isinstance(self.obj, deque) and self.obj.maxlen is not None  # bounded
-        if is_queue or not isinstance(self.obj, list | deque | set | dict):
-            return self.entries
-        return len(self.obj) + (self.entries or 0)
+        if is_queue or not (isinstance(self.obj, list | deque | set | dict) or is_array_of_objects(self.obj)):
+            return self.containers
+        has_names = isinstance(self.obj, dict) and bool(self.path) and self.path[0].startswith("['")
+        return merged(self.containers, {_NAMED if has_names else id(self.obj): n_entries(self.obj)})
+
+    def including_its_object(self) -> ReferencePath:
+        """Return the same path with `obj` itself among the containers."""
+        kind = next((kind for kind in CONTAINERS if isinstance(self.obj, kind)), None)
+        return replace(self, containers=self.all_containers, innermost=self.innermost or kind)
+
+    @property
+    def is_keyed(self) -> bool:
+        """True for one dict that is no namespace, whatever its entries are, or for the cache of a function."""
+        n_unnamed = sum(bool(ENTRIES.fullmatch(step)) for step in self.path)
+        kind = self.outermost if n_unnamed else self.innermost
+        return n_unnamed <= 1 and (kind is dict or CACHED in self.path)
 
     @property
     def gathers(self) -> bool:
@@ -59,7 +84,7 @@ class ReferencePath:
 
     def shown(self, name: str, kind: str) -> tuple[str, str, str]:
         """Return three texts for a variable that holds tensors by this path: its description, the name of the part that
-        holds them, and a key that is equal for all entries of one dict.
+        holds them, and a key that is equal for all entries of one dict, and for all parts of tuples.
         """
         path = self.path
         if self.gathers:
@@ -70,13 +95,20 @@ class ReferencePath:
         if any(_ENTRY.fullmatch(step) for step in path[:-1]) and not ENTRIES.fullmatch(path[-1]):
             # the tensors are parts of entries
             steps = ("[..]" if _ENTRY.fullmatch(step) else step for step in path[:-1])
-            full_name = "".join((name, *steps, path[-1]))
-            return shown, full_name, full_name
+            entry = "".join((name, *steps))
+            # The same tensor may be several parts of tuples: the next state of one transition, the state of another.
+            grouped = f"{entry}[..]" if _INDEX.fullmatch(path[-1]) else entry + path[-1]
+            return shown, entry + path[-1], grouped
         attributes = tuple(takewhile(lambda step: step.startswith("."), path))
         keys = tuple(takewhile(lambda step: step.startswith((".", "['")), path))
         leads_to_list = len(attributes) < len(keys) < len(path) and ENTRIES.fullmatch(path[len(keys)])
         grouped = "".join((name, *attributes))
         return shown, "".join((name, *keys)) if leads_to_list else grouped, grouped
+
+    def outermost_container(self, name: str) -> str:
+        """Return the outermost container with entries without names, as code; empty if there is none."""
+        before = tuple(takewhile(lambda step: not ENTRIES.fullmatch(step), self.path))
+        return "".join((name, *before)) if len(before) < len(self.path) else ""
 
     def owner(self, name: str) -> str:
         """Return the object that has the last attribute of the path, as code; empty if there is none, or it has no
@@ -87,12 +119,25 @@ class ReferencePath:
         return "".join((name, *self.path[:-1]))
 
 
-def first_path(obj: Any, number: int) -> ReferencePath:
-    """Return the path that begins at `obj`: a tensor, or a NumPy array over its memory or with it as an element."""
-    if getattr(getattr(obj, "dtype", None), "hasobject", False):
-        n = sum(element is not None for element in obj.flat)
-        return ReferencePath(obj, {number}, (f"[{n} entr{'y' if n == 1 else 'ies'}]",), n, type(obj))
-    return ReferencePath(obj, {number})
+_NAMED = 0
+"""Key of the containers with names in `ReferencePath.containers`: no object has this id."""
+
+
+def merged(containers: Mapping[int, int], others: Mapping[int, int]) -> dict[int, int]:
+    """Return the containers of both, each with its larger number of entries."""
+    return {**containers, **{number: max(n, containers.get(number, 0)) for number, n in others.items()}}
+
+
+def is_array_of_objects(obj: Any) -> bool:
+    """Return True for a NumPy array that refers to objects."""
+    return type(obj).__name__ == "ndarray" and bool(getattr(getattr(obj, "dtype", None), "hasobject", False))
+
+
+def n_entries(container: Any) -> int:
+    """Return the number of entries; those of an array that are None do not count."""
+    if is_array_of_objects(container):
+        return sum(element is not None for element in container.flat)
+    return len(container)
 
 
 def is_container(kind: type | None) -> bool:
@@ -106,7 +151,7 @@ def labels_in(container: Any) -> dict[int, str] | None:
         return {id(obj): f".{names[n]}" if n < len(names) else f"[{n}]" for n, obj in enumerate(container)}
     if isinstance(container, dict):
         return {id(obj): f"[{key!r}]" for key, obj in list(dict.items(container)) if isinstance(key, str)}
-    return {} if isinstance(container, CONTAINERS) else None
+    return {} if isinstance(container, CONTAINERS) or is_array_of_objects(container) else None
 
 
 def attribute_name(step: str) -> str:

@@ -11,14 +11,17 @@ import gc
 import itertools
 import re
 import sys
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from types import (
+    AsyncGeneratorType,
     BuiltinFunctionType,
     CellType,
     CodeType,
+    CoroutineType,
     FrameType,
     FunctionType,
     GeneratorType,
@@ -32,6 +35,7 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 
 from lowtide.diagnostics.leaks.call_site import Place, calling_site, is_carried
+from lowtide.diagnostics.leaks.holders import Holder, class_holder, context_holder, context_variable_holder, stored_in
 from lowtide.diagnostics.leaks.reference_path import (
     CACHED,
     CONTAINERS,
@@ -39,13 +43,15 @@ from lowtide.diagnostics.leaks.reference_path import (
     ENTRIES,
     ReferencePath,
     attribute_name,
-    first_path,
+    is_array_of_objects,
     is_container,
     labels_in,
+    merged,
+    n_entries,
 )
 from lowtide.diagnostics.leaks.running_frames import RunningFrames, name_in_frame
 from lowtide.diagnostics.leaks.tensor_graphs import is_of_torch
-from lowtide.state.introspection import is_user_code, origin
+from lowtide.state.introspection import file_of, is_user_code, origin
 
 if TYPE_CHECKING:
     from lowtide.diagnostics.leaks.registered_hooks import RegisteredHooks
@@ -61,20 +67,12 @@ _MANY = 256
 each.
 """
 
-RANK = (
-    "exception",
-    "notebook",
-    "hook",
-    "module",
-    "context",
-    "closure",
-    "generator",
-    "class",
-    "variable",
-    "gradient",
-    "iterator",
-)
-"""Kinds of holders in order of precedence: the first one that is found is reported."""
+_GENERATORS = {
+    GeneratorType: ("generator", "gi"),
+    CoroutineType: ("coroutine", "cr"),
+    AsyncGeneratorType: ("asynchronous generator", "ag"),
+}
+"""Functions that stop in between -> their kind, and the prefix of their attributes."""
 
 _OUTPUT_NAME = re.compile(r"_+|_[oi]*\d+|_oh|Out|_i+|_ih|In")
 
@@ -84,33 +82,6 @@ def _is_output(name: str) -> bool:
     ordinary variable.
     """
     return bool(_OUTPUT_NAME.fullmatch(name)) and (hasattr(sys, "ps1") or "IPython" in sys.modules)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
-    """Named object that keeps tensors alive: `text` is for people, `key` stays the same from step to step."""
-
-    kind: str
-    text: str
-    key: str
-    name: str = ""
-    owner: str = ""
-    """The object whose attribute holds the tensors, as code; else `name`."""
-    entries: int | None = None
-    """Total number of entries of all unbounded lists, dicts and sets on the path; None without any."""
-    gathers: bool = False
-    """True for a list, or another container whose entries have no names."""
-    is_part: bool = False
-    """True if an entry or attribute of the named variable refers to the tensors, not the variable itself."""
-    part: str = ""
-    """That entry or attribute as code: `state['logits']`, `items[..].embedding`."""
-    is_cache: bool = False
-    """True for a function with a cache of its results."""
-    is_cycle: bool = False
-    """True for an `itertools.cycle`, which keeps all that its first round has returned."""
-    place: Place | None = None
-    is_state: bool = False
-    """True for an attribute of a module that a method reads before it assigns it: what one step leaves to the next."""
 
 
 @dataclass(slots=True)
@@ -125,6 +96,8 @@ class HolderSearch:
     namespaces: dict[int, str] = field(default_factory=dict)
     has_unnamed_lists: bool = False
     """True if a list that only an expression refers to, such as a comprehension that still runs, counts as a holder."""
+    unseen: list[Any] = field(default_factory=list)
+    """Objects, such as NumPy arrays of objects, that the garbage collector does not name as referrers."""
     gathered: dict[CodeType, bool] = field(default_factory=dict)
     """Code of functions with closures -> True if a container has them as entries."""
 
@@ -139,7 +112,7 @@ class HolderSearch:
         Beyond MOST_TENSORS, tensors are only found where they share a container with one of the first.
         """
         holders_of: dict[int, list[Holder]] = {}
-        ways = [first_path(obj, number) for number, obj in tensors]
+        ways = [ReferencePath(obj, {number}) for number, obj in tensors]
         unnamed: list[ReferencePath] = []
         tensors_through: dict[int, set[int]] = {}  # ids of objects -> tensors with paths through them
         for _ in range(LEVELS):
@@ -150,16 +123,17 @@ class HolderSearch:
                 by_id.setdefault(id(way.obj), []).append(way)
                 tensors_through.setdefault(id(way.obj), set()).update(way.tensors)
                 for variable in self.variables.referring_to(way.obj):
-                    name, place, entries = variable.name, variable.place, way.all_entries
-                    _add(holders_of, way, self._variable(way, name, place, "local variable", entries))
+                    whole = way.including_its_object()
+                    _add(holders_of, way, self._variable(whole, variable.name, variable.place, "local variable"))
             referrers = _referring_to(tuple(same[0].obj for same in islice(by_id.values(), MOST_TENSORS)))
+            referrers += [obj for obj in self.unseen if not by_id.keys().isdisjoint(map(id, _referents(obj)))]
             self.ignored.add(id(referrers))
             ways = []
             reached: set[int] = set()
             for referrer in referrers:
                 if id(referrer) in self.ignored or self._is_ours(referrer):
                     continue
-                met = dict.fromkeys(number for r in gc.get_referents(referrer) if (number := id(r)) in by_id)
+                met = dict.fromkeys(number for r in _referents(referrer) if (number := id(r)) in by_id)
                 reached |= met.keys()
                 known = tensors_through.setdefault(id(referrer), set())
                 for way, inner in self._outward(referrer, [way for number in met for way in by_id[number]]):
@@ -188,7 +162,7 @@ class HolderSearch:
                 text=f"itertools.cycle of a loop that runs {place} {way.path[-1]}",
                 key="itertools.cycle",
                 name="itertools.cycle",
-                entries=way.all_entries,
+                containers=way.all_containers,
                 gathers=True,
                 is_cycle=True,
                 place=place,
@@ -198,12 +172,12 @@ class HolderSearch:
             text=f"{place} a list that is being made {way.text}",
             key=f"{place} list",
             name="the list",
-            entries=way.all_entries,
+            containers=way.all_containers,
             gathers=True,
             place=place,
         )
 
-    def _variable(self, way: ReferencePath, name: str, place: Place, kind: str, entries: int | None) -> Holder:
+    def _variable(self, way: ReferencePath, name: str, place: Place, kind: str) -> Holder:
         where = str(place) if place.line else str(place).rpartition(":")[0]
         shown, full_name, grouped = way.shown(name, kind)
         return Holder(
@@ -212,13 +186,16 @@ class HolderSearch:
             key=f"{place.file} {grouped}",
             name=full_name,
             owner=way.owner(name) or full_name,
-            entries=entries,
+            container=way.outermost_container(f"{place.file} {name}"),
+            containers=way.containers,
+            is_keyed=way.is_keyed,
             gathers=way.gathers,
             is_part=bool(way.path),
             part="".join((name, *("[..]" if ENTRIES.fullmatch(step) else step for step in way.path))),
             is_cache=CACHED in way.path,
             is_cycle=CYCLED in way.path,
             place=place,
+            stored_in=stored_in(way, name, place.file),
         )
 
     def _outward(self, referrer: Any, inner: list[ReferencePath]) -> Iterator[tuple[ReferencePath, ReferencePath]]:
@@ -230,24 +207,26 @@ class HolderSearch:
         gathered: dict[tuple[str, ...], tuple[ReferencePath, ReferencePath]] = {}
         for way in inner:
             is_namespace = isinstance(referrer, type) or getattr(referrer, "__dict__", None) is way.obj
-            entries = way.entries if is_namespace else way.all_entries
+            inside = way if is_namespace else way.including_its_object()
             if labels is None:
                 container = way.container if isinstance(referrer, nn.Module) else None
-                yield ReferencePath(referrer, way.tensors, way.path, entries, container, way.attribute), way
+                yield replace(inside, obj=referrer, container=container), way
             elif (label := labels.get(id(way.obj))) is not None:
                 container = tuple if isinstance(referrer, tuple) else way.container
                 path = (label, *way.path)
-                yield ReferencePath(referrer, way.tensors, path, entries, container, way.attribute), way
+                yield replace(inside, obj=referrer, path=path, container=container), way
             elif (same := gathered.get(way.path)) is None:
-                n = len(referrer)
+                n = n_entries(referrer)
                 label = f"[{n} entr{'y' if n == 1 else 'ies'}]"
-                kind = next(k for k in CONTAINERS if isinstance(referrer, k))
+                kind = next((k for k in CONTAINERS if isinstance(referrer, k)), type(referrer))
                 path = (label, *way.path)
-                outer = ReferencePath(referrer, set(way.tensors), path, entries, kind, way.attribute)
+                outer = replace(
+                    inside, obj=referrer, tensors=set(way.tensors), path=path, container=kind, outermost=kind
+                )
                 gathered[way.path] = outer, way
             else:
                 same[0].tensors |= way.tensors
-                same[0].entries = max(same[0].entries or 0, entries or 0) or None
+                same[0].containers = merged(same[0].containers, inside.containers)
         yield from gathered.values()
 
     def _named(self, way: ReferencePath, inner: ReferencePath) -> Holder | None:
@@ -258,15 +237,15 @@ class HolderSearch:
         if isinstance(obj, nn.Module):
             return self._module(way, inner)
         if isinstance(obj, BackwardCFunction) and not is_of_torch(type(obj)):
-            return _context(way, obj)
+            return context_holder(way, obj)
         if isinstance(obj, BaseException):
             return self._exception(way, obj)
-        if isinstance(obj, GeneratorType):
+        if isinstance(obj, GeneratorType | CoroutineType | AsyncGeneratorType):
             return self._generator(way, inner, obj)
         if isinstance(obj, FunctionType):
             return self._function(way, inner, obj)
         if isinstance(obj, type):
-            return _class(way, obj)
+            return class_holder(way, obj)
         if isinstance(obj, FrameType):
             inside = name_in_frame(obj, inner.obj)
             way.path = (f"['{inside}']", *inner.path) if inside else inner.path
@@ -276,28 +255,48 @@ class HolderSearch:
             way.path = (".args" if inner.obj is obj.args else ".keywords", *inner.path)
         elif isinstance(obj, functools._lru_cache_wrapper):
             way.path = (CACHED, *way.path)
+        elif isinstance(obj, threading.local) and way.path[1:]:  # through a dict of the dicts of all threads
+            way.path = (f".{attribute_name(way.path[1])}", *way.path[2:])
+        elif type(obj).__name__.startswith("hamt_"):
+            return context_variable_holder(way, inner)
         elif isinstance(obj, itertools.cycle):
             way.path = (CYCLED, *way.path)
-        elif getattr(obj, "__dict__", None) is inner.obj and way.path:
-            way.path = (f".{attribute_name(way.path[0])}", *way.path[1:])
+        else:
+            if getattr(obj, "__dict__", None) is inner.obj and way.path:
+                way.path = (f".{attribute_name(way.path[0])}", *way.path[1:])
+            elif (held_as := _holding_attribute(obj, inner.obj)) is not None:
+                way.path = (f".{held_as}", *inner.path)
+            else:
+                return None
             if is_user_code(type(obj)):
-                way.attribute = f"{type(obj).__qualname__}{way.text}"
-        elif (held_as := _holding_attribute(obj, inner.obj)) is not None:
-            way.path = (f".{held_as}", *inner.path)
+                way.attribute, way.file = f"{type(obj).__qualname__}{way.text}", file_of(type(obj))
         return None
 
-    def _generator(self, way: ReferencePath, inner: ReferencePath, generator: GeneratorType[Any, Any, Any]) -> Holder:
-        if way.attribute and origin(generator.gi_code.co_filename) != "user":
+    def _generator(self, way: ReferencePath, inner: ReferencePath, generator: Any) -> Holder:
+        kind, prefix = _GENERATORS[type(generator)]
+        code = getattr(generator, f"{prefix}_code")
+        if way.attribute and origin(code.co_filename) != "user":
             text, name = f"attribute {way.attribute}, through the iterator of a loop", ENTRIES.sub("", way.attribute)
-            return Holder(kind="iterator", text=text, key=f"attribute {name}", name=name, entries=way.entries)
-        frame = generator.gi_frame
+            return Holder(
+                kind="iterator",
+                text=text,
+                key=f"attribute {name}",
+                name=name,
+                containers=way.containers,
+                is_keyed=way.is_keyed,
+                stored_in=stored_in(way, name, way.file),
+            )
+        frame = getattr(generator, f"{prefix}_frame")
         local = name_in_frame(frame, inner.obj) if frame is not None else None
-        return self._inside("generator", f"generator '{generator.__name__}'", way, local)
+        return self._inside("generator", f"{kind} '{generator.__name__}'", code, way, local)
 
     def _function(self, way: ReferencePath, inner: ReferencePath, function: FunctionType) -> Holder | None:
         hook = self.hooks.by_function.get(id(function))
         if hook is not None:
             return Holder(kind="hook", text=str(hook), key=f"hook {hook.place}", place=hook.place)
+        if inner.obj is vars(function):
+            way.path = (f".{attribute_name(way.path[0])}", *way.path[1:])
+            return None
         place = Place(function.__code__.co_filename, function.__code__.co_firstlineno)
         local = _variable_of_function(function, inner)
         way.path = way.path[1:] if local else way.path
@@ -305,14 +304,17 @@ class HolderSearch:
             way.path = (f".{local}", *way.path)
             return None
         kind = "default argument" if inner.obj is function.__defaults__ else "closure"
-        return self._inside("closure", f"{kind} of '{function.__qualname__}' at {place}", way, local)
+        text = f"{kind} of '{function.__qualname__}' at {place}"
+        return self._inside("closure", text, function.__code__, way, local)
 
-    def _inside(self, kind: str, text: str, way: ReferencePath, local: str | None) -> Holder:
+    def _inside(self, kind: str, text: str, code: CodeType, way: ReferencePath, local: str | None) -> Holder:
         """Describe variable `local` of a function that is not running."""
         if local is None:
-            return Holder(kind=kind, text=text, key=text, entries=way.entries)
+            return Holder(kind=kind, text=text, key=text, containers=way.containers)
         shown, name, grouped = way.shown(local, "variable")
-        return Holder(kind=kind, text=f"{text}, its {shown}", key=f"{text} {grouped}", name=name, entries=way.entries)
+        return Holder(
+            kind=kind, text=f"{text}, its {shown}", key=f"{text} {grouped}", name=name, containers=way.containers
+        )
 
     def _namespace(self, way: ReferencePath, namespace: dict[str, Any]) -> Holder | None:
         name = attribute_name(way.path[0])
@@ -323,13 +325,13 @@ class HolderSearch:
         is_module = id(namespace) in self.namespaces or ("__name__" in namespace and "__builtins__" in namespace)
         if not is_module:
             return None
-        inner = ReferencePath(None, way.tensors, way.path[1:], way.entries, way.container)
+        inner = replace(way, obj=None, path=way.path[1:])
         if "__name__" in namespace and namespace["__name__"] == "__main__" and _is_output(name):
             is_history = name in ("Out", "_oh") and bool(inner.path)
             text = f"notebook history {'Out' + inner.path[0] if is_history else repr(name)}"
             return Holder(kind="notebook", text=text, key=f"notebook {name}", name=name)
         variable = self.variables.of_module(namespace, name)
-        holder = self._variable(inner, name, variable.place, "global variable", way.entries)
+        holder = self._variable(inner, name, variable.place, "global variable")
         hook = self.hooks.using_global(namespace, name)
         if hook is not None:
             return Holder(kind="hook", text=str(hook), key=f"hook {hook.place}", place=hook.place)
@@ -354,9 +356,10 @@ class HolderSearch:
             text=text,
             key=alike,
             name=attribute,
-            entries=way.entries,
+            containers=way.containers,
             gathers=gathers,
             is_state=is_carried(type(way.obj), attribute),
+            stored_in=stored_in(replace(way, path=tuple(path[1:])), attribute, file_of(type(way.obj))),
         )
 
     def _exception(self, way: ReferencePath, error: BaseException) -> Holder:
@@ -364,15 +367,12 @@ class HolderSearch:
         handled = _handled()
         if id(error) in handled:
             return Holder(kind="exception", text=f"exception being handled ({kind})", key=f"exception {kind}")
-        for variable in self.variables.referring_to(error):
-            text = f"exception {kind} in {variable.place} local variable '{variable.name}'"
-            return Holder(kind="exception", text=text, key=f"exception {kind}", name=variable.name)
-        for referrer in gc.get_referrers(error):
-            if isinstance(referrer, dict) and ("__builtins__" in referrer or id(referrer) in self.namespaces):
-                name = next((str(key) for key, value in list(referrer.items()) if value is error), "?")
-                variable = self.variables.of_module(referrer, name)
-                text = f"exception {kind} in {variable.place} global variable '{name}'"
-                return Holder(kind="exception", text=text, key=f"exception {kind}", name=name)
+        target = (0, error)
+        search = replace(self, ignored={*self.ignored, id(target), id(way), id(way.tensors)})
+        for holder in search.holders([target]).get(0, ()):
+            if holder.kind != "exception":
+                text = f"exception {kind} in {holder.text}"
+                return Holder(kind="exception", text=text, key=f"exception {kind}", name=holder.name)
         return Holder(kind="exception", text=f"exception {kind} that is kept", key=f"exception {kind}")
 
     def _is_gathered(self, function: FunctionType) -> bool:
@@ -387,6 +387,8 @@ class HolderSearch:
             return self.variables.is_running(obj) or origin(obj.f_code.co_filename) == "ours"
         if isinstance(obj, FunctionType):
             return origin(obj.__code__.co_filename) == "ours"
+        if isinstance(obj, GeneratorType):
+            return obj.gi_code is HolderSearch._outward.__code__
         return type(obj) in (ReferencePath, HolderSearch, RunningFrames) or isinstance(obj, BuiltinFunctionType)
 
 
@@ -416,26 +418,9 @@ def _referring_to(things: tuple[Any, ...]) -> list[Any]:
     return [o for o in objects if not numbers.isdisjoint(map(id, gc.get_referents(o))) and id(o) != own]
 
 
-def _context(way: ReferencePath, context: BackwardCFunction) -> Holder:
-    attribute = attribute_name(way.path[0]) if way.path else "?"
-    of = type(context).__name__.removesuffix("Backward")
-    text = f"ctx attribute '{attribute}' of {of}"
-    return Holder(kind="context", text=text, key=f"ctx {of} {attribute}", name=attribute)
-
-
-def _class(way: ReferencePath, kind: type) -> Holder:
-    name = f"{kind.__qualname__}.{attribute_name(way.path[0]) if way.path else '?'}"
-    way.path = way.path[1:]
-    _, full_name, grouped = way.shown(name, "")
-    arrow = " -> " if CACHED in way.path else ""
-    return Holder(
-        kind="class",
-        text=f"class attribute {name}{arrow}{way.text}",
-        key=f"class attribute {grouped}",
-        name=full_name,
-        entries=way.entries,
-        is_cache=CACHED in way.path,
-    )
+def _referents(obj: Any) -> Iterable[Any]:
+    """Return the objects that `obj` refers to."""
+    return obj.flat if is_array_of_objects(obj) else gc.get_referents(obj)
 
 
 def _variable_of_function(function: FunctionType, inner: ReferencePath) -> str | None:

@@ -212,9 +212,10 @@ class Watch(Displayed):
         self._has_failed = has_failed
         self._run_guarded(self._gradients.backward_ends)
 
-    def optimizer_stepped(self, parameters: Iterable[Tensor]) -> None:
-        """Handle an optimizer's update of `parameters`."""
+    def optimizer_stepped(self, number: int, parameters: Iterable[Tensor]) -> None:
+        """Handle the update of `parameters` by the optimizer with the id `number`."""
         self._boundaries.stepped(next_sequence_number())
+        self._calls.last_updates[number] = self._steps.now
         self._run_guarded(self._unread.updated)
         if self._discarded.is_active:
             self._run_guarded(lambda: self._discarded.updated(parameters))
@@ -346,9 +347,14 @@ class Watch(Displayed):
                 record_duplicate_inputs(view, live, self._events.arguments(), self._finding_log)
                 self._unread.step_begins(live, self._model, self._steps.now, self._least_bytes)
         if is_later:
-            self._finding_log.retract(retained)
+            self._finding_log.retract(retained, self._steps.now)
         selected = retained if only is None else [item for item in retained if only(item)]
-        self._finding_log.add(selected, least_bytes=self._least_bytes, largest_graph_bytes=self._largest_graph_bytes)
+        self._finding_log.add(
+            selected,
+            least_bytes=self._least_bytes,
+            largest_graph_bytes=self._largest_graph_bytes,
+            step=self._steps.now,
+        )
         self._boundaries.inspected(time.perf_counter() - began)
 
     def _view(self, new_from: int) -> InspectionInput:

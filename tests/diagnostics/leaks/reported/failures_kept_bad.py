@@ -28,5 +28,5 @@ for step in range(8):
     optimizer.zero_grad()
 
 print("code", "LT015")
-print("holder", "exception ValueError that is kept")
+print("holder", "list 'failed' [4 entries]")
 print("fix", "do not keep the exception")

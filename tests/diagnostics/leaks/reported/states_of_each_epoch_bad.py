@@ -19,5 +19,5 @@ for step in range(8):
     states.append(copy.deepcopy(model.state_dict()))
 
 print("code", "LT021")
-print("holder", "list 'states' [8 entries]['2.weight'] and 2 more keys of each entry")
+print("holder", "list 'states' [8 entries]['2.weight'] and 2 more of each entry")
 print("fix", "put less in `states[..]['2.weight']`")

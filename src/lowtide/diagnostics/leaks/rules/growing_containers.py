@@ -94,7 +94,8 @@ class RunningSumOfGraphs(Rule):
     name="list that grows by tensors without a graph",
     what="A list, dict or cache holds more and more tensors, or they are joined to one tensor. They have no graph; "
     "their own memory adds up.",
-    why="It grows without bound. `.detach()` does not help: the values are the memory.",
+    why="It grows without bound. `.detach()` does not help: the values are the memory. A cache that has no more "
+    "entries than the data set has samples is no finding.",
     bad="predictions.append(model(x).detach())",
     good="predictions.append(model(x).argmax(-1).cpu())",
     fix="put less in `{name}`: a metric, an index, or a copy on the host",
@@ -107,6 +108,7 @@ class GrowingList(Rule):
     ends_without_growth = True
     fix_of_cache = "bound the cache of `{name}` (`lru_cache(maxsize=...)`), or call `{name}.cache_clear()` each epoch"
 
+    fix_of_keys = "bound `{name}`, whose keys are new each time: drop the oldest entries, or use keys that repeat"
     fix_of_cycle = (
         "`itertools.cycle` keeps all batches of the first epoch for ever: iterate over the loader anew in each epoch "
         "(a generator with `while True: yield from loader`)"
@@ -118,26 +120,34 @@ class GrowingList(Rule):
             return self.fix_of_cycle
         if item.subject in _FIX_OF_COPIES:
             return _FIX_OF_COPIES[item.subject]
-        is_cache = item.holder is not None and item.holder.is_cache
-        return self.fix_of_cache if is_cache else super().fix_for(item, history)
+        if item.holder is not None and item.holder.is_cache:
+            return self.fix_of_cache
+        is_of_data = item.holder is not None and item.holder.is_keyed and not item.calls
+        return self.fix_of_keys if is_of_data else super().fix_for(item, history)
 
     def matches(self, item: RetainedObject, history: History) -> bool:
-        if item.has_graph or not grows(history.held_bytes):
+        if item.subject in _FIX_OF_COPIES:  # often one for each epoch, so that few inspections see a new one
+            return grows(history.held_bytes, 2) and grows(history.entries, 2)
+        if item.has_graph or item.is_within_data or not grows(history.held_bytes):
             return False
-        return grows(history.entries) or _is_added_to(item, history)
+        return (grows(history.entries) and not history.has_stopped) or _is_added_to(item, history)
 
 
 _FIX_OF_COPIES = {
     "models": "keep less than whole models in `{name}`: the best one, its `state_dict()` on the host (`.cpu()`), or a "
     "file",
-    "optimizers": "make one optimizer for the whole training (and change its `param_groups`), or keep none in "
-    "`{name}`: each has a state of its own",
+    "optimizers": "keep no former optimizers in `{name}`, as each has a state of its own: make one optimizer for the "
+    "whole training of a model (and change its `param_groups`)",
 }
 
 
+_NAMED_KINDS = ("variable", "closure", "generator", "class", "context variable")
+
+
 def _is_added_to(item: RetainedObject, history: History) -> bool:
-    """Return True if a single tensor of a variable was larger at each of many inspections: outputs are joined to it."""
-    is_tensor = item.is_held_as("variable") and not history.entries[-1] and not item.is_output
+    """Return True if a single tensor was larger at each of many inspections: outputs are joined to it."""
+    has_name = item.holder is not None and item.holder.kind in _NAMED_KINDS
+    is_tensor = has_name and not history.entries[-1] and not item.is_output
     return is_tensor and grows(history.held_bytes, JOINS) and history.held_bytes[-1] >= 2 * history.held_bytes[-JOINS]
 
 

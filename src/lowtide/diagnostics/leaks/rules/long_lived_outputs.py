@@ -1,8 +1,8 @@
 """Model outputs that outlive their use."""
 
 from lowtide.diagnostics.leaks.holder_history import History
+from lowtide.diagnostics.leaks.holders import Holder
 from lowtide.diagnostics.leaks.inspection import RetainedObject
-from lowtide.diagnostics.leaks.referrers import Holder
 from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
 
 SHARE = 0.05
@@ -42,6 +42,8 @@ class AliveInNextStep(Rule):
     ends_without_change = True
     superseded_by = "LT006"
     fix_of_part = "`{part} = None` at the end of the step, or keep less there: a number, a small copy"
+    fix_of_container = "clear `{name}` at the end of the step, or keep less in it: a number, a small copy"
+    fix_of_context = "keep something small in the context variable: a number, a small copy"
     fix_of_function = "drop the function that holds `{name}` at the end of the step, or give it a number instead"
 
     def names_part(self, holder: Holder, history: History) -> bool:
@@ -52,6 +54,8 @@ class AliveInNextStep(Rule):
 
     def fix_for(self, item: RetainedObject, history: History) -> str:
         """Return the advice; a variable that a function closes over must not be deleted."""
+        if item.is_held_as("context variable"):
+            return self.fix_of_context
         return self.fix_of_function if item.is_held_as("closure") else super().fix_for(item, history)
 
     def matches(self, item: RetainedObject, history: History) -> bool:

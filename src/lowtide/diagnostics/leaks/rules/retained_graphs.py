@@ -1,8 +1,8 @@
 """Graphs that remain after a backward pass went through them."""
 
 from lowtide.diagnostics.leaks.holder_history import History
+from lowtide.diagnostics.leaks.holders import Holder
 from lowtide.diagnostics.leaks.inspection import RetainedObject
-from lowtide.diagnostics.leaks.referrers import Holder
 from lowtide.diagnostics.leaks.rules.long_lived_outputs import SHARE
 from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
 
@@ -47,7 +47,7 @@ class RetainGraph(Rule):
         """Return True if the advice should name the entry, because the container stays for several steps."""
         # A container that each step creates can be deleted.
         is_the_same = len(history.held_bytes) > 1 and not history.has_changed
-        has_grown = holder.gathers and bool(holder.entries) and history.entries[-1] > history.entries[0]
+        has_grown = holder.gathers and bool(holder.containers) and history.entries[-1] > history.entries[0]
         return (is_the_same or has_grown) and super().names_part(holder, history)
 
 

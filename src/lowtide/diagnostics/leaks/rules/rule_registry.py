@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from lowtide.diagnostics.leaks.call_log import SiteStats
     from lowtide.diagnostics.leaks.holder_history import History
+    from lowtide.diagnostics.leaks.holders import Holder
     from lowtide.diagnostics.leaks.inspection import RetainedObject
-    from lowtide.diagnostics.leaks.referrers import Holder
 
 
 class Rule:

@@ -19,4 +19,6 @@ class PinningView(Rule):
     """Rule for views that show less than half of an output's storage."""
 
     def matches(self, item: RetainedObject, history: History) -> bool:
+        if item.is_held_as("variable") and item.holder is not None and not item.holder.containers:
+            return False  # a variable that the next step assigns again, such as a loss; LT007 if it outlives that
         return not item.has_graph and item.is_view and not item.is_input and item.is_output

@@ -1,0 +1,138 @@
+"""Holders of tensors: named objects that keep them alive, and their descriptions for a person."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from itertools import pairwise, takewhile
+from typing import NamedTuple
+
+from torch.autograd.function import BackwardCFunction
+
+from lowtide.diagnostics.leaks.call_site import Place
+from lowtide.diagnostics.leaks.reference_path import CACHED, ENTRIES, ReferencePath, attribute_name
+from lowtide.diagnostics.leaks.stored_values import place_of_value
+
+RANK = (
+    "exception",
+    "notebook",
+    "hook",
+    "module",
+    "context",
+    "closure",
+    "generator",
+    "class",
+    "context variable",
+    "variable",
+    "gradient",
+    "iterator",
+)
+"""Kinds of holders in order of precedence: the first one that is found is reported."""
+
+
+class StoredIn(NamedTuple):
+    """Variable or attribute, with the file whose code assigns it or adds to it."""
+
+    file: str
+    name: str
+    part: str
+    """The part of each of its entries that holds the tensors, as code: `[1]` or `['logits']`."""
+    is_container: bool
+
+    def place_of_value(self) -> Place | None:
+        """Return the line that computes what is stored."""
+        return place_of_value(self.file, self.name, self.part, is_container=self.is_container)
+
+
+def stored_in(way: ReferencePath, name: str, file: str) -> StoredIn:
+    """Return what code stores into when `name`, a variable in `file`, holds tensors by the path `way`."""
+    attributes = [attribute_name(step) for step in takewhile(lambda step: step.startswith("."), way.path)]
+    part = way.path[-1] if len(way.path) > 1 and ENTRIES.fullmatch(way.path[-2]) else ""
+    own_file = way.file if attributes and way.file else file
+    return StoredIn(own_file, attributes[-1] if attributes else name, part, bool(way.containers))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Holder:
+    """Named object that keeps tensors alive: `text` is for people, `key` stays the same from step to step."""
+
+    kind: str
+    text: str
+    key: str
+    name: str = ""
+    owner: str = ""
+    """The object whose attribute holds the tensors, as code; else `name`."""
+    container: str = ""
+    """The outermost container on the path whose entries have no names, with what tells it from others."""
+    containers: Mapping[int, int] = field(default_factory=dict)
+    """All unbounded lists, dicts and sets on the path -> numbers of their entries."""
+    gathers: bool = False
+    """True for a list, or another container whose entries have no names."""
+    is_keyed: bool = False
+    """True for a dict, or for the cache of a function."""
+    is_part: bool = False
+    """True if an entry or attribute of the named variable refers to the tensors, not the variable itself."""
+    part: str = ""
+    """That entry or attribute as code: `state['logits']`, `items[..].embedding`."""
+    is_cache: bool = False
+    """True for a function with a cache of its results."""
+    is_cycle: bool = False
+    """True for an `itertools.cycle`, which keeps all that its first round has returned."""
+    place: Place | None = None
+    stored_in: StoredIn | None = None
+    """Where the source says what is stored, if known."""
+    is_state: bool = False
+    """True for an attribute of a module that a method reads before it assigns it: what one step leaves to the next."""
+
+    @property
+    def is_part_of_entries(self) -> bool:
+        """True if the tensors are parts of a container's entries."""
+        return bool(self.stored_in and self.stored_in.part)
+
+
+def context_holder(way: ReferencePath, context: BackwardCFunction) -> Holder:
+    """Return the holder for an attribute of the ctx of a custom Function."""
+    attribute = attribute_name(way.path[0]) if way.path else "?"
+    of = type(context).__name__.removesuffix("Backward")
+    text = f"ctx attribute '{attribute}' of {of}"
+    return Holder(kind="context", text=text, key=f"ctx {of} {attribute}", name=attribute)
+
+
+def context_variable_holder(way: ReferencePath, inner: ReferencePath) -> Holder | None:
+    """Return the holder for the node of a `contextvars.Context`; None for an upper node, which has no variable."""
+    referents = gc.get_referents(way.obj)  # the last first, each value before its variable
+    for value, variable in pairwise(referents):
+        if value is inner.obj and isinstance(variable, ContextVar):
+            _, full_name, grouped = way.shown(f"{variable.name}.get()", "")
+            return Holder(
+                kind="context variable",
+                text=f"context variable '{variable.name}'" + (f" -> {way.text}" if way.path else ""),
+                key=f"context variable {grouped}",
+                name=full_name,
+                container=way.outermost_container(f"context variable {variable.name}"),
+                containers=way.containers,
+                is_keyed=way.is_keyed,
+                gathers=way.gathers,
+                is_part=bool(way.path),
+            )
+    return None
+
+
+def class_holder(way: ReferencePath, kind: type) -> Holder:
+    """Return the holder for an attribute of a class."""
+    name = f"{kind.__qualname__}.{attribute_name(way.path[0]) if way.path else '?'}"
+    way.path = way.path[1:]
+    _, full_name, grouped = way.shown(name, "")
+    arrow = " -> " if CACHED in way.path else ""
+    return Holder(
+        kind="class",
+        text=f"class attribute {name}{arrow}{way.text}",
+        key=f"class attribute {grouped}",
+        name=full_name,
+        container=way.outermost_container(f"class {name}"),
+        containers=way.containers,
+        is_keyed=way.is_keyed,
+        is_cache=CACHED in way.path,
+    )

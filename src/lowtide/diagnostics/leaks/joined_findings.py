@@ -1,0 +1,68 @@
+"""Several findings about one mistake, joined to one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from lowtide.report.finding import Finding
+
+if TYPE_CHECKING:
+    from lowtide.diagnostics.leaks.finding_log import Entry
+
+_GATHERING = ("LT008", "LT010", "LT021", "LT029")
+"""Codes of what containers hold. One that holds graphs and values alike is reported for its graphs, so LT008 is first.
+"""
+
+MOST_NAMES = 3
+"""Largest number of parts of an entry that an advice names."""
+
+
+def joined(findings: Iterable[tuple[Entry, Finding]]) -> list[Finding]:
+    """Return the findings, joining those about parts of the same container's entries, and those about graphs that one
+    call made and one backward pass retains. An output in a container that gathers outputs is no finding of its own.
+    """
+    findings = list(findings)
+    gathering = {entry.container for entry, finding in findings if finding.code in _GATHERING}
+    findings = [(e, f) for e, f in findings if f.code != "LT006" or not e.container or e.container not in gathering]
+    groups: dict[object, list[tuple[Entry, Finding]]] = {}
+    for number, (entry, finding) in enumerate(findings):
+        key: object = number
+        if finding.code in _GATHERING and entry.container:
+            key = entry.container
+        elif finding.code == "LT003" and entry.backward is not None:
+            key = entry.backward.place, finding.made_at
+        groups.setdefault(key, []).append((entry, finding))
+    return [_join(group) if len(group) > 1 else group[0][1] for group in groups.values()]
+
+
+def _join(group: list[tuple[Entry, Finding]]) -> Finding:
+    is_of_graphs = any(finding.code == "LT008" for _, finding in group)
+    group.sort(key=lambda one: ((one[1].code == "LT008") != is_of_graphs, -one[1].held_bytes, one[0].name))
+    entry, first = group[0]
+    if first.code not in _GATHERING:
+        return first
+    storages = {number: n for other, _ in group for number, n in other.storages.items()}
+    names = list(dict.fromkeys(other.name for other, _ in group))
+    shown = names if len(names) <= MOST_NAMES else names[:1]
+    return replace(
+        first,
+        holder=f"{first.holder} and {len(group) - 1} more of each entry",
+        held_bytes=max(first.held_bytes, sum(storages.values())),
+        since_step=min(finding.since_step for _, finding in group),
+        fix=first.fix.replace(f"`{entry.name}`", ", ".join(f"`{name}`" for name in shown)),
+    )
+
+
+def one_of_line(findings: list[Finding]) -> list[Finding]:
+    """Return the findings, with a single one for each line whose forward needs no graph, even if several holders gather
+    its outputs.
+    """
+    largest: dict[str | None, Finding] = {}
+    for finding in findings:
+        if finding.code == "LT002":
+            known = largest.setdefault(finding.made_at, finding)
+            largest[finding.made_at] = max(known, finding, key=lambda f: f.held_bytes)
+    gathered = {"LT002", "LT008"}
+    return [f for f in findings if f.code not in gathered or largest.get(f.made_at, f) is f]

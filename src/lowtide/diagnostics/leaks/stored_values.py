@@ -1,0 +1,128 @@
+"""The lines of a script that compute what is put into a variable or container, read from its source."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import lru_cache
+from pathlib import Path
+
+from lowtide.diagnostics.leaks.call_site import Place
+
+_ADDING = ("append", "appendleft", "extend", "add", "update", "insert", "setdefault", "put", "put_nowait", "push")
+"""Methods that put their arguments into a container."""
+
+_SAME_MEMORY = ("detach", "view", "reshape", "squeeze", "unsqueeze", "flatten", "numpy", "requires_grad_")
+"""Methods of a tensor whose result shares its memory."""
+
+_MOST_NAMES = 5
+
+
+@lru_cache(maxsize=256)
+def place_of_value(file: str, name: str, step: str, *, is_container: bool) -> Place | None:
+    """Return the line of `file` that computes what is stored under the variable or attribute `name`.
+
+    Args:
+        file: Path of the source.
+        name: Identifier of the variable or attribute.
+        step: For a container whose entries have parts, the part as code: `[1]` or `['logits']`; else empty.
+        is_container: True if entries of `name` are meant, and not its own value.
+    """
+    try:
+        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, ValueError):
+        return None
+    for scope in ast.walk(tree):
+        if isinstance(scope, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            for statement, value in _stores(scope, name, is_container=is_container):
+                line = _line_of(_part(value, step), scope, name, _MOST_NAMES)
+                return Place(file, line or statement.lineno)
+    return None
+
+
+def _own(scope: ast.AST) -> Iterator[ast.AST]:
+    """Yield the nodes of a function or module, except those of functions inside it."""
+    for child in ast.iter_child_nodes(scope):
+        yield child
+        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from _own(child)
+
+
+def _stores(scope: ast.AST, name: str, *, is_container: bool) -> Iterator[tuple[ast.expr | ast.stmt, ast.expr]]:
+    """Yield the nodes that store something under `name`, each with the value."""
+    for node in _own(scope):
+        if isinstance(node, ast.Call) and node.args:
+            is_method = isinstance(node.func, ast.Attribute) and node.func.attr in _ADDING
+            into = node.func.value if is_method else node.args[0]  # type: ignore[attr-defined]
+            if (is_method or _identifier(node.func) == "heappush") and _identifier(into) == name:
+                yield node, node.args[-1]
+        elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node.value is not None:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            adds = isinstance(node, ast.AugAssign) or name in map(_identifier, _loaded(node.value))
+            for target in targets:
+                is_entry = isinstance(target, ast.Subscript)
+                if _identifier(target) == name and (is_entry or adds or not (is_container or _is_empty(node.value))):
+                    yield node, node.value
+
+
+def _loaded(value: ast.expr) -> Iterator[ast.expr]:
+    return (node for node in ast.walk(value) if isinstance(node, ast.Name | ast.Attribute))
+
+
+def _is_empty(value: ast.expr) -> bool:
+    """Return True for constants and for containers without entries."""
+    return not any(isinstance(node, ast.Name | ast.Attribute) for node in ast.walk(value))
+
+
+def _identifier(node: ast.expr) -> str:
+    """Return the last name of `log.kept[n]["loss"]`: `kept`."""
+    while isinstance(node, ast.Subscript) or (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+        node = node.value if isinstance(node, ast.Subscript) else node.func.value  # type: ignore[attr-defined]
+    return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+
+
+def _part(value: ast.expr, step: str) -> ast.expr:
+    """Return the part of a tuple or dict display that `step` names, or the whole value."""
+    key = step.removeprefix("[").removesuffix("]")
+    if isinstance(value, ast.Tuple) and key.isdigit() and int(key) < len(value.elts):
+        return value.elts[int(key)]
+    if isinstance(value, ast.Dict):
+        entries = zip(value.keys, value.values, strict=True)
+        return next((v for k, v in entries if isinstance(k, ast.Constant) and repr(k.value) == key), value)
+    return value
+
+
+def _line_of(value: ast.expr, scope: ast.AST, name: str, depth: int) -> int | None:
+    """Return the line that computes `value`; None for an argument of the function."""
+    while True:
+        if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _SAME_MEMORY:
+            value = value.func.value
+        elif isinstance(value, ast.Attribute) and value.attr == "data":
+            value = value.value
+        elif isinstance(value, ast.Tuple | ast.List) and (names := [e for e in value.elts if isinstance(e, ast.Name)]):
+            value = names[0]
+        else:
+            break
+    if not isinstance(value, ast.Name) or value.id == name or not depth:
+        return value.lineno if not isinstance(value, ast.Name) else None
+    assignments = [node for node in _own(scope) if value.id in _assigned(node)]
+    above = [node for node in assignments if node.lineno <= value.lineno]  # type: ignore[attr-defined]
+    latest = max(above or assignments, key=lambda node: node.lineno, default=None)  # type: ignore[attr-defined]
+    if latest is None:
+        return None
+    line: int = latest.lineno  # type: ignore[attr-defined]
+    if isinstance(latest, ast.Assign) and isinstance(latest.targets[0], ast.Name):
+        return _line_of(latest.value, scope, value.id, depth - 1) or line
+    return line
+
+
+def _assigned(node: ast.AST) -> set[str]:
+    """Return the names that a statement assigns."""
+    if isinstance(node, ast.Assign):
+        targets = node.targets
+    elif isinstance(node, ast.AugAssign | ast.AnnAssign | ast.For | ast.AsyncFor):
+        targets = [node.target]
+    else:
+        return set()
+    names = (name for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))
+    return {name.id for name in names if isinstance(name.ctx, ast.Store)}
