@@ -6,7 +6,7 @@ import contextlib
 import copyreg
 import operator
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest.mock import patch
 
@@ -67,24 +67,20 @@ def fakes_have_addresses() -> Iterator[None]:
         yield
 
 
+STORAGE: Callable[[torch.Tensor], torch.UntypedStorage] = operator.methodcaller("untyped_storage")
+"""Return a tensor's storage. Raises an exception of NO_STORAGE for a tensor without one."""
+STORAGE_NUMBER: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
+"""Return the number of a storage, as `storage_number` does without a call of a Python function. Torch 2.13."""
+NO_STORAGE = (NotImplementedError, RuntimeError)
+"""Exceptions that sparse tensors raise when they are asked for their storage. Torch 2.13."""
+
+
 def storage_id(tensor: torch.Tensor) -> int:
     """Return a number that identifies a tensor's storage during its lifetime; 0 without a storage. Torch 2.13."""
     try:
-        return int(tensor.untyped_storage()._cdata)  # as `storage_number`, without its call
-    except (NotImplementedError, RuntimeError):  # sparse tensors
+        return STORAGE_NUMBER(tensor.untyped_storage())
+    except NO_STORAGE:
         return 0
-
-
-def memory_ids(memory: Iterable[torch.Tensor | torch.UntypedStorage]) -> set[int]:
-    """Return the numbers of the storages among and behind `memory`, without those of tensors that have none."""
-    numbers = set()
-    for owner in memory:
-        try:
-            storage = owner.untyped_storage() if isinstance(owner, torch.Tensor) else owner
-        except (NotImplementedError, RuntimeError):  # sparse tensors
-            continue
-        numbers.add(int(storage._cdata))
-    return numbers
 
 
 def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -26,7 +26,7 @@ from lowtide._torch.backward import backward_number, in_backward
 from lowtide._torch.compiled_code import called_between_graphs
 from lowtide._torch.fake_modes import without_function_modes
 from lowtide._torch.patching import replace_function
-from lowtide._torch.tensors import is_same_memory, memory_ids, storage_id
+from lowtide._torch.tensors import NO_STORAGE, STORAGE, STORAGE_NUMBER, is_same_memory, storage_id
 from lowtide.runtime import exposed_memory, inplace_methods
 from lowtide.runtime.exposed_memory import EXPOSED
 from lowtide.runtime.inplace_methods import ALIAS, SHARES_MEMORY
@@ -160,7 +160,10 @@ class ReliedOn:
                 reader = self._unlooked.popleft()()
                 if isinstance(reader, Value):
                     if reader.original is not None and reader.tensor is not None:
-                        self._storages.add(storage_id(reader.tensor))
+                        try:
+                            self._storages.add(STORAGE_NUMBER(STORAGE(reader.tensor)))
+                        except NO_STORAGE:
+                            continue
                 elif reader is not None:
                     self._storages.update(reader.call_context.storages())
             return not self._storages.isdisjoint(storages)
@@ -368,7 +371,12 @@ def _writes(memory: Sequence[Tensor | torch.UntypedStorage], writer: str) -> boo
         return True
     is_any_awaited = False
     with without_function_modes():
-        storages = memory_ids(memory)
+        storages: set[int] = set()
+        for owner in memory:
+            try:
+                storages.add(STORAGE_NUMBER(STORAGE(owner) if isinstance(owner, torch.Tensor) else owner))
+            except NO_STORAGE:
+                continue
         for reference in _watching:
             relied_on = reference()
             may_read = None if relied_on is None else relied_on.may_read(storages)

@@ -8,6 +8,9 @@ from torch.nn import functional as F
 
 from lowtide.runtime.recipes.registry import aten, recipe
 
+_relu_ = torch.relu_
+"""torch's own function, which reports no writes while a plan is in force."""
+
 # These save their own result, so the operand from which it is recomputed is on the input edge.
 
 
@@ -16,7 +19,7 @@ def relu(self: Tensor, *, out: Tensor | None = None) -> Tensor:
     """Recompute ReLU. The in-place form has overwritten its input, such as a batch norm's output: that is recomputed
     first.
     """
-    return torch.relu(self) if out is None else torch.relu_(out)
+    return torch.relu(self) if out is None else _relu_(out)
 
 
 @recipe("EluBackward0", "EluBackward1", edges={"self": 0})

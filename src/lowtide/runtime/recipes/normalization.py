@@ -123,7 +123,7 @@ def batch_norm(
     eps: float,
 ) -> Tensor:
     """Recompute batch norm or instance norm. In training the batch's own statistics are used."""
-    return aten.native_batch_norm(input, weight, bias, running_mean, running_var, training, 0.0, eps)[0]
+    return torch.native_batch_norm(input, weight, bias, running_mean, running_var, training, 0.0, eps)[0]
 
 
 _IN_TRAINING: dict[str, Any] = dict(
