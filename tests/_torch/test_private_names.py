@@ -543,7 +543,11 @@ def test_kernel_overrides_run_only_inside_their_block() -> None:
         return torch.autograd.grad(nn.functional.hardswish(x).sum(), x, create_graph=create_graph)[0]
 
     plain, second = gradient(), torch.autograd.grad(gradient(create_graph=True).sum(), x)[0]
-    library = privateuse1.override_kernels({"hardswish_backward": kernel})
+    least = privateuse1.LeastBytes(x.nbytes + 1)
+    library = privateuse1.override_kernels({"hardswish_backward": kernel}, least)
+    with privateuse1.with_overrides():
+        assert torch.equal(gradient(), plain)  # its gradient is smaller
+    least.value = x.nbytes
     assert torch.equal(gradient(), plain)
     assert calls == []
     with privateuse1.with_overrides():

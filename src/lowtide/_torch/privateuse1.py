@@ -114,26 +114,38 @@ _fallthrough: list[torch.library.Library] = []
 """Fallthrough for operators without a kernel for OVERRIDE_KEY; registered with the first such kernel."""
 
 
-def override_kernels(kernels: Mapping[str, Callable[..., Any]]) -> torch.library.Library:
+class LeastBytes:
+    """Size in bytes of the smallest first argument for which kernels of `override_kernels` run."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+
+def override_kernels(kernels: Mapping[str, Callable[..., Any]], least: LeastBytes) -> torch.library.Library:
     """Run `kernels` in place of the kernels of `aten` operators in a block of `with_overrides`. Torch 2.13, since 2.10.
 
     Each gets, before the arguments, a function that continues with torch's own kernel and one that continues past
-    autograd; and, after the arguments, an object without other references, for `references`.
+    autograd; and, after the arguments, an object without other references, for `references`. Where the first argument
+    is smaller than `least`, torch's own kernel runs at once.
     """
     if not _fallthrough:
         _fallthrough.append(pass_through(OVERRIDE_KEY))
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name, kernel in kernels.items():
-        given = _given_its_own(kernel, getattr(torch.ops.aten, name).default)
+        given = _given_its_own(kernel, getattr(torch.ops.aten, name).default, least)
         library.impl(name, given, OVERRIDE_KEY, with_keyset=True, allow_override=False)  # type: ignore[no-untyped-call]
     return library
 
 
-def _given_its_own(kernel: Callable[..., Any], operator: Any) -> Callable[..., Any]:
+def _given_its_own(kernel: Callable[..., Any], operator: Any, least: LeastBytes) -> Callable[..., Any]:
     redispatch = operator._handle.redispatch_boxed  # `operator.redispatch` without a call of a Python function
 
     @never_compiled  # otherwise compiled, with its callees, wherever a compiled function runs backward
     def replaced(keys: Any, *args: Any, **kwargs: Any) -> Any:
+        if args[0].numel() * args[0].element_size() < least.value:
+            return redispatch(keys & _BEHIND_OVERRIDE, *args, **kwargs)
         on = functools.partial(redispatch, keys & _BEHIND_OVERRIDE)
         past = functools.partial(redispatch, keys & _BEHIND_AUTOGRAD)
         return kernel(on, past, *args, object(), **kwargs)

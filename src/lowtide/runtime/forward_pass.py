@@ -170,12 +170,17 @@ class ForwardPass:
         if ordinals is None and self.learnt is not None:
             scope.learnt = set()
             self.learnt.append((interceptor, scope))
-        is_switched = False
+        is_switched = is_pushed = False
         if needed is not None:
             if ordinals is None:
                 self.engine.interceptors.inside.put_back()
             wants = ordinals is None or bool(ordinals) or interceptor.replays or self.frame is not None
-            is_switched = wants is not self.has_hooks and self.switch_hooks(on=wants)
+            if wants and not self.has_hooks and saved_tensor_hooks() is None:
+                # as `switch_hooks`, whose two calls would cost host time for each call of a module
+                push_saved_tensor_hooks(self.pack, unpack)
+                paused.pack, self.has_hooks, self.idle, is_pushed = None, True, NO_INTERCEPTORS, True
+            else:
+                is_switched = wants is not self.has_hooks and self.switch_hooks(on=wants)
         probe = self.probe
         try:
             if probe is not None:
@@ -198,7 +203,11 @@ class ForwardPass:
             if ordinals and needed is not None and scope.ordinal > needed.n_saved[interceptor][number]:
                 needed.unneeded = None  # it may have called a module that has no interceptor
             self.scope = outer
-            if is_switched:
+            if is_pushed and (top := saved_tensor_hooks()) is not None and top[0] is self.pack:
+                pop_saved_tensor_hooks()
+                paused.pack, self.has_hooks = self.pack, False
+                self.idle = NO_INTERCEPTORS if self.notes or needed is None else needed.idle
+            elif is_switched:
                 self.switch_hooks(on=not self.has_hooks)
 
     def switch_hooks(self, *, on: bool) -> bool:

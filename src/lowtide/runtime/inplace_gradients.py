@@ -38,6 +38,7 @@ from lowtide._torch.fake_modes import without_modes
 from lowtide._torch.nodes import node_metadata
 from lowtide._torch.patching import replace_function
 from lowtide._torch.privateuse1 import (
+    LeastBytes,
     below_autograd,
     is_dispatched_plainly,
     is_replaced,
@@ -155,6 +156,9 @@ class InPlace(Removable):
 _IN_FORCE: list[weakref.ref[InPlace]] = []
 """Permissions in force, by weak references, so that a dropped model is freed with its plan."""
 
+_least = LeastBytes(MIN_BYTES)
+"""Smallest gradient that the kernels look at: any while a node is tried out."""
+
 _kernels: dict[str, torch.library.Library] = {}
 """Lowtide's registered kernels, by operator."""
 _n_passes = 0
@@ -171,7 +175,7 @@ def _register_wanted(tried: Iterable[str] = ()) -> None:
         asked = {OPERATORS[node].name for ruling in in_force for node in ruling.least if node in OPERATORS}
         wanted = asked.union(tried)
         for name in wanted - _kernels.keys():
-            _kernels[name] = override_kernels({name: _kernel(name)})
+            _kernels[name] = override_kernels({name: _kernel(name)}, _least)
         for name in _kernels.keys() - wanted if not _n_passes else ():
             remove_kernels(_kernels.pop(name))
 
@@ -281,7 +285,7 @@ def _kernel(name: str) -> Callable[..., Any]:
         trial = _trial
         if trial is not None and running_node() is trial.node:
             trial.counts.append(references(args))
-        elif args[0].numel() * args[0].element_size() >= MIN_BYTES and (permission := _ruling(name, args)) is not None:
+        elif (permission := _ruling(name, args)) is not None:
             ruling, operator = permission
             with below_autograd():
                 return ruling.run(operator, past, args[:-1], kwargs)
@@ -401,8 +405,9 @@ def _tried(operator: Operator, device: str, *, shared: bool) -> tuple[int, ...] 
     if y.grad_fn is None or y.grad_fn.name() != operator.node:
         return None
     trial = _trial = _Trial(y.grad_fn)
+    _least.value = 0
     try:
         torch.autograd.grad((y * 2).sum(), [x, y] if shared else [x])
     finally:
-        _trial = None
+        _trial, _least.value = None, MIN_BYTES
     return trial.counts[0] if len(trial.counts) == 1 else None

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lowtide._torch.backward import backward_number
 from lowtide._torch.fake_modes import is_fake
 from lowtide._torch.modes import accelerator_type, any_autocast
 from lowtide._torch.tensors import base_of, has_one_owner, set_version
@@ -137,7 +138,11 @@ class Recompute(RecomputeFields):
             set_version(result, value.version)
         if values.probe is not None:
             values.probe.made(self, (result,))
-        value.arrive(result)
+        number = backward_number()  # as `Value.arrive`
+        if value.last_backward != number:
+            value.last_backward, value.reads = number, 0
+        if value.tensor is None and value.readers > value.reads:
+            value.tensor = result
         return result
 
     def spare(self, tensors: list[Tensor | None]) -> dict[str, Tensor]:
@@ -188,7 +193,7 @@ def can_hold_result(tensor: Tensor, operands: list[Tensor | None]) -> bool:
         and tensor.dim() > 0
         and tensor.nbytes == tensor.untyped_storage().nbytes()
         and base_of(tensor) is None
-        and (is_fake(tensor) or has_one_owner(tensor))
+        and (has_one_owner(tensor) or is_fake(tensor))
     )
 
 

@@ -8,13 +8,14 @@ searches again. Constants, versions and values are always read from the current 
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from lowtide._torch.nodes import RAW_SAVED, SAVED, node_metadata, output_metadata
 from lowtide.runtime.operand_capture import NOTED_OPERANDS, NUMBERS, CaptureSite, noted
 from lowtide.runtime.operand_lookup import AS_RECORDED, OperandLookup, leaf_behind, same, signed
 from lowtide.runtime.recompute import Recompute
-from lowtide.runtime.saved_values import KEYS, NO_NODE, Handle, Value, native, register, unpack
+from lowtide.runtime.saved_values import KEYS, NO_NODE, Handle, Value, native, unpack
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -139,7 +140,7 @@ class RecomputePath:
         stride = None if like is None else like.stride()
         value = Value(maker=Recompute(recipe, tuple(operands), self.places, constants, stride, sites), output=output)
         value.passing = like is None
-        register(node, output, value)
+        node_metadata(node)[KEYS[output]] = weakref.ref(value)  # as `register`
         return value
 
     def look_up(
