@@ -74,7 +74,7 @@ def test_a_script_for_cuda_runs_two_steps_and_ends_with_everything_as_it_was(est
     assert code == 0
     assert "on RTX 3060, with 11.7 GiB: it fits" in out
     assert "smallest GPU on which it is sure to fit: RTX 3070" in out
-    assert "compiled code (torch.compile) needs what it needs as it was written" in out
+    assert "compiled code (torch.compile) is estimated uncompiled" in out
     assert re.search("nothing is computed.*\nloss 1.000", err)  # said before the first number that is not true
     assert "same weights True Parameter" in err
     assert "the end" not in err

@@ -50,7 +50,7 @@ def _hooked(model: nn.Module, batch: Tensor) -> Tensor:
         (lambda m, x: squares(m, m(x)), "goes through two calls of the model"),
         (
             lambda m, x: squares(m, x) + m[0].weight.square().sum(),
-            "computed twice are not the same: something beside what the model",
+            "computed twice are not the same: the loss depends on the model",
         ),
         (lambda m, x: squares(m, x) + 1e-6 * m[0].weight.square().sum(), "computed twice are not the same"),
         (

@@ -125,7 +125,7 @@ def test_other_models_are_listed_by_class_and_bytes() -> None:
     assert found["Teacher"] == sum(t.nbytes for t in tensors)
     assert found["2 of Bilinear"] == sum(p.nbytes for critic in critics for p in critic.parameters())
     assert found["ModuleList"] >= sum(p.nbytes for p in again[1].parameters())
-    note = next(note for note in rehearsed(model).notes if note.startswith("in memory beside the model, and counted"))
+    note = next(note for note in rehearsed(model).notes if note.startswith("also in memory, and counted"))
     assert f"Teacher ({lowtide.units.format_bytes(found['Teacher'])})" in note
 
 

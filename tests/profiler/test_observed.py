@@ -295,5 +295,5 @@ def test_a_first_step_that_makes_its_state_by_itself_is_not_waited_for() -> None
     observed.leave()
     assert n_steps == 3
     assert observed.profile.fingerprint.batch == "[4, 6, 8] float32, [1, 4, 16] float32, [1, 4, 16] float32"
-    said = "a batch of which more is saved came, [4, 6, 8] float32, but not often enough to be rehearsed"
+    said = "a batch that saves more came, [4, 6, 8] float32, but not often enough to be rehearsed"
     assert said in observed.profile.notes

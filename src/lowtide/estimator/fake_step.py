@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from lowtide._torch.fake_modes import FakeTensorMode
 
 
-COMPILED = "compiled code (torch.compile) needs what it needs as it was written; it may keep other tensors for backward"
+COMPILED = "compiled code (torch.compile) is estimated uncompiled: compiled, it may keep other tensors for backward"
 
 
 def unrestored_note(state: FakeStepState) -> tuple[str, ...]:

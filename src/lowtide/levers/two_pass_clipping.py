@@ -71,8 +71,8 @@ def order_of(model: nn.Module, optimizer: Optimizer, clipped: Sequence[Tensor]) 
 
 
 OTHERS = (
-    "gradients that are computed twice are not the same: something beside what the model returns leads to its "
-    "parameters, as a penalty on them does, or an operator's backward can't run twice, or adds up in any order"
+    "gradients that are computed twice are not the same: the loss depends on the model's parameters other than through "
+    "its outputs (a penalty, for example), or an operator's backward can't run twice, or sums in any order"
 )
 
 

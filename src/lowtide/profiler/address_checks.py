@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable
 from lowtide.planner.address_nodes import names_at
 from lowtide.profiler.drafts import OVERWRITTEN, SlotDraft, ValueDraft
 
-OTHER_NODE = "another node made what is saved there in another call of the model"
+OTHER_NODE = "in another call of the model, the tensor saved there is of another node"
 
 
 def settle(values: list[ValueDraft], slots: Collection[SlotDraft]) -> None:

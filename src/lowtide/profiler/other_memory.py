@@ -44,7 +44,7 @@ def in_words(model: nn.Module, static: Static) -> tuple[str, ...]:
     rest_bytes = static.others - sum(models.values())
     if rest_bytes >= NOTEWORTHY * static.total:
         parts.append(f"tensors of no model ({format_bytes(rest_bytes)})")
-    return (f"in memory beside the model, and counted: {listed(parts)}",) if parts else ()
+    return (f"also in memory, and counted: {listed(parts)}",) if parts else ()
 
 
 def other_models(model: nn.Module) -> dict[str, int]:

@@ -47,8 +47,8 @@ if TYPE_CHECKING:
 Step = Callable[[Any], Any]
 
 OVERFLOWS: Final = (
-    "there is a GradScaler, and no optimizer stepped in the rehearsal: if one does in training, what it needs for that "
-    "comes on top"
+    "there is a GradScaler, and no optimizer stepped in the rehearsal: if one does in training, the memory of its "
+    "update comes on top"
 )
 NOT_MEASURED: Final = "the plain step ran out of memory: its peak is predicted"
 

@@ -117,7 +117,7 @@ class TracedTrainingStep:
         notes = [NOT_RUN] if peak_bytes is None else []
         if fullest.saved_bytes() > self.saved_bytes():
             is_larger = fullest.extent() > self.extent() and fullest.fingerprint != self.fingerprint
-            kind = "larger batch" if is_larger else "batch of which more is saved"
+            kind = "larger batch" if is_larger else "batch that saves more"
             notes.append(f"a {kind} came, {fullest.fingerprint.batch}, but not often enough to be rehearsed")
         static = self._watch.seen_static
         values, slots, calls = copy.deepcopy((self._values, self._audit.slots, self._calls))  # larger steps may follow

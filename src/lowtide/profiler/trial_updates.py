@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from lowtide.planner.records import Profile
 
 NO_OPTIMIZER: Final = (
-    "no optimizer has the model's parameters so far: what updates them, with the state that it makes, comes on top of "
-    "the budget. Make it before, or pass optimizer="
+    "no optimizer has the model's parameters yet: the update by a later one, and its state, come on top of the budget. "
+    "Create it before, or pass optimizer="
 )
 
 
@@ -176,6 +176,6 @@ class Updates:
 
 def _not_tried(untried: dict[str, str]) -> tuple[str, ...]:
     return tuple(
-        f"an update by {name} could not be rehearsed ({why}): state that it makes comes on top of the budget"
+        f"an update by {name} could not be rehearsed ({why}): its state comes on top of the budget"
         for name, why in untried.items()
     )

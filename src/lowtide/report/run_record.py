@@ -214,7 +214,7 @@ def record_of(
         if profile.measured_plain_peak_bytes is not None:
             measured.append("peak of the plain step")
         else:
-            predicted.append("peak of the plain step, which was not run by itself")
+            predicted.append("peak of the plain step, which was not run")
         predicted.append("memory over the step, before and after, from the rehearsed step")
     if plan is not None:
         predicted.append("extra time of the plan, from the times of the rehearsal")

@@ -132,9 +132,9 @@ class GpuMemoryEstimate(MemoryEstimate):
         within = "" if least == most else f", within {least} and {most}"
         answer = _IN_WORDS[self.verdict]
         if self.verdict == "unknown" and self.left_bytes:
-            answer = f"it fits if what is not known takes no more than {format_bytes(self.left_bytes)}"
+            answer = f"it fits if the unknown memory takes no more than {format_bytes(self.left_bytes)}"
         if self.measured:
-            answer += ", by one GPU's measurement of what is not known exactly"
+            answer += ", if some memory is as measured on one GPU"
         yield f"{self._place()}, with {format_bytes(self.gpu.total_bytes)}: {answer}"
         peak = format_bytes(self.peak_requested_bytes)
         yield f"  {peak}  requested at the peak of {self._peak_in_words()}"
@@ -180,7 +180,7 @@ class GpuMemoryEstimate(MemoryEstimate):
 _IN_WORDS: dict[Verdict, str] = {
     "fits": "it fits",
     "does not fit": "it does not fit",
-    "unknown": "whether it fits depends on what is not known",
+    "unknown": "whether it fits depends on unknown memory",
 }
 
 
