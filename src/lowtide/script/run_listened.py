@@ -7,11 +7,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from lowtide._torch.compiled_code import n_compiled
 from lowtide.errors import LowtideError, RehearsalError
-from lowtide.runtime.bypassed_calls import IN_TRANSFORM
 from lowtide.runtime.composite_model import name_of
-from lowtide.script.plan_monitor import IN_PROCESSES
 from lowtide.script.runner import Script
 from lowtide.script.step_detector import Steps
 from lowtide.script.step_listener import Enough, StepListener
@@ -77,46 +74,19 @@ def run_watched(script: Script, listener: StepListener) -> int:
     return code
 
 
-_UNTRAINED = "no model was trained: no module with trainable parameters was called in training mode with gradients on"
-
-
 def why_not(program: str, steps: Steps, listener: StepListener) -> str:
     """Explain why the listener could not finish its work in `program`, which has ended."""
-    ended = f"{program} ended"
-    if steps.model is None and steps.unseen.in_other_thread:
-        return (
-            f"{ended}; it trains in a thread that was there before, where nothing was watched.\n  Start that thread "
-            "later, or call the training loop in the same thread."
-        )
-    if steps.model is None and steps.unseen.in_transform:
-        return f"{ended}; its model was called {IN_TRANSFORM}"
-    if steps.model is None and steps.unseen.in_processes:
-        return (
-            f"{ended}; no model was trained in it, but perhaps in processes that it started (torch.multiprocessing, "
-            f"spawn), where nothing was watched.\n  {IN_PROCESSES}"
-        )
-    if steps.model is None and steps.unseen.in_backward_only:
-        return (
-            f"{ended}; the whole model is inside a reentrant checkpoint, which runs it without gradients first.\n"
-            "  Say use_reentrant=False there, or do without: plans keep what pays."
-        )
-    if steps.model is None and n_compiled() > steps.unseen.n_compiled_before:
-        return (
-            f"{ended}, and {_UNTRAINED}. A function that torch.compile made before was perhaps called.\n"
-            "  Call torch.compile inside the block, or compile the model instead: torch.compile(model)."
-        )
     if steps.model is None:
-        return (
-            f"{ended}, and {_UNTRAINED}.\n"
-            "  Call model.train() before the training loop, and let Lowtide run what trains."
-        )
+        return steps.unseen.explain(program)
     name = name_of(steps.model)
     if not (steps.updates.n or steps.by_hand.n_updates):
         return (
-            f"{ended}, and no optimizer stepped: {name} was called in training mode, but neither a "
+            f"{program} ended, and no optimizer stepped: {name} was called in training mode, but neither a "
             "torch.optim.Optimizer nor the script's own code updated it.\n  Run at least one step of the training loop "
             "to its end."
         )
     n_steps = "1 step" if steps.n_steps == 1 else f"{steps.n_steps} steps"
     n_enough = steps.n_steps + listener.n_missing
-    return f"{ended} after {n_steps}, before {name} {listener.awaits}.\n  Train that model for {n_enough} steps."
+    return (
+        f"{program} ended after {n_steps}, before {name} {listener.awaits}.\n  Train that model for {n_enough} steps."
+    )

@@ -18,7 +18,6 @@ import functools
 import traceback
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any, Self
 
@@ -31,7 +30,6 @@ from lowtide._torch.backward import in_backward, in_transform, is_tracing
 from lowtide._torch.compiled_code import (
     called_between_graphs,
     is_compiled,
-    n_compiled,
     never_compiled,
     not_compiled_alone,
 )
@@ -51,25 +49,10 @@ from lowtide.script.post_plan_monitor import PostPlanMonitor
 from lowtide.script.prompt_tuning import PromptTuning
 from lowtide.script.step_listener import Enough, StepListener
 from lowtide.script.training_thread import TrainingThread
+from lowtide.script.unseen_training import UnseenTraining
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
-
-
-@dataclass(slots=True)
-class UnseenTraining:
-    """Kinds of training in which no steps are detected, as far as the program has shown them."""
-
-    in_other_thread: bool = False
-    """True if a model was trained in a thread from before the block."""
-    in_backward_only: bool = False
-    """True if a model was called with gradients enabled in backward passes, and without gradients elsewhere."""
-    in_transform: bool = False
-    """True if a model was called in transforms of torch.func."""
-    in_processes: bool = False
-    """True if the program started processes."""
-    n_compiled_before: int = field(default_factory=n_compiled)
-    """Number of graphs that torch.compile had compiled when the block began: functions from before are not watched."""
 
 
 class Steps:
