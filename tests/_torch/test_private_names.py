@@ -808,9 +808,13 @@ def test_units_that_are_sharded(one_process: None) -> None:
         model(x)
         assert not group.is_gathered
 
+    assert not group.sharded_by_gathered
+    shards = group.parameters
     group.keep_gathered()
     model(x)
     assert group.is_gathered
+    gathered = [group.sharded_by_gathered[id(parameter)] for parameter in model[0].parameters()]
+    assert all(shard is other for shard, other in zip(gathered, shards, strict=True))
     ran = model[0]._get_fsdp_state()._comm_ctx.post_forward_order
     before = len(ran)
     with fsdp.as_in_backward(model[0]):

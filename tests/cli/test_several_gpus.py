@@ -230,6 +230,32 @@ def test_units_without_a_backward_are_estimated(estimate: Estimate) -> None:
     assert "it fits" in out
 
 
+KEPT_GATHERED = """
+model = nn.Sequential(*[nn.Linear(64, 64, bias=False) for _ in range(3)]).to(device)
+for layer in model:
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
+optimizer = torch.optim.AdamW(model.parameters())
+for number in range(8):
+    is_last = number % 4 == 3
+    model.set_requires_gradient_sync(is_last)
+    model.set_reshard_after_backward(is_last)
+    model(torch.randn(8, 64, device=device)).square().mean().backward()
+    if is_last:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+def test_a_step_ends_at_its_optimizer_where_parameters_stay_gathered_over_micro_batches(estimate: Estimate) -> None:
+    code, out, err = estimate(KEPT_GATHERED, "--rank", "0")
+    assert code == 0, err
+    shard_kib = 3 * 64 * 64 * 4 // 2 // 2**10
+    assert re.search(rf"^  parameters +{shard_kib} KiB ", out, re.MULTILINE), out
+    assert re.search(rf"^  optimizer state +{2 * shard_kib} KiB ", out, re.MULTILINE), out
+    assert "no torch.optim.Optimizer" not in out
+
+
 LARGE = """
 with torch.device("meta"):
     model = nn.Sequential(*[nn.Linear(4096, 4096, bias=False) for _ in range(32)])

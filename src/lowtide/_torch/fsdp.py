@@ -94,6 +94,13 @@ class ShardGroup:
         """Sharded parameters."""
         return [parameter.sharded_param for parameter in self._group.fsdp_params]
 
+    @property
+    def sharded_by_gathered(self) -> dict[int, torch.Tensor]:
+        """Sharded parameters, by the ids of the gathered ones that modules have in their place; empty if none are."""
+        parameters = self._group.fsdp_params if self.is_gathered else ()
+        whole = ((getattr(p, "_unsharded_param", None), p.sharded_param) for p in parameters)
+        return {id(gathered): sharded for gathered, sharded in whole if gathered is not None}
+
     def drop_gathered(self) -> Callable[[], None]:
         """Drop the gathered parameters, which have no memory now; return a function that restores them."""
         before = [(p, vars(p).pop("_unsharded_param", None), p.all_gather_outputs) for p in self._group.fsdp_params]

@@ -28,6 +28,13 @@ def units(modules: Iterable[nn.Module]) -> list[nn.Module]:
     return [] if fsdp is None else [module for module in modules if isinstance(module, fsdp.FSDPModule)]
 
 
+def own_parameters(model: nn.Module) -> list[Tensor]:
+    """Return the parameters of a model that an optimizer updates: the shards, even while modules have them gathered."""
+    groups = (group for unit in units(model.modules()) for group in shard_groups(unit))
+    sharded = {key: shard for group in groups for key, shard in group.sharded_by_gathered.items()}
+    return [sharded.get(id(parameter), parameter) for parameter in model.parameters()]
+
+
 def check_is_whole(parameter: Tensor) -> None:
     """Raise RuntimeError if a parameter has no memory at present."""
     if parameter.numel() and not parameter.untyped_storage().nbytes():

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from lowtide.runtime.fsdp_scopes import own_parameters
 from lowtide.script.calling_code import caller_optimizers
 
 if TYPE_CHECKING:
@@ -63,7 +64,7 @@ class AlternatingModels:
 
     def others_updated(self, parameters: set[int]) -> None:
         """Record an update of parameters, given by their ids, that are not the model's."""
-        models = [m for m in self._called.values() if any(id(p) in parameters for p in m.parameters())]
+        models = [m for m in self._called.values() if parameters & parameter_ids(m)]
         self._updated.update({id(module): module for module in models})
 
     def model_updated(self) -> list[nn.Module]:
@@ -87,13 +88,18 @@ def _has_new_gradient(module: nn.Module, at_call: list[_Gradient | None]) -> boo
 
 def caller_has_other_optimizers(model: nn.Module) -> bool:
     """Return True if the script's variables hold an optimizer of other parameters, even one that has not stepped."""
-    mine = ids(model.parameters())
+    mine = parameter_ids(model)
     return any(held and not held & mine for held in map(held_by, caller_optimizers()))
 
 
 def ids(objects: Iterable[object]) -> set[int]:
     """Return the ids of the objects."""
     return {id(obj) for obj in objects}
+
+
+def parameter_ids(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters that an optimizer of the model holds."""
+    return ids(own_parameters(model))
 
 
 def held_by(optimizer: Optimizer) -> set[int]:

@@ -20,8 +20,8 @@ from lowtide.estimator.fake_step import COMPILED
 from lowtide.estimator.packed_sequences import sizes_in
 from lowtide.estimator.two_step_run import TwoStepRun
 from lowtide.runtime.batch_tensors import tensors_in
-from lowtide.runtime.fsdp_scopes import units
-from lowtide.script.alternating_models import PATIENCE, caller_has_other_optimizers, held_by, ids
+from lowtide.runtime.fsdp_scopes import own_parameters, units
+from lowtide.script.alternating_models import PATIENCE, caller_has_other_optimizers, held_by, ids, parameter_ids
 from lowtide.script.calling_code import caller_optimizers, caller_variables
 from lowtide.script.estimate_batches import BatchSize, FirstCalls
 from lowtide.script.estimate_engine import EstimateEngine
@@ -124,7 +124,7 @@ class Estimating(StepListener):
         elif not caller_optimizers():
             self._next_pass(batch)
         self._model = model
-        self._data = {id(p): storage_id(p) for p in model.parameters()}
+        self._data = _storages(model)
         self._rehearsal.answers.written.clear()
 
     def on_inner_call(self, called: Callable[..., Any], batch: Any) -> None:
@@ -293,12 +293,12 @@ class Estimating(StepListener):
 
     def is_updated(self, model: nn.Module) -> bool:
         """Return True if parameters were written to or replaced, and the script holds no optimizer of them."""
-        mine = ids(model.parameters())
+        mine = parameter_ids(model)
         if self.answers is None or has_others(model):
             return False
         if any(held_by(optimizer) & mine for optimizer in caller_optimizers()):
             return False
-        before, self._data = self._data, {id(p): storage_id(p) for p in model.parameters()}
+        before, self._data = self._data, _storages(model)
         written = {*self._data.values()} & self.answers.written
         self.answers.written.clear()
         is_updated = bool(written) or (bool(before) and before != self._data)
@@ -386,6 +386,11 @@ def run_on_fakes(
             "is missing.\n  Leave that out for the estimate, or rehearse real steps: lowtide rehearse."
         )
     return code
+
+
+def _storages(model: nn.Module) -> dict[int, int]:
+    """Return the storage of each parameter, by the parameter's id."""
+    return {id(p): storage_id(p) for p in own_parameters(model)}
 
 
 def _is_in(tensors: Iterable[Tensor], tensor: Tensor) -> bool:

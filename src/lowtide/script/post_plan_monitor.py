@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from lowtide._torch.device_timing import now_ms
 from lowtide.runtime.fingerprint import place_of
-from lowtide.script.alternating_models import held_by, ids
+from lowtide.script.alternating_models import held_by, ids, parameter_ids
 
 if TYPE_CHECKING:
     from torch import nn
@@ -42,7 +42,7 @@ class PostPlanMonitor:
         """Number of updates of other models since the last one of this model, where a next model is looked for."""
         self.model = weakref.ref(model)
         self._modules = [weakref.ref(module) for module in model.modules()]
-        mine = ids(model.parameters())
+        mine = parameter_ids(model)
         self.known = {weakref.ref(o): None for o in optimizers if mine & held_by(o)}
         """Optimizers of the model, including those that were first observed after the plan was made."""
         self._place = place_of(model)

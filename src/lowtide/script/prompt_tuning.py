@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from lowtide.runtime.composite_model import CompositeModel, join_models
-from lowtide.script.alternating_models import ids
+from lowtide.script.alternating_models import ids, parameter_ids
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -45,7 +45,7 @@ class PromptTuning:
         outside modules.
         """
         updated = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        in_modules = {p for module in self._in_evaluation for p in ids(module.parameters())}
+        in_modules = {p for module in self._in_evaluation for p in parameter_ids(module)}
         if not self._frozen or not updated or ids(updated) & in_modules:
             return None
         return CompositeModel([join_models([*self._frozen.values()])], updated)

@@ -39,7 +39,13 @@ from lowtide.errors import LowtideError
 from lowtide.profiler.preconditions import check_not_in_zero, check_updates_outside
 from lowtide.runtime.batch_tensors import tensors_in
 from lowtide.runtime.composite_model import CompositeModel, join_models
-from lowtide.script.alternating_models import PATIENCE, AlternatingModels, caller_has_other_optimizers, held_by, ids
+from lowtide.script.alternating_models import (
+    PATIENCE,
+    AlternatingModels,
+    caller_has_other_optimizers,
+    held_by,
+    parameter_ids,
+)
 from lowtide.script.candidate_models import CandidateModels
 from lowtide.script.compiled_functions import trained_modules, watch_compiled_functions
 from lowtide.script.manual_updates import ManualUpdates
@@ -259,7 +265,7 @@ class Steps:
         elif self._is_open and (search := self.updates.search()) is not None and search.has_moved():
             self.updates.in_step[id(search.optimizer)] = search.optimizer
             self._close()
-        mine = set() if self.model is None else ids(self.model.parameters())
+        mine = set() if self.model is None else parameter_ids(self.model)
         self.updates.leave_others(mine)
         self._turns.called(module)
         if self.listener.done:
@@ -330,7 +336,7 @@ class Steps:
         """
         if self._thread.is_here() or in_backward():
             return False
-        return self.model is None or not held_by(optimizer) & ids(self.model.parameters())
+        return self.model is None or not held_by(optimizer) & parameter_ids(self.model)
 
     @called_between_graphs
     def _begins_update(self, optimizer: Optimizer, *_: Any) -> None:
@@ -352,12 +358,12 @@ class Steps:
             with self._noting():
                 self.listener.on_model_found(model, (optimizer,))
         held = held_by(optimizer)
-        if self.model is not None and not held & ids(self.model.parameters()):
+        if self.model is not None and not held & parameter_ids(self.model):
             self._turns.others_updated(held)
         elif not self._is_given and self.listener.done and (others := self._turns.model_updated()):
             self._takes_turns(others)
         if self.listener.done:
-            if self._waits_until and self.model is not None and held & ids(self.model.parameters()):
+            if self._waits_until and self.model is not None and held & parameter_ids(self.model):
                 self._waits_until = 0 if self.listener.wants_more() else self._waits_until
             return
         if not self._is_open:
@@ -432,7 +438,7 @@ class Steps:
         self._before = None
         self.n_steps += 1
         updated = self._updated()
-        trained = [module for module in self._called.values() if updated & ids(module.parameters())]
+        trained = [module for module in self._called.values() if updated & parameter_ids(module)]
         self._called.clear()
         self.updates.in_step.clear()
         assert self.model is not None
@@ -470,7 +476,7 @@ class Steps:
     def _is_only_guessed(self) -> bool:
         """Return True if no optimizer has updated the model so far."""
         assert self.model is not None
-        return not self.updates.are_of(ids(self.model.parameters()))
+        return not self.updates.are_of(parameter_ids(self.model))
 
     def _is_ours(self, module: nn.Module) -> bool:
         """Return True for the model, one of its parts, or a wrapper of a given model."""
@@ -490,7 +496,7 @@ class Steps:
     def _all_stepped(self) -> bool:
         """Return True if every optimizer known to update the model has done so in this step."""
         assert self.model is not None
-        return self.updates.are_complete(ids(self.model.parameters()), self._updated())
+        return self.updates.are_complete(parameter_ids(self.model), self._updated())
 
 
 def _n_elements(module: nn.Module) -> int:
