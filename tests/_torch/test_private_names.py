@@ -1083,6 +1083,23 @@ def test_like_tensors_of_a_list_are_propagated_once(monkeypatch: pytest.MonkeyPa
             assert counts == [5, n], op
 
 
+def test_tensors_to_be_waited_for_and_state_of_the_first_process() -> None:
+    owner, name, keep = distributed.keeping_own_state()
+    assert callable(getattr(owner, name))
+    with absent_processes(2, rank=1):
+        sent = distributed.functional_collectives().all_reduce(torch.ones(2), "sum", torch.distributed.group.WORLD)
+        assert distributed.is_wrapping(type(sent))
+        part = next(tensors.parts_of(sent))
+        like = distributed.distributed_like(sent, part)
+        assert type(like) is type(sent)
+        assert next(tensors.parts_of(like)) is part
+        own = {"a": torch.ones(2), "b": torch.ones(2, device="meta"), "n": 1}
+        sent.wait()
+        keep({}, own, torch.device("cpu"), strict=True)
+    assert own["a"].tolist() == [1, 1]
+    assert own["b"].device.type == "cpu"
+
+
 def test_a_module_that_is_imported_meanwhile_gets_the_functions_of_checkpointing_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

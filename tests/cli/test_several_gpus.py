@@ -211,6 +211,32 @@ def test_an_error_of_the_first_process_is_written_once_and_last(estimate: Estima
     assert err.endswith("Train that model for 2 steps.\n")
 
 
+SENT_BY_THE_FIRST = (
+    """
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+
+name, given = [f"run of {world}" if rank == 0 else None], [None]
+distributed.broadcast_object_list(name, src=0)
+distributed.scatter_object_list(given, [64] * world if rank == 0 else None, src=0)
+assert rank > 0 or (name, given) == (["run of 2"], [64])
+weights = nn.Linear(64, 64).state_dict() if rank == 0 else {}
+with torch.device("meta"):
+    model = nn.Linear(64, 64)
+fully_shard(model, mesh=mesh)
+options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+set_model_state_dict(model, weights, options=options)
+"""
+    + STEPS
+)
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_what_the_first_process_sends_is_made_up_in_the_last(rank: str, estimate: Estimate) -> None:
+    code, out, err = estimate(SENT_BY_THE_FIRST, "--rank", rank)
+    assert code == 0, err
+    assert re.search(r"^  parameters +8.12 KiB  there before$", out, re.MULTILINE), out
+
+
 FROZEN = (
     """
 model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(3)]).to(device)

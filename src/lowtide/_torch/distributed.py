@@ -255,8 +255,19 @@ def own_part(tensor: torch.Tensor) -> torch.Tensor:
     return next(parts_of(tensor)) if is_wrapping(type(tensor)) else tensor
 
 
+def functional_collectives() -> Any:
+    """Return the module of collectives that return new tensors. Torch 2.13, since 2.0."""
+    from torch.distributed import _functional_collectives
+
+    return _functional_collectives
+
+
 def distributed_like(tensor: Any, local: torch.Tensor) -> Any:
-    """Return a leaf like `tensor`, a DTensor, with `local` as this process's part. Torch 2.13, since 2.4."""
+    """Return a leaf like `tensor`, a DTensor or a tensor to be waited for, with `local` as this process's part. Torch
+    2.13, since 2.4.
+    """
+    if type(tensor).__name__ == "AsyncCollectiveTensor":
+        return type(tensor)(local)
     return type(tensor)(local, tensor._spec, requires_grad=tensor.requires_grad)
 
 
@@ -268,6 +279,28 @@ def start_absent_processes(start: Callable[..., None], rank: int, size: int) -> 
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     start("fake", rank=rank, world_size=size, store=FakeStore())
+
+
+def keeping_own_state() -> tuple[Any, str, Callable[..., None]]:
+    """Return a stand-in for the broadcast of rank 0's state dict, as (owner, name, function): it keeps this process's
+    own state, and gives memory to that on the meta device. Torch 2.13, since 2.4.
+    """
+    from torch.distributed.checkpoint import state_dict
+
+    broadcast = vars(state_dict)["_broadcast_state_dict"]
+
+    @functools.wraps(broadcast)
+    def kept(
+        full: dict[str, Any], own: dict[str, Any], device: torch.device, *args: Any, cpu_offload: bool = False, **_: Any
+    ) -> None:
+        if torch.distributed.get_rank() == 0:
+            broadcast(full, own, device, *args, cpu_offload=cpu_offload, **_)
+            return
+        for key, value in own.items():
+            if isinstance(value, torch.Tensor) and value.is_meta:
+                own[key] = torch.empty_like(value, device="cpu" if cpu_offload else device)
+
+    return state_dict, "_broadcast_state_dict", kept
 
 
 def n_groups() -> int:

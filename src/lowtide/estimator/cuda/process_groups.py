@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lowtide._torch.distributed import own_gradients, symmetric_memory
+from lowtide._torch.distributed import keeping_own_state, own_gradients, symmetric_memory
 from lowtide._torch.fake_modes import on_real_tensors
 from lowtide.errors import RehearsalError
 from lowtide.estimator.absent_processes import AbsentProcesses
@@ -48,12 +48,17 @@ def simulated_group(processes: AbsentProcesses) -> Iterator[tuple[Any, str, Any]
     """Return the stand-ins that make a script one of `processes`, as (owner, name, function)."""
     from torch.distributed import device_mesh  # a mesh starts the group of a script that has not
 
+    yield keeping_own_state()
     started = _started(torch.distributed.init_process_group, processes)
     yield from ((owner, "init_process_group", started) for owner in (*_OWNERS, device_mesh))
     for owner in _OWNERS:
         yield owner, "new_group", _of_any_backend(owner.new_group)
         yield owner, "gather_object", _gathered
-        yield from ((owner, name, _refused(name)) for name in _BETWEEN_TWO)
+        yield owner, "broadcast_object_list", _kept
+        yield owner, "scatter_object_list", _scattered
+    for name in _BETWEEN_TWO:  # one for all owners: P2POp compares functions
+        refused = _refused(name)
+        yield from ((owner, name, refused) for owner in _OWNERS)
 
 
 def local_ddp_gradients() -> Iterator[tuple[Any, str, Any]]:
@@ -122,6 +127,15 @@ def _gathered(obj: Any, object_gather_list: list[Any] | None = None, *args: Any,
     for number in range(len(object_gather_list or ())):
         assert object_gather_list is not None
         object_gather_list[number] = obj
+
+
+def _kept(object_list: list[Any], *args: Any, **kwargs: Any) -> None:
+    """Leave a process its own objects."""
+
+
+def _scattered(output: list[Any], objects: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
+    if objects:
+        output[0] = objects[torch.distributed.get_rank() % len(objects)]
 
 
 def _in_reality(send: Callable[..., Any]) -> Callable[..., Any]:
