@@ -169,6 +169,67 @@ if rank == 0:
     + STEPS
 )
 
+SEND_IN_BATCHES = (
+    MLP
+    + """
+received = torch.empty(4, device=device)
+operations = [
+    distributed.P2POp(distributed.isend, torch.ones(4, device=device), (rank + 1) % world),
+    distributed.P2POp(distributed.irecv, received, (rank - 1) % world),
+]
+for work in distributed.batch_isend_irecv(operations):
+    work.wait()
+"""
+    + STEPS
+)
+
+FUNCTIONAL = "import torch.distributed._functional_collectives as functional\n"
+
+ROUTED_BY_LISTS = (
+    FUNCTIONAL
+    + """
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router, self.expert = nn.Linear(64, world), nn.Linear(64, 64)
+
+    def forward(self, x):
+        sent = torch.bincount(self.router(x).argmax(-1), minlength=world)
+        received = functional.all_to_all_single(sent, None, None, distributed.group.WORLD)
+        sizes = received.tolist(), sent.tolist()
+        return self.expert(functional.all_to_all_single_autograd(x, *sizes, distributed.group.WORLD))
+
+model = Experts().to(device)
+"""
+    + STEPS
+)
+
+RECEIVED_BEFORE = (
+    FUNCTIONAL
+    + MLP
+    + STEPS.replace(
+        "    loss =",
+        """
+    lengths = functional.all_to_all_single(torch.tensor([len(x)] * world), None, None, distributed.group.WORLD)
+    x = nn.functional.pad(x, (0, 0, 0, int(lengths.max()) - len(x)))
+    loss =""",
+    )
+)
+
+COMPILED_SUM = (
+    MLP
+    + """
+plain = model
+
+@torch.compile
+def model(x):
+    out = plain(x)
+    distributed.all_reduce(out)
+    return out
+"""
+    + STEPS.replace("model.parameters()", "plain.parameters()")
+)
+
 COMPILED_COLLECTIVES = (
     MLP
     + """
@@ -191,7 +252,11 @@ model = torch.compile(model)
         pytest.param(GATHERED_SIZES, "know what other processes send", id="padded to the longest of all"),
         pytest.param(USER_STREAM, "CUDA stream of its own", id="a stream of the script's"),
         pytest.param(SEND, "torch.distributed.send sends from one process to another", id="send"),
+        pytest.param(SEND_IN_BATCHES, "batch_isend_irecv sends from one process to another", id="sends in batches"),
+        pytest.param(ROUTED_BY_LISTS, "know what other processes send", id="tokens sent by lists of sizes"),
+        pytest.param(RECEIVED_BEFORE, "know what other processes send", id="received before the first forward"),
         pytest.param(COMPILED_COLLECTIVES, "compiled code", id="compiled collectives"),
+        pytest.param(COMPILED_SUM, r"\(all_reduce\) runs in compiled code, model", id="a sum in a compiled function"),
     ],
 )
 def test_parallel_work_that_is_not_estimated_is_refused_in_words(text: str, reason: str, estimate: Estimate) -> None:
@@ -235,6 +300,17 @@ def test_what_the_first_process_sends_is_made_up_in_the_last(rank: str, estimate
     code, out, err = estimate(SENT_BY_THE_FIRST, "--rank", rank)
     assert code == 0, err
     assert re.search(r"^  parameters +8.12 KiB  there before$", out, re.MULTILINE), out
+
+
+def test_a_size_that_all_processes_agree_on_is_noted_as_this_ones(estimate: Estimate) -> None:
+    agreed = """
+    length = torch.tensor([len(x)], device=device)
+    distributed.all_reduce(length, op=distributed.ReduceOp.MAX)
+    x = nn.functional.pad(x, (0, 0, 0, length.item() - len(x)))
+    loss ="""
+    code, out, err = estimate(MLP + STEPS.replace("    loss =", agreed), "--rank", "0")
+    assert code == 0, err
+    assert re.search(r"train\.py:\d+: what .* \(torch\.distributed\.all_reduce\) is this process's own", out), out
 
 
 FROZEN = (

@@ -1,23 +1,26 @@
 """Collective operations in estimated steps: on fake tensors they return at once and send nothing.
 
-Sums keep this process's own contents. Tensors that other processes would fill have no known contents, so a size that
-depends on them is refused. SyncBatchNorm leaves out the statistics of processes without rows: all are assumed to have
-some.
+Sums keep this process's own contents, which is noted where they are asked for. Tensors that other processes would fill
+have no known contents, so a size that depends on them is refused. SyncBatchNorm leaves out the statistics of processes
+without rows: all are assumed to have some.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lowtide._torch.distributed import functional_collectives
 from lowtide._torch.fake_modes import is_fake, on_real_tensors
 from lowtide._torch.modules import SyncBatchNorm
-from lowtide.estimator.values.known_values import learn_alike, receive, senders
+from lowtide.estimator.compiled_collectives import refuse_in_compiled_code
+from lowtide.estimator.values.known_values import learn_alike, receive, senders, suppose
 from lowtide.runtime.batch_tensors import tensors_in
 from lowtide.utils.frames import module_name
 
@@ -47,6 +50,7 @@ n_sent = [0]
 """Number of collectives on fake tensors so far, except those of FSDP2; waits count, too."""
 
 IN_ALL = "every process has rows for SyncBatchNorm"
+OWN = "what all processes add up or one sends to all (torch.distributed.{}) is this process's own"
 
 
 class Done:
@@ -77,6 +81,21 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
     senders.clear()
     for owner in (torch.distributed, torch.distributed.distributed_c10d):
         yield from ((owner, name, unsent(getattr(owner, name))) for name in SENDING if hasattr(owner, name))
+    functional = functional_collectives()
+    yield functional, "all_to_all_single", _of_known_sizes(functional.all_to_all_single)
+
+
+def _of_known_sizes(send: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a version of `send` that refuses unknown sizes as such; torch only asks if they are integers."""
+
+    @functools.wraps(send)
+    def sent(tensor: Tensor, *sizes_and_group: Any, **kwargs: Any) -> Any:
+        for sizes in (*sizes_and_group[:2], kwargs.get("output_split_sizes"), kwargs.get("input_split_sizes")):
+            for size in sizes or ():
+                operator.index(size)
+        return send(tensor, *sizes_and_group, **kwargs)
+
+    return sent
 
 
 def unsent(send: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,8 +108,13 @@ def unsent(send: Callable[..., Any]) -> Callable[..., Any]:
         if not any(map(is_fake, tensors_in((args, kwargs)))):
             return send(*args, **kwargs)
         caller = module_name(sys._getframe(1))
+        if not caller.startswith("torch."):
+            refuse_in_compiled_code(send.__name__)
         n_sent[0] += not caller.startswith("torch.distributed.fsdp.")
         received: Sequence[Tensor] = ()
+        if send.__name__ not in RECEIVED:
+            for tensor in tensors_in((args, kwargs)):
+                suppose(tensor, OWN.format(send.__name__))
         if (argument := RECEIVED.get(send.__name__)) is not None:
             place, name = argument
             received = tensors_in(args[place] if len(args) > place else kwargs.get(name))

@@ -137,6 +137,12 @@ def forget(fake: Tensor) -> None:
         _put(fake, None)
 
 
+def suppose(fake: Tensor, assumed: str) -> None:
+    """Add an assumption to a tensor's known contents, unless they have one already."""
+    if (contents := _of(fake)) is not None:
+        contents.assumed = contents.assumed or assumed
+
+
 def receive(fake: Tensor, sender: str) -> None:
     """Forget the contents of a tensor that other processes fill by the function `sender`."""
     forget(fake)
