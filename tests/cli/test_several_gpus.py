@@ -10,7 +10,8 @@ import pytest
 import lowtide
 from conftest import RunPython
 from lowtide import cli
-from lowtide.cli.several_gpus import compared, table, with_gpus
+from lowtide.cli.several_gpus import compared, not_tried, table, with_gpus
+from lowtide.memory.gpu_specs import parse_gpu
 
 HEAD = """
 import torch
@@ -393,6 +394,7 @@ def test_the_number_of_gpus_that_is_enough(estimate: Estimate, tmp_path: Path) -
     assert not {*one["enough_of"]} & {*two["enough_of"]}
     assert re.search(rf"^   1 .* reserved on each: {one['smallest_gpu']}, .*B200-180$", out, re.MULTILINE)
     assert re.search(r"^   2 .* reserved on each: RTX 3070", out, re.MULTILINE)
+    assert "not tried, as their kernels differ: RTX 2080 Ti, T4," in out
 
 
 def needs(n_gpus: int, smallest: str | None) -> dict[str, object]:
@@ -511,6 +513,12 @@ def test_the_number_of_gpus_that_is_enough_for_the_larger_process(estimate: Esti
     first, last = json.loads((tmp_path / "out.json").read_text())
     two = next(row for row in first["by_number"]["plain"] if row["n_gpus"] == 2)
     assert two["peak_requested_bytes"] == last["peak_requested_bytes"] > 2**27 > first["peak_requested_bytes"]
+
+
+def test_gpus_of_another_generation_are_named_as_not_tried() -> None:
+    older, newer = "RTX 2080 Ti, T4, V100-16, P100-16, V100-32", "RTX 3070, "
+    for device, names in (("h100-80", older), ("cuda:24GiB", older), ("t4", newer)):
+        assert f"not tried, as their kernels differ: {names}" in not_tried(parse_gpu(device))
 
 
 def test_each_gpu_is_listed_at_the_smallest_number_that_is_enough() -> None:

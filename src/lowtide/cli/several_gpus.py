@@ -76,6 +76,7 @@ class SeveralGpus:
                 if json_to != "-":
                     names = [gpu.name for gpu in self._alike()]
                     click.echo("\n".join(table(rows, names, how) for how, rows in by_way.items()))
+                    click.echo(not_tried(self._gpu))
         if json_to is not None:
             write(json.dumps(records, indent=1), json_to)
         return max(run.code for run in runs)
@@ -114,7 +115,7 @@ class SeveralGpus:
 
     def _alike(self) -> list[GpuSpec]:
         """Return the listed GPUs of the same kernel generation as the given GPU, the smallest first."""
-        return [gpu for gpu in GPUS if not gpu.shared and _is_newer(gpu) == _is_newer(self._gpu)]
+        return _of_a_generation(newer=_is_newer(self._gpu))
 
     def command(self, n_gpus: int, rank: int, how: str, record_to: Path) -> list[str]:
         """Return the command that estimates one process, and writes its record."""
@@ -156,6 +157,16 @@ class _Run:
 def _is_newer(gpu: GpuSpec) -> bool:
     """Return True for a GPU whose kernels are those of compute capability 8.0 and later."""
     return gpu.capability is None or gpu.capability >= (8, 0)
+
+
+def _of_a_generation(*, newer: bool) -> list[GpuSpec]:
+    return [gpu for gpu in GPUS if not gpu.shared and _is_newer(gpu) == newer]
+
+
+def not_tried(gpu: GpuSpec) -> str:
+    """Name the listed GPUs of the other kernel generation, on which the same step needs other memory."""
+    names = [other.name for other in _of_a_generation(newer=not _is_newer(gpu))]
+    return f"not tried, as their kernels differ: {', '.join(names)}. For these, give one in --device"
 
 
 def compared(first: Mapping[str, Any], last: Mapping[str, Any]) -> str:
