@@ -52,6 +52,32 @@ for _ in range(8):
         fix="under `torch.no_grad()`",
     ),
     Case(
+        name="teacher_inside_a_model",
+        script="""
+def network(): return nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256), nn.Tanh(), nn.Linear(256, 10))
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = network(), network()
+    def forward(self, x):
+        {}
+        return F.mse_loss(self.student(x), target)
+model = Pair()
+optimizer = torch.optim.SGD(model.student.parameters(), lr=0.01)
+for _ in range(8):
+    model(torch.randn(64, 64)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+        broken=("target = self.teacher(x).detach()",),
+        mended=("with torch.no_grad(): target = self.teacher(x)",),
+        code="LT002",
+        holder="the forward of Pair.teacher: ",
+        made="target = self.teacher(x)",
+        held_bytes=2 * 64 * 256 * FLOAT,
+        fix="under `torch.no_grad()`",
+    ),
+    Case(
         name="cache_in_a_first_epoch",
         script="""
 from functools import lru_cache

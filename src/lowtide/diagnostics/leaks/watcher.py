@@ -32,6 +32,7 @@ from lowtide.diagnostics.leaks.call_log import (
 from lowtide.diagnostics.leaks.call_site import calling_site, is_called_by_user
 from lowtide.diagnostics.leaks.checkpoint_checks import CheckpointChecks
 from lowtide.diagnostics.leaks.discarded_gradients import DiscardedGradients
+from lowtide.diagnostics.leaks.dropped_graphs import DroppedGraphs
 from lowtide.diagnostics.leaks.event_sources import EventSources
 from lowtide.diagnostics.leaks.finding_log import FindingLog
 from lowtide.diagnostics.leaks.inspection import InspectionInput, has_made, inspect, module_names
@@ -75,6 +76,7 @@ class Watch(Displayed):
         self._gradients = ZeroGradChecks(self._finding_log)
         self._unread = UnreadGradients(self._finding_log)
         self._discarded = DiscardedGradients(self._finding_log, self._calls)
+        self._dropped = DroppedGraphs(self._finding_log, self._names)
         self._checkpoints = CheckpointChecks(self._finding_log, self._names, lambda: self._steps.now)
         self._watched_from = 0
         self._evaluations: dict[int, tuple[int, int]] = {}  # place -> updates before, and calls without gradients since
@@ -184,16 +186,18 @@ class Watch(Displayed):
             self._checkpoints.module_called(module)
         if self._root is not None:
             self._nested += id(module) == self._root
+            if self._dropped.is_observing and not is_compiling_here():
+                self._run_guarded(lambda: self._dropped.part_begins(module))
         elif not in_backward() and not is_compiling_here():
             self._root = id(module)
             self._run_guarded(lambda: self._begin_call(module))
 
     def forward_ends(self, module: nn.Module, output: Any) -> None:
         """Handle the return of a module; `output` is None if it raised."""
-        if self._root != id(module):
-            return
-        if self._nested:
-            self._nested -= 1
+        if self._root != id(module) or self._nested:
+            self._nested -= self._root == id(module)
+            if self._dropped.is_observing and not is_compiling_here():
+                self._run_guarded(lambda: self._dropped.part_ends(module, output, self._events.arguments))
             return
         self._root = None
         call, self._call = self._call, None
@@ -204,6 +208,7 @@ class Watch(Displayed):
         """Handle the beginning of a backward pass at `roots`."""
         backward = Backward(calling_site().place, self._steps.now, retain, create, partial, self._calls.n_calls)
         self._calls.running_backward = backward
+        self._dropped.backward_begins()
         self._run_guarded(lambda: self._begin_backward(backward, list(roots)))
 
     def backward_ends(self, *, has_failed: bool) -> None:
@@ -259,6 +264,8 @@ class Watch(Displayed):
             self._n_exceptions += 1
             self._inspect(next_sequence_number(), only=lambda item: item.is_held_as("exception"))
         self._call = self._calls.begin(site, module, self._steps.now)
+        if has_gradients and self._call.stats.n_measured < _MEASURED_CALLS:
+            self._dropped.model_begins()
 
     def _begin_step_or_inspect(self, key: int, module: nn.Module, *, has_gradients: bool) -> None:
         """Begin a step if the call does; else inspect what the step so far, or the evaluation, has left."""
@@ -277,6 +284,7 @@ class Watch(Displayed):
 
     def _end_call(self, call: Call, module: nn.Module, output: Any) -> None:
         nodes = self._calls.end(call, output)
+        self._dropped.model_ends(self._steps.now, self._least_bytes)
         stats = call.stats
         if not nodes or stats.n_measured >= _MEASURED_CALLS:
             return

@@ -1,0 +1,110 @@
+"""Graphs that a model's own forward makes and drops: a teacher inside the model whose output is detached."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from lowtide._torch.nodes import next_sequence_number, node_metadata, sequence_number
+from lowtide.diagnostics.leaks.call_log import tensors_in
+from lowtide.diagnostics.leaks.call_site import Site, calling_site
+from lowtide.diagnostics.leaks.tensor_graphs import computing, kept_beside
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from lowtide.diagnostics.leaks.finding_log import FindingLog
+
+_MARK = "lowtide.watch.part"  # key in the metadata of the nodes that end the forward of a part
+_TIMES = 2
+"""Number of forwards of the model that must drop the graph."""
+
+
+class _Mark:
+    """Object that lives as long as the node whose metadata it is put in."""
+
+    __slots__ = ("__weakref__",)
+
+
+@dataclass(slots=True)
+class _Part:
+    """One call of a module by the forward of the model."""
+
+    site: Site
+    module_id: int
+    first: int
+    ends: list[weakref.ref[_Mark]]
+    graph_bytes: int = 0
+
+    @property
+    def is_dropped(self) -> bool:
+        """True if the nodes that ended its graph are gone."""
+        return all(end() is None for end in self.ends)
+
+
+class DroppedGraphs:
+    """Check for modules called by the model's forward whose graph does not outlive that forward.
+
+    Holds no reference to modules or nodes. It observes only a few calls of each model, and none in which a backward
+    pass runs: that pass may have needed the graph. `names` returns the names of modules by id.
+    """
+
+    def __init__(self, log: FindingLog, names: Callable[[], dict[int, str]]) -> None:
+        self._log, self._names = log, names
+        self.is_observing = False
+        """True while a model's forward is observed."""
+        self._depth = 0
+        self._parts: list[_Part] = []
+        self._n_dropped: Counter[int] = Counter()
+        self._kept: set[int] = set()
+
+    def model_begins(self) -> None:
+        """Observe the forward that begins now."""
+        self.is_observing, self._depth = True, 0
+        self._parts.clear()
+
+    def part_begins(self, module: nn.Module) -> None:
+        """Handle the call of a module inside the model."""
+        self._depth += 1
+        if self._depth == 1:
+            self._parts.append(_Part(calling_site(), id(module), next_sequence_number(), []))
+
+    def part_ends(self, module: nn.Module, output: Any, arguments: Callable[[], list[Tensor]]) -> None:
+        """Handle the return of a module inside the model, which was given `arguments`; `output` is None if it
+        raised.
+        """
+        self._depth -= 1
+        if self._depth or not self._parts:
+            return
+        part = self._parts[-1]
+        outputs = list(tensors_in(output))
+        nodes = [n for t in outputs if (n := t.grad_fn) is not None and sequence_number(n) >= part.first]
+        part.ends = [weakref.ref(node_metadata(node).setdefault(_MARK, _Mark())) for node in nodes]
+        inside = [node for node in computing(nodes) if sequence_number(node) >= part.first]
+        kept = kept_beside(inside, module.parameters(), module.buffers(), outputs, arguments())
+        part.graph_bytes = sum(kept.values())
+
+    def backward_begins(self) -> None:
+        """Handle the beginning of a backward pass."""
+        self.is_observing = False
+
+    def model_ends(self, step: int, least_bytes: int) -> None:
+        """Handle the return of the model: record the parts whose graph is gone."""
+        parts, self._parts = [part for part in self._parts if part.ends], []
+        if not self.is_observing:
+            return
+        self.is_observing = False
+        self._kept |= {part.site.key for part in parts if not part.is_dropped}
+        dropped = {part.site.key: part for part in parts if part.site.key not in self._kept}
+        for key, part in dropped.items():
+            self._n_dropped[key] += 1
+            if self._n_dropped[key] < _TIMES or part.graph_bytes < least_bytes:
+                continue
+            name, place = self._names().get(part.module_id, "the module"), part.site.place
+            text = f"nothing after the forward of {name}: the forward that calls it drops its graph"
+            self._log.record(
+                "LT002", f"{place} {name}", held_bytes=part.graph_bytes, step=step, text=text, made_at=place
+            )
