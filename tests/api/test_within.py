@@ -98,6 +98,22 @@ def test_a_plain_loop_runs_within_its_budget_to_the_same_bits(capsys: pytest.Cap
     assert said.err.count("within the budget") == 1
 
 
+def test_steps_are_told_apart_where_the_optimizer_is_replaced(capsys: pytest.CaptureFixture[str]) -> None:
+    def loop(made: Made) -> None:
+        made.optimizer = torch.optim.SGD(made.model.parameters(), 0.1)  # type: ignore[assignment]
+        for n in range(10):
+            if n in (4, 6):
+                made.optimizer = torch.optim.AdamW(made.model.parameters())
+            made.step()
+
+    _, run = under(loop, "90%")
+    assert run.verdict is not None
+    assert run.verdict.within_budget
+    said = capsys.readouterr().err
+    assert "more is in memory when a step begins" in said
+    assert "calls of the model" not in said
+
+
 def test_the_mean_time_of_a_step_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
     """Not that of the measured step, in which recording takes time."""
     under(steps(3 + N_UNTIMED + N_TIMED - 1))

@@ -167,6 +167,37 @@ def test_a_step_is_over_when_every_optimizer_of_the_model_has_stepped() -> None:
     assert watched(loop).log == ["begins 0", "ends", "begins 2", "ends"]
 
 
+def test_a_step_does_not_wait_for_an_optimizer_that_was_replaced() -> None:
+    model = net()
+    gone = []
+
+    def loop() -> None:
+        optimizer = sgd(model)
+        for i in range(6):
+            if i in (2, 4):
+                gone.append(weakref.ref(optimizer))
+                optimizer = sgd(model)
+            model(X).sum().backward()
+            optimizer.step()
+            assert not any(reference() for reference in gone)
+
+    assert watched(loop).log == ["begins 0", "ends", "begins 1", "ends", *["begins 0", "ends", "begins 1", "ends"] * 2]
+
+
+def test_a_model_with_an_optimizer_for_each_step_is_more_than_a_guess() -> None:
+    model, larger = net(), nn.Linear(64, 64)
+
+    def loop() -> None:
+        for _ in range(3):
+            model(X).sum().backward()
+            sgd(model).step()
+            larger(torch.ones(64))
+
+    listener = watched(loop)
+    assert listener.log == ["begins 0", "ends"] * 3
+    assert listener.models == [model] * 3
+
+
 def test_gradients_that_no_optimizer_uses_do_not_keep_a_step_open() -> None:
     model = net()
     optimizer = sgd(model[0])

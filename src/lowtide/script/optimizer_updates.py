@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
@@ -9,6 +10,7 @@ from lowtide.script.alternating_models import held_by
 from lowtide.script.line_search import Search
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from torch.optim import Optimizer
 
 MOST_UNUSED: Final = 4
@@ -16,15 +18,20 @@ MOST_UNUSED: Final = 4
 
 
 class OptimizerUpdates:
-    """The optimizers that have stepped, and their updates: in the step in progress, and before."""
+    """The optimizers that have stepped, and their updates: in the step in progress, and before.
+
+    Weak references: an optimizer that the program has replaced steps no more, and its state is to be freed.
+    """
 
     def __init__(self) -> None:
         self.n = 0
         """Number of updates so far."""
         self.last: dict[int, int] = {}
         """Number of updates so far, at the last update by each optimizer, by its id."""
-        self.optimizers: dict[int, Optimizer] = {}
-        """Optimizers that have updated parameters, by id."""
+        self.optimizers: weakref.WeakValueDictionary[int, Optimizer] = weakref.WeakValueDictionary()
+        """Optimizers that have updated parameters and are alive, by id."""
+        self._updated: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
+        """Parameters that optimizers held at their first update, by id."""
         self.in_step: dict[int, Optimizer] = {}
         """Optimizers that have updated parameters in the step in progress, by id."""
         self._searches: dict[int, Search] = {}
@@ -39,7 +46,13 @@ class OptimizerUpdates:
         self.n += 1
         self.last[id(optimizer)] = self.n
         self._searches.pop(id(optimizer), None)
-        self.optimizers[id(optimizer)] = optimizer
+        self.add(optimizer)
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Know `optimizer` from now on."""
+        if id(optimizer) not in self.optimizers:
+            self.optimizers[id(optimizer)] = optimizer
+            self._updated.update({id(p): p for group in optimizer.param_groups for p in group["params"]})
 
     @property
     def are_in_progress(self) -> bool:
@@ -60,26 +73,31 @@ class OptimizerUpdates:
 
     def are_of(self, mine: set[int]) -> bool:
         """Return True if an optimizer of the parameters `mine` has ever stepped."""
-        return any(mine & held_by(optimizer) for optimizer in self.optimizers.values())
+        return any(key in self._updated for key in mine)
 
     def are_complete(self, mine: set[int], updated: set[int]) -> bool:
-        """Return True if every optimizer known to update the parameters `mine` has done so in this step.
+        """Return True if every optimizer that is alive and known to update the parameters `mine` has done so in this
+        step.
 
         `updated` has the ids of all parameters that were updated in it, also by hand.
         """
-        waiting = [key for key, o in self.optimizers.items() if key not in self.in_step and mine & held_by(o)]
+        waiting = [(key, held_by(o)) for key, o in self.optimizers.items() if key not in self.in_step]
         return bool(self.in_step) and all(
             self.n - self.last.get(key, self.n) > MOST_UNUSED
-            and not mine & held_by(self.optimizers[key]) - updated  # another optimizer has taken its place
-            for key in waiting
+            and not mine & held - updated  # another optimizer has taken its place
+            for key, held in waiting
+            if mine & held
         )
 
     def restart(self, optimizers: Iterable[Optimizer]) -> None:
         """Know only `optimizers` from now on."""
-        self.optimizers = {id(optimizer): optimizer for optimizer in optimizers}
+        self.optimizers.clear()
+        self._updated.clear()
+        for optimizer in optimizers:
+            self.add(optimizer)
 
     def forget(self) -> None:
-        """Hold no optimizer any longer."""
-        self.optimizers.clear()
+        """Know no optimizer any longer."""
+        self.restart(())
         self.in_step.clear()
         self._searches.clear()

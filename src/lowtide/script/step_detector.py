@@ -279,7 +279,8 @@ class Steps:
             self.model = module
             self._prompted.forget()
         elif not (self._is_given or self._is_ours(module)) and self.listener.is_abandoned(self.model, module):
-            for held in (self._called, self.updates.optimizers, self.updates.in_step):  # their memory may be freed
+            self.updates.restart(())
+            for held in (self._called, self.updates.in_step):  # their memory may be freed
                 held.clear()
             self._replace(module)
         elif not self._is_given and self._is_only_guessed() and _n_elements(module) > _n_elements(self.model):
@@ -294,7 +295,7 @@ class Steps:
             if before is not None and not self._is_ours(before) and any(True for _ in before.parameters()):
                 self.listener.on_earlier_call(before)
             if (search := self.updates.search()) is not None:
-                self.updates.optimizers[id(search.optimizer)] = search.optimizer
+                self.updates.add(search.optimizer)
             self._is_beginning = True
             try:
                 self.listener.on_step_begin(self.model, batch, tuple(self.updates.optimizers.values()))
@@ -320,7 +321,6 @@ class Steps:
         if trained:
             assert self.model is not None
             self._candidates.leave(self.model)
-            # the state of the other models may be freed
             self.updates.restart(optimizers)
             self._give_up(join_models(trained))
 
