@@ -78,6 +78,34 @@ for _ in range(8):
         fix="under `torch.no_grad()`",
     ),
     Case(
+        name="losses_of_two_views_in_one_forward",
+        script="""
+import copy
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.online = nn.Sequential(nn.Linear(64, 256), nn.BatchNorm1d(256), nn.ReLU(), nn.Linear(256, 64))
+        self.target = copy.deepcopy(self.online)
+    def forward(self, a, b):
+        p, q = self.online(a), self.online(b)
+        with {}:
+            s, t = self.target(b), self.target(a)
+        return F.mse_loss(p, s.detach()) + F.mse_loss(q, t.detach())
+model = Pair()
+optimizer = torch.optim.SGD(model.online.parameters(), lr=0.01)
+for _ in range(8):
+    model(torch.randn(64, 64), torch.randn(64, 64)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+        broken=("torch.enable_grad()",),
+        mended=("torch.no_grad()",),
+        code="LT002",
+        holder="the forward of Pair.target: ",
+        made="s, t = self.target(b)",
+        fix="under `torch.no_grad()`",
+    ),
+    Case(
         name="cache_in_a_first_epoch",
         script="""
 from functools import lru_cache

@@ -91,7 +91,7 @@ def record_summed_graphs(view: InspectionInput, roots: list[Any], backward: Back
         return
     nodes = [node for root in roots if (node := getattr(root, "grad_fn", None)) is not None]
     summands = list(_summands(nodes))
-    graphs: dict[int, list[tuple[Call, int]]] = {}
+    graphs: dict[int, dict[int, tuple[Call, int]]] = {}  # by line and by call, which may make several terms
     for part in components(summands) if len(summands) > 1 else ():
         numbers = [sequence_number(node) for node in part.nodes if is_numbered(node)]
         calls = [call for call in view.calls.between(min(numbers), max(numbers)) if has_made(call, numbers)]
@@ -102,8 +102,10 @@ def record_summed_graphs(view: InspectionInput, roots: list[Any], backward: Back
             }
             kept = {**saved, **context}
             n_bytes = sum(n for s, n in kept.items() if s not in shared and view.known.since(s) != 0)
-            graphs.setdefault(id(calls[0].stats), []).append((calls[0], n_bytes))
-    for group in graphs.values():
+            of_line = graphs.setdefault(id(calls[0].stats), {})
+            _, n_before = of_line.get(calls[0].number, (None, 0))
+            of_line[calls[0].number] = calls[0], n_before + n_bytes
+    for group in (list(of_line.values()) for of_line in graphs.values()):
         wasted_bytes = sum(n for _, n in group) - max(n for _, n in group)
         if len(group) < 2 or len({call.module_id for call, _ in group}) > 1 or wasted_bytes < view.least_bytes:
             continue
