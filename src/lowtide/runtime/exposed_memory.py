@@ -33,7 +33,7 @@ n_exposures = 0
 
 _aliases: dict[int, weakref.ref[Tensor]] = {}
 """By `id`, the tensors that `tensor.data` has returned for leaves, while they are alive."""
-_n_aliases: Counter[int] = Counter()
+n_aliases: Counter[int] = Counter()
 """Number of these tensors for each storage."""
 
 
@@ -59,13 +59,13 @@ def note_alias(data: Tensor) -> None:
         global n_exposures
         n_exposures += 1
         del _aliases[key]
-        _n_aliases[storage] -= 1
-        if not _n_aliases[storage]:
-            del _n_aliases[storage]
+        n_aliases[storage] -= 1
+        if not n_aliases[storage]:
+            del n_aliases[storage]
 
     n_exposures += 1
     _aliases[key] = weakref.ref(data, forget)
-    _n_aliases[storage] += 1
+    n_aliases[storage] += 1
 
 
 def note_array() -> None:
@@ -85,7 +85,7 @@ def is_exposed(tensor: Tensor) -> bool:
         return False
     if not storage.resizable():
         return tensor.device.type == "cpu" and is_plain(tensor)
-    return bool(_n_aliases) and storage_number(storage) in _n_aliases
+    return bool(n_aliases) and storage_number(storage) in n_aliases
 
 
 def _sum_of(tensor: Tensor) -> Any:

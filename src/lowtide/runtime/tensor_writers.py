@@ -121,7 +121,11 @@ class ReliedOn:
             inplace_methods.watched = True
             if self._waits:
                 self._begin()
-            if exposed_memory.is_exposed(tensor):
+            try:  # `is_exposed` is called only where it may be True: its call costs host time for each operand
+                may_be_exposed = exposed_memory.n_aliases or not STORAGE(tensor).resizable()
+            except NO_STORAGE:
+                may_be_exposed = False
+            if may_be_exposed and exposed_memory.is_exposed(tensor):
                 value.expose()
         return value
 
