@@ -17,7 +17,7 @@ import lowtide
 from comparing import equal
 from conftest import RunPython
 from lowtide._torch.backward import ENGINE
-from lowtide.diagnostics.leaks.watcher import Watch
+from lowtide.diagnostics.leaks.inspector import Inspector
 from lowtide.errors import LowtideError
 from parts import COMPILED
 
@@ -316,7 +316,7 @@ def test_a_model_that_is_compiled_where_it_stands_is_compiled_as_ever(tmp_path: 
 def test_the_forward_of_a_reentrant_checkpoint_is_no_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its modules are called without gradients, and an evaluation is inspected after 2, 4, 8 ... calls."""
     evaluated: list[int] = []
-    monkeypatch.setattr(Watch, "_inspect_evaluation", lambda _, key: evaluated.append(key))
+    monkeypatch.setattr(Inspector, "_inspect_evaluation", lambda _, key: evaluated.append(key))
     layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
     x = torch.randn(64, 64, requires_grad=True)
     with lowtide.watch():

@@ -4,28 +4,22 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch.autograd_graph import is_numbered
 from lowtide._torch.backward import in_backward
 from lowtide._torch.compiled_code import is_compiling_here
 from lowtide._torch.nodes import next_sequence_number, sequence_number
-from lowtide._torch.tensors import storage_id
 from lowtide.diagnostics.leaks.call_log import (
     Backward,
     Call,
     CallLog,
     StepNumbers,
-    is_output_of,
     mark_root,
     tensors_in,
 )
@@ -35,14 +29,13 @@ from lowtide.diagnostics.leaks.discarded_gradients import DiscardedGradients
 from lowtide.diagnostics.leaks.dropped_graphs import DroppedGraphs
 from lowtide.diagnostics.leaks.event_sources import EventSources
 from lowtide.diagnostics.leaks.finding_log import FindingLog
-from lowtide.diagnostics.leaks.inspection import InspectionInput, has_made, inspect, module_names
-from lowtide.diagnostics.leaks.live_tensors import KnownStorages, LiveObjects, storage_bytes
+from lowtide.diagnostics.leaks.inspection import module_names
+from lowtide.diagnostics.leaks.inspector import Inspector
+from lowtide.diagnostics.leaks.live_tensors import LiveObjects
 from lowtide.diagnostics.leaks.output_checks import (
-    record_duplicate_inputs,
     record_outputs_alive,
     record_summed_graphs,
 )
-from lowtide.diagnostics.leaks.step_boundaries import FIRST, StepBoundaries
 from lowtide.diagnostics.leaks.tensor_graphs import computing, kept_beside
 from lowtide.diagnostics.leaks.unread_gradients import UnreadGradients
 from lowtide.diagnostics.leaks.zero_grad import ZeroGradChecks
@@ -51,15 +44,8 @@ from lowtide.report.finding import Finding
 from lowtide.report.run_record import RunRecord, versions
 from lowtide.utils.rendering import Displayed, short_repr
 
-LEAST_BYTES = 16 * 1024
-"""Smallest number of bytes of a finding that is reported whatever its share."""
-
-LEAST_SHARE = 0.01
-"""Share of the largest forward's graph below which findings are not reported."""
-
 _MEASURED_CALLS = 2  # of each place in the code
 _FIRST_BACKWARDS = 3
-_SUSPICIONS = 3
 _log = logging.getLogger("lowtide")
 
 
@@ -71,40 +57,42 @@ class Watch(Displayed):
 
     def __init__(self, model: nn.Module | None, batches: Iterable[Any] | None) -> None:
         self._model, self._batches = model, batches
-        self._calls, self._steps, self._known = CallLog(), StepNumbers(), KnownStorages()
-        self._finding_log, self._boundaries = FindingLog(), StepBoundaries()
+        self._calls, self._steps = CallLog(), StepNumbers()
+        self._finding_log = FindingLog()
         self._gradients = ZeroGradChecks(self._finding_log)
         self._unread = UnreadGradients(self._finding_log)
         self._discarded = DiscardedGradients(self._finding_log, self._calls)
         self._dropped = DroppedGraphs(self._finding_log, self._names)
         self._checkpoints = CheckpointChecks(self._finding_log, self._names, lambda: self._steps.now)
-        self._watched_from = 0
-        self._evaluations: dict[int, tuple[int, int]] = {}  # place -> updates before, and calls without gradients since
-        self._n_evaluations = 0
-        self._largest_graph_bytes = 0
         self._n_backwards = 0
-        self._n_exceptions = 0
-        self._has_begun = False
         self._has_failed = False  # True from a backward pass that an exception has ended to the next call
         self._root: int | None = None  # id of the running module that was called from outside, or is about to
         self._nested = 0
-        self._at_boundary = False
         self._call: Call | None = None
         self._findings: tuple[Finding, ...] | None = None
         self._failure: Exception | None = None
         self._events = EventSources(self)
+        self._inspector = Inspector(
+            model,
+            self._calls,
+            self._steps,
+            self._finding_log,
+            self._unread,
+            self._events.arguments,
+            lambda: self._root,
+        )
 
     @property
     def findings(self) -> tuple[Finding, ...]:
         """All certain findings, the largest first."""
         if self._findings is not None:
             return self._findings
-        return tuple(self._finding_log.findings(self._calls.stats.values(), least_bytes=self._least_bytes))
+        return tuple(self._finding_log.findings(self._calls.stats.values(), least_bytes=self._inspector.least_bytes))
 
     @property
     def n_steps(self) -> int:
         """Steps begun so far."""
-        return self._steps.now if self._has_begun else 0
+        return self._steps.now if self._inspector.has_begun else 0
 
     def __enter__(self) -> Self:
         if self._findings is not None:
@@ -161,9 +149,9 @@ class Watch(Displayed):
             return f"the watch ended early because of an internal error: {self._failure!r}"
         caveat = ""
         where = f"{self.n_steps} step{'s' * (self.n_steps != 1)}"
-        if not self._has_begun:
+        if not self._inspector.has_begun:
             caveat = "no model was called with gradients on"
-        elif not self._boundaries.has_optimizer:
+        elif not self._inspector.boundaries.has_optimizer:
             where = f"{self._calls.n_calls} call{'s' * (self._calls.n_calls != 1)} of the model"
             caveat = "no optimizer has stepped, so steps cannot be distinguished"
         if not findings:
@@ -219,7 +207,7 @@ class Watch(Displayed):
 
     def optimizer_stepped(self, number: int, parameters: Iterable[Tensor]) -> None:
         """Handle the update of `parameters` by the optimizer with the id `number`."""
-        self._boundaries.stepped(next_sequence_number())
+        self._inspector.boundaries.stepped(next_sequence_number())
         self._calls.last_updates[number] = self._steps.now
         self._run_guarded(self._unread.updated)
         if self._discarded.is_active:
@@ -233,12 +221,14 @@ class Watch(Displayed):
         """Handle `zero_grad`, before it runs."""
         if self._discarded.is_active:
             parameters = list(parameters)
-            self._run_guarded(lambda: self._discarded.zeroed(parameters, calling_site().place, self._least_bytes))
+            self._run_guarded(
+                lambda: self._discarded.zeroed(parameters, calling_site().place, self._inspector.least_bytes)
+            )
         last = self._calls.last
         graph_is_waiting = last is not None and last.is_alive and not last.backwards
         if (set_to_none and not graph_is_waiting) or not is_called_by_user():
             return  # nothing to find, or a framework's own loop calls it where it does
-        step, least_bytes = self._steps.now, self._least_bytes
+        step, least_bytes = self._steps.now, self._inspector.least_bytes
         self._run_guarded(
             lambda: self._gradients.zeroed(
                 parameters, set_to_none, last if graph_is_waiting else None, step, least_bytes, calling_site().place
@@ -247,44 +237,18 @@ class Watch(Displayed):
 
     # --- what is done then ------------------------------------------------------------------------------------------
 
-    @property
-    def _least_bytes(self) -> int:
-        return max(LEAST_BYTES, int(LEAST_SHARE * self._largest_graph_bytes))
-
     def _begin_call(self, module: nn.Module) -> None:
         site = calling_site()
         self._has_failed = False
-        if not self._watched_from:
-            self._watched_from = next_sequence_number() or 1
-            self._known.note(LiveObjects().tensors, 0)
-        has_gradients = torch.is_grad_enabled()
-        if has_gradients or not self._checkpoints.is_recording:  # a reentrant checkpoint's forward is no evaluation
-            self._begin_step_or_inspect(site.key, module, has_gradients=has_gradients)
-        if has_gradients and sys.exc_info()[1] is not None and self._n_exceptions < _SUSPICIONS:
-            self._n_exceptions += 1
-            self._inspect(next_sequence_number(), only=lambda item: item.is_held_as("exception"))
+        # a reentrant checkpoint's forward is no evaluation
+        self._inspector.call_begins(site.key, module, is_evaluation=not self._checkpoints.is_recording)
         self._call = self._calls.begin(site, module, self._steps.now)
-        if has_gradients and self._call.stats.n_measured < _MEASURED_CALLS:
+        if torch.is_grad_enabled() and self._call.stats.n_measured < _MEASURED_CALLS:
             self._dropped.model_begins()
-
-    def _begin_step_or_inspect(self, key: int, module: nn.Module, *, has_gradients: bool) -> None:
-        """Begin a step if the call does; else inspect what the step so far, or the evaluation, has left."""
-        if self._has_begun and self._boundaries.is_next_step(key):
-            self._steps.begin(self._boundaries.first_number)
-            if self._boundaries.is_due():
-                self._at_boundary = True
-                self._inspect(self._boundaries.first_number, is_later=True)
-                self._at_boundary = False
-        elif self._has_begun and has_gradients:
-            self._inspect_suspect(key, module)
-        self._has_begun |= has_gradients
-        if not has_gradients:
-            self._inspect_evaluation(key)
-        self._boundaries.called(key)
 
     def _end_call(self, call: Call, module: nn.Module, output: Any) -> None:
         nodes = self._calls.end(call, output)
-        self._dropped.model_ends(self._steps.now, self._least_bytes)
+        self._dropped.model_ends(self._steps.now, self._inspector.least_bytes)
         stats = call.stats
         if not nodes or stats.n_measured >= _MEASURED_CALLS:
             return
@@ -293,37 +257,9 @@ class Watch(Displayed):
         inside = [n for n in computing(nodes) if call.first <= sequence_number(n) < call.stop]
         self._calls.mark(call, min(inside, key=sequence_number))
         kept = kept_beside(inside, module.parameters(), module.buffers(), tensors_in(output), arguments)
-        call.graph_bytes = sum(n_bytes for number, n_bytes in kept.items() if self._known.since(number) != 0)
+        call.graph_bytes = sum(n_bytes for number, n_bytes in kept.items() if self._inspector.known.since(number) != 0)
         stats.graph_bytes = max(stats.graph_bytes, call.graph_bytes)
-        self._largest_graph_bytes = max(self._largest_graph_bytes, call.graph_bytes)
-
-    def _inspect_suspect(self, key: int, module: nn.Module) -> None:
-        """Inspect if a line calls a model again within one step while the graph of its last call still waits for
-        backward.
-        """
-        stats = self._calls.stats.get((key, type(module).__name__))
-        if stats is None or (stats.n_calls & (stats.n_calls - 1) and stats.n_calls > _SUSPICIONS):
-            return
-        if any(is_output_of(tensor, self._calls) for tensor in self._events.arguments()):
-            self._inspect(next_sequence_number(), only=lambda s: s.has_graph and s.is_fed_back and bool(s.backwards))
-        waiting = [c for c in self._calls.alive.values() if c.stats is stats and c.is_alive and not c.backwards]
-        if waiting:
-            ours = {call.number for call in waiting}
-            self._inspect(
-                next_sequence_number(),
-                only=lambda s: s.has_graph and not s.backwards and any(call.number in ours for call in s.calls),
-            )
-
-    def _inspect_evaluation(self, key: int) -> None:
-        """Inspect after 2, 4, 8 ... calls without gradients from one place and no update in between, as time allows."""
-        n_updates, n_calls = self._evaluations.get(key, (-1, 0))
-        n_calls = n_calls + 1 if n_updates == self._boundaries.n_updates else 1
-        self._evaluations[key] = self._boundaries.n_updates, n_calls
-        if n_calls == 1 or n_calls & (n_calls - 1):
-            return
-        self._n_evaluations += 1
-        if self._n_evaluations <= FIRST + 1 or self._boundaries.has_time():
-            self._inspect(next_sequence_number(), only=lambda s: s.subject == "evaluation", in_evaluation=True)
+        self._inspector.largest_graph_bytes = max(self._inspector.largest_graph_bytes, call.graph_bytes)
 
     def _begin_backward(self, backward: Backward, roots: list[Any]) -> None:
         nodes = [node for root in roots if (node := getattr(root, "grad_fn", None)) is not None]
@@ -334,69 +270,15 @@ class Watch(Displayed):
         self._finding_log.backward_begins()
         if self._n_backwards < _FIRST_BACKWARDS:
             self._n_backwards += 1
-            record_outputs_alive(self._view(0), nodes, backward, self._finding_log)
-            record_summed_graphs(self._view(0), roots, backward, self._finding_log)
-
-    def _inspect(
-        self,
-        new_from: int,
-        only: Callable[[Any], bool] | None = None,
-        *,
-        is_later: bool = False,
-        in_evaluation: bool = False,
-    ) -> None:
-        """Inspect all living objects; `is_later` if a step has ended since the last full inspection."""
-        began = time.perf_counter()
-        with torch.no_grad():
-            live = LiveObjects()
-            view = replace(self._view(new_from), in_evaluation=in_evaluation)
-            retained = inspect(view, live)
-            if only is None:
-                record_duplicate_inputs(view, live, self._events.arguments(), self._finding_log)
-                self._unread.step_begins(live, self._model, self._steps.now, self._least_bytes)
-        if is_later:
-            self._finding_log.retract(retained, self._steps.now)
-        selected = retained if only is None else [item for item in retained if only(item)]
-        self._finding_log.add(
-            selected,
-            least_bytes=self._least_bytes,
-            largest_graph_bytes=self._largest_graph_bytes,
-            step=self._steps.now,
-        )
-        self._boundaries.inspected(time.perf_counter() - began)
-
-    def _view(self, new_from: int) -> InspectionInput:
-        return InspectionInput(
-            model=self._model,
-            calls=self._calls,
-            steps=self._steps,
-            known=self._known,
-            inputs=frozenset(storage_id(t) for t in self._events.arguments() if storage_bytes(t)),
-            new_from=new_from,
-            least_bytes=self._least_bytes,
-            is_fed_back=self._is_fed_back(),
-            watched_from=self._watched_from,
-            last_step=max(1, self._steps.now - self._at_boundary),
-        )
-
-    def _is_fed_back(self) -> bool:
-        """Return True if an input of the running call was computed by an earlier call of the same module."""
-        roots = [node for tensor in self._events.arguments() if (node := tensor.grad_fn) is not None]
-        numbers = [sequence_number(node) for node in computing(roots) if is_numbered(node)]
-        calls = self._calls.between(min(numbers), max(numbers)) if numbers else []
-        return any(call.module_id == self._root and has_made(call, numbers) for call in calls)
+            record_outputs_alive(self._inspector.view(0), nodes, backward, self._finding_log)
+            record_summed_graphs(self._inspector.view(0), roots, backward, self._finding_log)
 
     def _names(self) -> dict[int, str]:
         return module_names(self._model, LiveObjects().modules)
 
     def _inspect_end(self) -> None:
-        if self._has_begun and not self._has_failed:  # what the exception that ends the script leaves is no finding
-            self._calls.forget_old()
-            self._inspect(  # no forward follows that an output left over at the end could add to
-                next_sequence_number(),
-                only=lambda s: s.has_graph or self._finding_log.knows(s),
-                is_later=True,
-            )
+        if not self._has_failed:  # what the exception that ends the script leaves is no finding
+            self._inspector.inspect_end()
 
     def _run_guarded(self, handler: Callable[[], None]) -> None:
         """Run `handler`; a failure ends the watch, which reports it, and never the user's training."""

@@ -1,0 +1,187 @@
+"""The inspections of a watch: the moments at which memory is inspected, and the findings that are logged."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide._torch.autograd_graph import is_numbered
+from lowtide._torch.nodes import next_sequence_number, sequence_number
+from lowtide._torch.tensors import storage_id
+from lowtide.diagnostics.leaks.call_log import CallLog, StepNumbers, is_output_of
+from lowtide.diagnostics.leaks.finding_log import FindingLog
+from lowtide.diagnostics.leaks.inspection import InspectionInput, has_made
+from lowtide.diagnostics.leaks.inspection import inspect as inspect_memory
+from lowtide.diagnostics.leaks.live_tensors import KnownStorages, LiveObjects, storage_bytes
+from lowtide.diagnostics.leaks.output_checks import record_duplicate_inputs
+from lowtide.diagnostics.leaks.step_boundaries import FIRST, StepBoundaries
+from lowtide.diagnostics.leaks.tensor_graphs import computing
+from lowtide.diagnostics.leaks.unread_gradients import UnreadGradients
+
+LEAST_BYTES = 16 * 1024
+"""Smallest number of bytes of a finding that is reported whatever its share."""
+
+LEAST_SHARE = 0.01
+"""Share of the largest forward's graph below which findings are not reported."""
+
+_SUSPICIONS = 3
+
+
+class Inspector:
+    """Inspector of memory between the calls of a watched loop; it adds what it finds to the log."""
+
+    def __init__(
+        self,
+        model: nn.Module | None,
+        calls: CallLog,
+        steps: StepNumbers,
+        log: FindingLog,
+        unread: UnreadGradients,
+        arguments: Callable[[], list[Tensor]],
+        running_module: Callable[[], int | None],
+    ) -> None:
+        """Begin before any call.
+
+        `arguments` returns the tensors passed to the running module, and `running_module` its id.
+        """
+        self._model, self._calls, self._steps, self._log, self._unread = model, calls, steps, log, unread
+        self._arguments, self._running_module = arguments, running_module
+        self.boundaries, self.known = StepBoundaries(), KnownStorages()
+        self.has_begun = False
+        """True once a model was called with gradients."""
+        self.largest_graph_bytes = 0
+        """Bytes that the graph of the largest forward keeps."""
+        self._watched_from = 0
+        self._at_boundary = False
+        self._n_exceptions = 0
+        self._evaluations: dict[int, tuple[int, int]] = {}  # place -> updates before, and calls without gradients since
+        self._n_evaluations = 0
+
+    def call_begins(self, key: int, module: nn.Module, *, is_evaluation: bool) -> None:
+        """Inspect memory if it is due when a model is called from outside at the place `key`.
+
+        `is_evaluation`: False for calls without gradients that belong to training.
+        """
+        if not self._watched_from:
+            self._watched_from = next_sequence_number() or 1
+            self.known.note(LiveObjects().tensors, 0)
+        has_gradients = torch.is_grad_enabled()
+        if has_gradients or is_evaluation:
+            self._begin_step_or_inspect(key, module, has_gradients=has_gradients)
+        if has_gradients and sys.exc_info()[1] is not None and self._n_exceptions < _SUSPICIONS:
+            self._n_exceptions += 1
+            self.inspect(next_sequence_number(), only=lambda item: item.is_held_as("exception"))
+
+    def inspect_end(self) -> None:
+        """Inspect memory a last time: no forward follows that an output left over could add to."""
+        if self.has_begun:
+            self._calls.forget_old()
+            self.inspect(
+                next_sequence_number(),
+                only=lambda s: s.has_graph or self._log.knows(s),
+                is_later=True,
+            )
+
+    @property
+    def least_bytes(self) -> int:
+        """Smallest number of bytes of a finding that is reported."""
+        return max(LEAST_BYTES, int(LEAST_SHARE * self.largest_graph_bytes))
+
+    def _begin_step_or_inspect(self, key: int, module: nn.Module, *, has_gradients: bool) -> None:
+        """Begin a step if the call does; else inspect what the step so far, or the evaluation, has left."""
+        if self.has_begun and self.boundaries.is_next_step(key):
+            self._steps.begin(self.boundaries.first_number)
+            if self.boundaries.is_due():
+                self._at_boundary = True
+                self.inspect(self.boundaries.first_number, is_later=True)
+                self._at_boundary = False
+        elif self.has_begun and has_gradients:
+            self._inspect_suspect(key, module)
+        self.has_begun |= has_gradients
+        if not has_gradients:
+            self._inspect_evaluation(key)
+        self.boundaries.called(key)
+
+    def _inspect_suspect(self, key: int, module: nn.Module) -> None:
+        """Inspect if a line calls a model again within one step while the graph of its last call still waits for
+        backward.
+        """
+        stats = self._calls.stats.get((key, type(module).__name__))
+        if stats is None or (stats.n_calls & (stats.n_calls - 1) and stats.n_calls > _SUSPICIONS):
+            return
+        if any(is_output_of(tensor, self._calls) for tensor in self._arguments()):
+            self.inspect(next_sequence_number(), only=lambda s: s.has_graph and s.is_fed_back and bool(s.backwards))
+        waiting = [c for c in self._calls.alive.values() if c.stats is stats and c.is_alive and not c.backwards]
+        if waiting:
+            ours = {call.number for call in waiting}
+            self.inspect(
+                next_sequence_number(),
+                only=lambda s: s.has_graph and not s.backwards and any(call.number in ours for call in s.calls),
+            )
+
+    def _inspect_evaluation(self, key: int) -> None:
+        """Inspect after 2, 4, 8 ... calls without gradients from one place and no update in between, as time allows."""
+        n_updates, n_calls = self._evaluations.get(key, (-1, 0))
+        n_calls = n_calls + 1 if n_updates == self.boundaries.n_updates else 1
+        self._evaluations[key] = self.boundaries.n_updates, n_calls
+        if n_calls == 1 or n_calls & (n_calls - 1):
+            return
+        self._n_evaluations += 1
+        if self._n_evaluations <= FIRST + 1 or self.boundaries.has_time():
+            self.inspect(next_sequence_number(), only=lambda s: s.subject == "evaluation", in_evaluation=True)
+
+    def inspect(
+        self,
+        new_from: int,
+        only: Callable[[Any], bool] | None = None,
+        *,
+        is_later: bool = False,
+        in_evaluation: bool = False,
+    ) -> None:
+        """Inspect all living objects; `is_later` if a step has ended since the last full inspection."""
+        began = time.perf_counter()
+        with torch.no_grad():
+            live = LiveObjects()
+            view = replace(self.view(new_from), in_evaluation=in_evaluation)
+            retained = inspect_memory(view, live)
+            if only is None:
+                record_duplicate_inputs(view, live, self._arguments(), self._log)
+                self._unread.step_begins(live, self._model, self._steps.now, self.least_bytes)
+        if is_later:
+            self._log.retract(retained, self._steps.now)
+        selected = retained if only is None else [item for item in retained if only(item)]
+        self._log.add(
+            selected,
+            least_bytes=self.least_bytes,
+            largest_graph_bytes=self.largest_graph_bytes,
+            step=self._steps.now,
+        )
+        self.boundaries.inspected(time.perf_counter() - began)
+
+    def view(self, new_from: int) -> InspectionInput:
+        """Return the input of an inspection; `new_from` is the number of the first node of the step that begins now."""
+        return InspectionInput(
+            model=self._model,
+            calls=self._calls,
+            steps=self._steps,
+            known=self.known,
+            inputs=frozenset(storage_id(t) for t in self._arguments() if storage_bytes(t)),
+            new_from=new_from,
+            least_bytes=self.least_bytes,
+            is_fed_back=self._is_fed_back(),
+            watched_from=self._watched_from,
+            last_step=max(1, self._steps.now - self._at_boundary),
+        )
+
+    def _is_fed_back(self) -> bool:
+        """Return True if an input of the running call was computed by an earlier call of the same module."""
+        roots = [node for tensor in self._arguments() if (node := tensor.grad_fn) is not None]
+        numbers = [sequence_number(node) for node in computing(roots) if is_numbered(node)]
+        calls = self._calls.between(min(numbers), max(numbers)) if numbers else []
+        return any(call.module_id == self._running_module() and has_made(call, numbers) for call in calls)
