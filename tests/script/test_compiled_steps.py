@@ -1,5 +1,7 @@
 """Loops that train a model compiled as a whole: rehearsed, planned and measured in training, to the same bits."""
 
+import functools
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, cast
@@ -12,11 +14,13 @@ from torch._inductor import config as inductor_config
 
 import lowtide
 from comparing import equal
+from compiled_by_hand import plan_for
 from lowtide._torch.inductor import kernels_left_out
 from lowtide.api.compiled_fit import FORECAST
 from lowtide.errors import RehearsalError
 from lowtide.profiler.compiled_bits import compiled_bits
 from lowtide.profiler.compiled_steps import on_parts_only
+from lowtide.script.compiled_checks import CompiledChecks, addresses_with_other_bits
 from lowtide.script.compiled_functions import trained_modules
 from lowtide.script.rehearse_steps import WHOLE_IN_PROCESSES
 from lowtide.script.run_verdict import COMPARED
@@ -180,6 +184,62 @@ def test_a_loop_whose_bits_would_be_others_under_any_plan_is_refused_or_goes_on_
             losses, _ = trained(as_wrapper, [1024] * 6)
     assert len(losses) == 6
     assert run.plan is None
+
+
+class Reads(nn.Module):
+    """A model of few token ids, whose gradient several threads add up by atomic additions, in any order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids, self.inner = nn.Embedding(8, 64), nn.Sequential(widens(), widens())
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.inner(self.ids(ids))
+        return out
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("inductor")
+def test_a_loop_whose_gradients_differ_from_run_to_run_is_planned_and_all_other_bits_are_compared(
+    request: pytest.FixtureRequest,
+) -> None:
+    request.addfinalizer(functools.partial(torch.set_num_threads, torch.get_num_threads()))
+    torch.set_num_threads(2)
+    torch.manual_seed(0)
+    model = Reads()
+    compiled: Any = torch.compile(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lowtide.within("85%") as run:
+        for _ in range(6):
+            optimizer.zero_grad()
+            compiled(torch.randint(8, (1024,))).square().mean().backward()
+            optimizer.step()
+    assert run.plan is not None
+    assert run.plan.recompute
+    assert run.verdict is not None
+    assert run.verdict.within_budget
+    assert run.verdict.proof in (COMPARED, f"{COMPARED}; it is not deterministic in its gradients")
+
+
+def test_results_that_differ_from_run_to_run_are_not_compared_and_the_others_are() -> None:
+    model, numbers = nn.Linear(4, 4), itertools.count()
+
+    def of_no_value(x: Tensor) -> Tensor:
+        """Return zero, through which gradients flow."""
+        return x - x.detach()
+
+    def varying(x: Tensor) -> Tensor:
+        return model(x) + of_no_value(model.weight.sum() * next(numbers))
+
+    def biased(x: Tensor) -> Tensor:
+        return varying(x) + of_no_value(model.bias.sum())
+
+    batch = (torch.ones(2, 4),), {}
+    made, plain, checks = plan_for(model, torch.ones(2, 4)), compiled_bits(model, varying, batch), CompiledChecks(print)
+    assert checks.compare(made, plain, model, varying, batch) == {}
+    assert checks.proof == COMPARED + "; it is not deterministic in its gradients"
+    assert checks.compare(made, plain, model, biased, batch) == {"gradients": ("bias (0)",)}
+    assert addresses_with_other_bits(made, plain, model, biased, batch) == tuple(made.recompute)
 
 
 def test_layers_of_torch_that_compile_leaves_alone_are_planned_as_eager_ones(recwarn: pytest.WarningsRecorder) -> None:

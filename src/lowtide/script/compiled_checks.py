@@ -11,10 +11,12 @@ from lowtide._torch.inductor import always_partitioned, kernels_left_out
 from lowtide.api.apply import apply
 from lowtide.api.compiled_fit import SCHEDULED, cheapest_within, compiled_over
 from lowtide.api.differing_bits import differing_addresses
+from lowtide.api.verify import REPEATED
 from lowtide.errors import Infeasible, RehearsalError
 from lowtide.levers.selection import Choice
 from lowtide.profiler.compiled_bits import compiled_bits, scheduled_calls
 from lowtide.profiler.online import PATIENCE
+from lowtide.report.text_table import listed
 from lowtide.runtime.fingerprint import place_of
 from lowtide.script.run_verdict import AUDITED, COMPARED, NOT_COMPARED
 from lowtide.units import format_bytes
@@ -92,12 +94,38 @@ class CompiledChecks:
     ) -> dict[str, tuple[str, ...]]:
         """Compare compiled code under the plan with `plain`; return the names of results with other bits, by kind."""
         self.compared = plan
-        planned = None if plain is None else compiled_bits(model, code, batch)
-        if plain is None or planned is None:
+        comparison = None if plain is None else _comparison(plain, model, code, batch)
+        if comparison is None:
             self.proof = NOT_COMPARED
             return {}
-        self.proof = COMPARED
-        return {kind: names for kind, names in plain.differences(planned).items() if names}
+        differing, varying = comparison
+        self.proof = f"{COMPARED}; it is not deterministic in its {listed(varying)}" if varying else COMPARED
+        return differing
+
+
+def _comparison(
+    plain: Outcome, model: nn.Module, code: Callable[..., Any], batch: Any
+) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]] | None:
+    """Compare a run of compiled code with `plain`; None if there is no room for it.
+
+    Results that differ between repetitions can't be compared: they are not deterministic without a plan either, which
+    adds no kernel whose order varies. Several threads of a CPU add up an embedding's gradient by atomic additions.
+
+    Returns:
+        The names of the other results whose bits differ from `plain`, by kind; and the kinds that have results which
+        differ between repetitions.
+    """
+    if (first := compiled_bits(model, code, batch)) is None:
+        return None
+    differing, varying = {kind: names for kind, names in plain.differences(first).items() if names}, dict[str, None]()
+    for _ in range(REPEATED):
+        if not differing or (again := compiled_bits(model, code, batch)) is None:
+            break
+        apart = first.differences(again)
+        varying |= dict.fromkeys(kind for kind, names in apart.items() if names)
+        rest = {kind: tuple(name for name in names if name not in apart[kind]) for kind, names in differing.items()}
+        differing = {kind: names for kind, names in rest.items() if names}
+    return differing, tuple(varying)
 
 
 def addresses_with_other_bits(
@@ -108,8 +136,8 @@ def addresses_with_other_bits(
     def is_identical(addresses: tuple[str, ...]) -> bool:
         recompute = {address: plan.recompute[address] for address in addresses}
         with apply(model, replace(plan, recompute=recompute), say=lambda what: None):
-            planned = compiled_bits(model, code, batch)
-        return planned is not None and not any(plain.differences(planned).values())
+            comparison = _comparison(plain, model, code, batch)
+        return comparison is not None and not comparison[0]
 
     return differing_addresses(tuple(plan.recompute), is_identical)
 
