@@ -348,6 +348,47 @@ def test_a_sweep_looks_for_tensors_in_the_script_and_not_around_it(estimate, mon
     assert not any(value is around for value in seen)
 
 
+STEPS = """
+import sys, torch
+from torch import nn
+model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=float(sys.argv[2]))
+for _ in range(int(sys.argv[1])):
+    optimizer.zero_grad()
+    model(torch.randn(128, 64)).square().mean().backward()
+    optimizer.step()
+with torch.no_grad():
+    model(torch.randn(128_000, 64))
+"""
+N_PARAMETERS = 2 * 64 * 256 + 256 + 64
+
+
+@pytest.mark.parametrize("device", [(), ("--device", "T4")], ids=["here", "on a GPU"])
+def test_a_script_that_takes_one_step_is_answered_with_that_step(device: tuple[str, ...], estimate) -> None:
+    """Its peak is that of a second step without optimizer state; what comes after the step does not count. On a GPU,
+    the first step allocates cuBLAS's workspaces as well.
+    """
+    peak = r"\S+ \S+  allocated\n.* reserved" if device else "peak .*"
+    code, out, _ = estimate(*device, text=STEPS, args=("2", "0"))
+    assert code == 0
+    assert "takes one step" not in out
+    code, only, _ = estimate(*device, text=STEPS, args=("1", "0"))
+    assert code == 0
+    assert re.findall(peak, only) == re.findall(peak, out) != []
+    gradients = f"{format_bytes(4 * N_PARAMETERS)} of gradients that this one made"
+    assert f"the script takes one step: a second one would begin with {gradients}" in only
+    assert ("requested at the peak of the script's only step" in only) == bool(device)
+    code, only, _ = estimate(*device, text=STEPS, args=("1", "0.9"))
+    assert code == 0
+    assert f"with {format_bytes(4 * N_PARAMETERS)} of optimizer state and {gradients}" in only
+
+
+def test_a_script_that_takes_one_step_can_not_be_planned_for(capfd: pytest.CaptureFixture[str], tmp_path) -> None:
+    (tmp_path / "train.py").write_text(STEPS)
+    assert cli.main(("rehearse", "--device", "T4", str(tmp_path / "train.py"), "1", "0")) == 2
+    assert "ended after 1 step, before Sequential was rehearsed: that takes two steps" in capfd.readouterr().err
+
+
 def test_a_script_that_fails_has_exit_code_2(estimate) -> None:
     code, _, err = estimate("--device", "RTX 3060", text="raise ValueError('no data')")
     assert code == 2

@@ -268,6 +268,18 @@ def test_parallel_work_that_is_not_estimated_is_refused_in_words(text: str, reas
     assert not out
 
 
+def test_a_script_that_takes_one_step_has_its_process_group(estimate: Estimate) -> None:
+    wrapped = "model = nn.parallel.DistributedDataParallel(model)\n"
+    one_step = STEPS.replace("range(3)", "range(1)") + "distributed.destroy_process_group()\n"
+    code, out, err = estimate(MLP + wrapped + one_step, "--rank", "0")
+    assert code == 0, err
+    assert "requested at the peak of the script's only step" in out
+    assert "NCCL, which is not the allocator's, by public reports" in out
+    assert "0 B to 0 B  NCCL" not in out
+    assert "has started no process group" not in out
+    assert "the script takes one step" in out
+
+
 @pytest.mark.slow
 def test_an_error_of_the_first_process_is_written_once_and_last(estimate: Estimate) -> None:
     code, out, err = estimate(MLP + STEPS.replace("range(3)", "range(1)"))

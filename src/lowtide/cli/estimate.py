@@ -103,8 +103,9 @@ def estimate(
     """Predict the memory that a training step of SCRIPT needs, without taking the step.
 
     From the first training forward on, the script runs on fake tensors, which take no memory. Lowtide ends it after two
-    steps; a loop without an optimizer runs to its end, or for 32 backward passes. Options of this command come before
-    SCRIPT; everything after it is passed to the script. With --batch the script runs once for each size.
+    steps. A script that takes one step runs to its end; so does a loop without an optimizer, or for 32 backward passes.
+    Options of this command come before SCRIPT; everything after it is passed to the script. With --batch the script
+    runs once for each size.
 
     Without --device the answer is the peak of the step on this machine, in the bytes that its tensors request. Exit
     code 0: it is within --budget, or no budget is given; 1: it is above; 2: there is no answer.

@@ -65,6 +65,8 @@ class StorageLedger(Recorder):
         """Stack of purposes of the memory that is allocated now."""
         self.lengths: tuple[int, int] | None = None
         """Lengths (old, new): tensors of the old length count as if they had the new one."""
+        self._n_in_step: int | None = None
+        """Number of events until the end of the step, if it was recorded."""
         self._n_corrected = 0
         """Number of corrections to recorded events."""
         self._recording = False
@@ -118,6 +120,18 @@ class StorageLedger(Recorder):
         self.settle()
         self._earlier += self._events
         self._events.clear()
+        self._n_in_step = None
+
+    def end_step(self) -> None:
+        """Record that the step is over: `forget_later` forgets the events that follow."""
+        self.settle()
+        self._n_in_step = len(self._events)
+
+    def forget_later(self) -> None:
+        """Forget the events after the end of the step, if it was recorded."""
+        if self._n_in_step is not None:
+            self.settle()
+            del self._events[self._n_in_step :]
 
     # --- what is known of blocks
 

@@ -38,6 +38,7 @@ from lowtide.memory.memory_timeline import Timeline
 from lowtide.profiler.preconditions import NESTED
 from lowtide.runtime.batch_tensors import tensors_in
 from lowtide.runtime.fingerprint import device_of
+from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -50,7 +51,9 @@ if TYPE_CHECKING:
 class TwoStepRun:
     """Context in which operators on the model's device allocate nothing, and their allocations are recorded instead.
 
-    Take one step, call `second`, take another one, call `finish`. At the end of the block everything is restored.
+    Take one step, call `second`, take another one, call `finish`. At the end of the block everything is restored. With
+    `second` before the first step as well, and `end_step` after it, the first step is the estimated one if no second
+    one comes.
     """
 
     _tracker: AllocationTracker
@@ -74,6 +77,10 @@ class TwoStepRun:
         self._static: Static | None = None
         self._blocks: frozenset[int] = frozenset()
         self._names: Names | None = None
+        self._left: list[str] = []
+        """Memory that the last step has made and left, in words."""
+        self._has_one_step = False
+        """True if the estimated step is the only one."""
 
     @contextlib.contextmanager
     def _first_step(self) -> Iterator[None]:
@@ -162,13 +169,34 @@ class TwoStepRun:
         self._running.close()
         with without_function_modes():
             self._learn()
-            batch = self._batch if batch is None else batch
-            self._static, self._blocks = static_of(
-                self._tracker, self._model, batch, self._state, self._reducers.buckets
-            )
+            self._static, self._blocks = self._static_now(self._batch if batch is None else batch)
         self._tracker.begin()
         self._names = Names(self._engine, self._tracker.ledger.mark)
         self._running.enter_context(self._names.running())
+
+    def _static_now(self, batch: Any) -> tuple[Static, frozenset[int]]:
+        """Return the memory of a step that would begin now, and the blocks that it occupies."""
+        return static_of(self._tracker, self._model, batch, self._state, self._reducers.buckets)
+
+    def end_step(self) -> None:
+        """Record that a step is over, which is the estimated one if none follows."""
+        assert self._static is not None
+        with without_function_modes():
+            after, _ = self._static_now(())
+        more = {
+            "optimizer state": after.optimizer - self._static.optimizer,
+            "gradients": after.gradients - self._static.gradients,
+        }
+        self._left = [f"{format_bytes(n_bytes)} of {name}" for name, n_bytes in more.items() if n_bytes > 0]
+        self._tracker.ledger.end_step()
+
+    def finish_only(self) -> None:
+        """End the only step, which is the estimated one. What came after it does not count."""
+        self._has_one_step = True
+        self._tracker.ledger.forget_later()
+        begins = f": a second one would begin with {' and '.join(self._left)} that this one made" if self._left else ""
+        self.answers.notes[f"the script takes one step{begins}"] = None
+        self.finish()
 
     def _learn(self) -> None:
         """Measure scratch memory that the first step left unknown."""

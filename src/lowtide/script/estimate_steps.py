@@ -1,4 +1,4 @@
-"""Estimate a script's memory: run on fake tensors from its first training forward on, for two steps."""
+"""Estimate a script's memory: its first two training steps, or its only one, run on fake tensors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ MOST_PASSES = 32
 
 
 class Estimating(StepListener):
-    """A listener that ends the script after two steps on fake tensors, from the model's first forward on.
+    """A listener that ends the script after two steps on fake tensors, from the model's first forward on. The estimate
+    is of the second one, or of the only one of a script that takes one.
 
     The tensors are on `gpu`, which the machine need not have; without one, on the devices on which the script has put
     them.
@@ -66,6 +67,8 @@ class Estimating(StepListener):
     """
 
     awaits = "was rehearsed: that takes two steps"
+    accepts_one_step = True
+    """False if a script has to take two steps."""
     plans_compiled = False  # compiled functions run uncompiled
 
     def __init__(
@@ -87,6 +90,10 @@ class Estimating(StepListener):
         self._model: nn.Module | None = None
         self._optimizers: tuple[Optimizer, ...] = ()
         self._n_steps = 0
+        self._has_group = False
+        """True once a step has begun with a process group, which the script may destroy before it ends."""
+        self._has_only = False
+        """True if one step was observed from its first call to its end, and no other has begun."""
         self._n_waited = 0
         """Number of further steps in which another model that takes turns was waited for."""
         self.asked = DeferredCudaModule()
@@ -123,6 +130,10 @@ class Estimating(StepListener):
             self._engine.check_batch(model, batch)
         elif not caller_optimizers():
             self._next_pass(batch)
+        elif self.accepts_one_step:
+            self._rehearsal.second(batch)
+        self._has_only = False
+        self._has_group |= torch.distributed.is_initialized()
         self._model = model
         self._data = _storages(model)
         self._rehearsal.answers.written.clear()
@@ -202,13 +213,10 @@ class Estimating(StepListener):
         return saved_tensor_hooks() is None and all(tensor.is_leaf for tensor in tensors_in(batch))
 
     def finish(self) -> None:
-        """Conclude at the end of a script that ran passes without an optimizer."""
-        if (
-            self._n_passes
-            and self._rehearsal is not None
-            and not self._rehearsal.has_updated
-            and self._n_backward_passes()
-        ):
+        """Conclude at the end of a script that ran one step, or passes without an optimizer."""
+        if self._rehearsal is None:
+            return
+        if self._has_only or (self._n_passes and not self._rehearsal.has_updated and self._n_backward_passes()):
             self._conclude()
 
     def _n_backward_passes(self) -> int:
@@ -262,6 +270,9 @@ class Estimating(StepListener):
         if self._n_steps == 2:
             self._conclude()
             raise Enough
+        if self._n_steps == 1 and self.accepts_one_step:
+            self._rehearsal.end_step()
+            self._has_only = True
         self._batch_size.expect_next(self._rehearsal)
 
     def _conclude(self) -> None:
@@ -272,9 +283,12 @@ class Estimating(StepListener):
         self._engine.check_model(self._model)
         if self.compiles:
             rehearsal.answers.note(COMPILED)
-        if self._processes is not None and not torch.distributed.is_initialized():
+        if self._processes is not None and not self._has_group:
             rehearsal.answers.note(NO_GROUP)
-        rehearsal.finish()
+        if self._has_only:
+            rehearsal.finish_only()
+        else:
+            rehearsal.finish()
         self.on_stop()
         n_passes = 0 if rehearsal.has_updated or self._n_steps else self._n_backward_passes()
         self._answer(rehearsal, n_passes)
@@ -289,6 +303,7 @@ class Estimating(StepListener):
 
         Before any update only a forward has run; after one, a whole step.
         """
+        self._has_only = False
         self._n_steps = int(self._rehearsal is not None and self._rehearsal.has_updated)
 
     def is_updated(self, model: nn.Module) -> bool:

@@ -23,6 +23,7 @@ class FakeRehearsing(Estimating):
     """A listener that audits the script's first step on fake tensors, traces the second one, and ends the script."""
 
     profile: Profile | None = None
+    accepts_one_step = False
 
     def _run(self, model: nn.Module, batch: Sequence[Tensor], reached: tuple[Any, ...]) -> TwoStepRun:
         assert self._gpu is not None

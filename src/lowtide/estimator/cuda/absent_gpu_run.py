@@ -161,6 +161,15 @@ class AbsentGpuRun(TwoStepRun):
                 self._placed.put(real, resized)
             adopt(self._tracker, real)
 
+    def second(self, batch: Any = None) -> None:
+        """End the first step and begin the second one."""
+        super().second(batch)
+        self._count_groups()
+
+    def _count_groups(self) -> None:
+        """Count the process groups, which the script may destroy before it ends."""
+        self._n_groups = max(self._n_groups, n_groups() if several_processes() else 0)
+
     def _learn(self) -> None:
         """Do nothing: kernels of an absent GPU can't be tried."""
 
@@ -169,7 +178,7 @@ class AbsentGpuRun(TwoStepRun):
         super().finish()
         self._tracker.unbounded |= unbounded
         self._measured = tuple(measured.values())
-        self._n_groups = n_groups() if several_processes() else 0
+        self._count_groups()
 
     def estimate(self, n_passes: int = 0) -> GpuMemoryEstimate:
         """Return the estimate, after the block has ended. `n_passes`: see `GpuMemoryEstimate`."""
@@ -192,6 +201,7 @@ class AbsentGpuRun(TwoStepRun):
             assumed=(*_about(self._gpu), *compiled(self._model), *self.answers.notes, *unrestored_note(self._state)),
             measured=self._measured,
             n_passes=n_passes,
+            has_one_step=self._has_one_step,
             processes=processes,
             is_bounded=is_bounded,
             nccl=beside,

@@ -41,6 +41,8 @@ class GpuMemoryEstimate(MemoryEstimate):
     """Lines of `unknown` for memory counted as measured on one GPU, without known bounds."""
     n_passes: int
     """Number of forward and backward passes rehearsed if no optimizer stepped; 0 if one did."""
+    has_one_step: bool
+    """True if the script takes one step, which is the estimated one."""
     config: AllocatorConfig
     needs: Reserved
     """The peaks, on a GPU of unlimited memory."""
@@ -173,6 +175,8 @@ class GpuMemoryEstimate(MemoryEstimate):
             )
             earlier = "" if is_in_last else ", in an earlier one than the last, which is shown above"
             return f"{passes}, for no optimizer stepped{earlier}{included}"
+        if self.has_one_step:
+            return f"the script's only step{included}"
         which = "second" if is_in_last else "first"
         return f"both steps, in the {which} one{included}"
 
