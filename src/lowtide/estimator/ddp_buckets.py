@@ -177,8 +177,8 @@ class _Reducer:
     def _send(self, number: int) -> None:
         """Copy a bucket in the dtype in which it is sent, once all its gradients have arrived."""
         if not self._awaited:
-            for number, view in self._views.items():
-                self._awaited.setdefault(storage_id(view), set()).add(number)
+            for index, bucket_view in self._views.items():
+                self._awaited.setdefault(storage_id(bucket_view), set()).add(index)
         awaited, view = self._awaited[storage_id(self._views[number])], self._views[number]
         awaited.discard(number)
         if not awaited and view.dtype not in self._sent_as:
