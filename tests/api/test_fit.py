@@ -633,10 +633,15 @@ def test_nondeterministic_results_are_not_held_against_a_plan():
         assert verdict.differences["gradients"]
         assert verdict.nondeterministic == ("gradients", "parameters")
         assert not verdict.differences["loss"]
-        assert "bit-identical to the plain step: loss and random numbers; it is not deterministic in its gradi" in str(
-            fitted
-        )
+        varying = [f"{kind} ({len(verdict.differences[kind])} differ)" for kind in verdict.nondeterministic]
+        said = f"loss and random numbers; it is not deterministic in its {' and '.join(varying)}"
+        assert f"bit-identical to the plain step: {said}" in str(fitted)
     assert Verdict.from_json(verdict.to_json()) == verdict
+    compiled = replace(verdict, audited=False, differences=None, nondeterministic=())
+    assert not compiled.proven
+    assert compiled.proof == "NOT PROVEN: the plain step does not fit"
+    one = replace(verdict, differences={"loss": (), "gradients": ("0.weight",)}, nondeterministic=("gradients",))
+    assert one.proof.endswith("it is not deterministic in its gradients (1 differs: 0.weight)")
 
 
 def test_copies_on_several_devices_are_refused():

@@ -86,6 +86,8 @@ class Verdict(Record):
     """Kinds in which plain steps from the same state differ from each other, too: some CUDA kernels add in any order.
     These kinds can't be compared; recomputed values were audited.
     """
+    audited: bool = True
+    """False if the plan is for compiled code, which has no recipes to compare with original tensors."""
     drifted: tuple[str, ...] = ()
     """Addresses of saved tensors that differed from the plan's expectation, and were kept."""
     changes: tuple[str, ...] = ()
@@ -117,7 +119,7 @@ class Verdict(Record):
 
         If the plain step does not fit, the audit is the proof.
         """
-        return self.differences is None or bool(self.identical and {*self._same} - {DRAWN})
+        return self.audited if self.differences is None else bool(self.identical and {*self._same} - {DRAWN})
 
     def to_proof(self) -> Proof:
         """Return this verdict as the proof in a report."""
@@ -125,7 +127,7 @@ class Verdict(Record):
             measured_peak_bytes=self.measured_peak_bytes,
             is_within_budget=self.within_budget,
             text=self.proof,
-            is_proven=None if self.differences is None else self.proven,
+            is_proven=None if self.differences is None and self.audited else self.proven,
             planned_ms=self.planned_ms,
             plain_ms=self.plain_ms,
         )
@@ -148,20 +150,25 @@ class Verdict(Record):
             relative = (self.relative_differences or {}).items()
             apart = ", ".join(f"{kind} {difference:.1e}" for kind, difference in relative)
             apart = f"; relative differences from the plain step: {apart}" if apart else ""
-        audited = "every recipe and replay was compared with the original tensors, bit by bit"
+        audited = "; every recipe and replay was compared with the original tensors, bit by bit" if self.audited else ""
         if self.differences is None:
-            return f"the plain step does not fit; {audited}"
+            return f"the plain step does not fit{audited}" if audited else "NOT PROVEN: the plain step does not fit"
         if self.differing:
             return f"NOT bit-identical to {base}: {listed(self.differing)}"
         if not self.proven:
             nothing = f"{base} is not deterministic, so nothing can be compared with it"
             if not self.nondeterministic:
                 nothing = "the step has no result to compare: no loss, no gradients, no update"
-            return f"NOT PROVEN: {nothing}; {audited}"
-        nondeterministic = (
-            f"; it is not deterministic in its {listed(self.nondeterministic)}" if self.nondeterministic else ""
-        )
+            return f"NOT PROVEN: {nothing}{audited}"
+        varying = [self._varying(kind) for kind in self.nondeterministic]
+        nondeterministic = f"; it is not deterministic in its {listed(varying)}" if varying else ""
         return f"bit-identical to {base}: {listed(self._same)}{nondeterministic}{apart}"
+
+    def _varying(self, kind: str) -> str:
+        """Return a nondeterministic kind with the results that differ: few of them say that the others are equal."""
+        names = (self.differences or {}).get(kind, ())
+        differing = f"1 differs: {names[0]}" if len(names) == 1 else f"{len(names)} differ"
+        return f"{kind} ({differing})" if names else kind
 
     def __str__(self) -> str:
         budget, measured = format_apart(self.budget_bytes, self.measured_peak_bytes)
@@ -293,6 +300,7 @@ def compare_with_plain(
         levers=tuple(lever.name for lever in inexact),
         relative_differences=plain.relative_differences(planned.outcome) if copies and plain is not None else None,
         nondeterministic=nondeterministic,
+        audited=not plan.graphs,
         drifted=planned.drifted,
         changes=unchanged.changes,
     )
