@@ -1,6 +1,5 @@
 """A loop in which nothing is left to observe: the Python calls that a block adds to each of its steps."""
 
-import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,6 @@ UNPLANNED = 4
 
 
 def added(step: Callable[[], object], **settings: Any) -> int:
-    gc.collect()  # a model of an earlier test that has a plan is part of a cycle, and its hooks see every optimizer
     n_plain = python_calls(step)
     run = settled(step, **settings)
     n_inside = python_calls(step)
