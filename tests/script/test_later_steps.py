@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lowtide.script import later_steps
 from lowtide.script.fit_steps import Fitting
 from lowtide.script.later_steps import LaterSteps
 from lowtide.script.run_listened import run_watched
@@ -171,6 +172,28 @@ def test_a_plan_over_its_budget_is_measured_again_only_if_more_is_in_memory(room
     later.count()
     assert more.nbytes > room_bytes
     assert later.n_updates >= later.due_at
+
+
+@pytest.mark.parametrize(
+    ("step_ms", "measured_ms", "measured_at"),
+    [(100, 200, [12, 24, 48, 96, 192, 384, 768, 1268, 1768]), (0.2, 170, [12])],
+)
+def test_measured_steps_take_little_of_the_time(
+    step_ms: float, measured_ms: float, measured_at: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, measured = 0.0, []
+    monkeypatch.setattr(later_steps, "monotonic", lambda: now_s)
+    later = LaterSteps()
+    later.plan_holds(torch.device("cpu"), 0, is_sure=True)
+    while later.n_updates < 2000:
+        later.n_updates += 1
+        now_s += step_ms / 1000
+        if later.n_updates >= later.due_at:
+            measured.append(later.n_updates)
+            later.begin()
+            now_s += measured_ms / 1000
+            later.measured()
+    assert measured == measured_at
 
 
 def test_what_is_put_on_the_model_later_is_planned_for(tmp_path: Path) -> None:

@@ -1,14 +1,16 @@
 """The schedule by which steps are measured, or rehearsed again, after a plan was found to hold.
 
 Memory that the program creates later, as for slow copies of the weights, is noticed because tensors are counted after
-each of the first updates, and then less and less often, and because steps are measured now and then. A step that
-differs from the rehearsed ones, as in another phase of training, has the next steps measured: if one is over the
-budget, the steps are rehearsed again, as they are at once if the model itself has changed.
+each of the first updates, and then less and less often, and because steps are measured now and then, as far as that
+takes little of the loop's time. A step that differs from the rehearsed ones, as in another phase of training, has the
+next steps measured: if one is over the budget, the steps are rehearsed again, as they are at once if the model itself
+has changed.
 """
 
 from __future__ import annotations
 
 from math import inf
+from time import monotonic
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -25,7 +27,11 @@ FIRST_LOOK: Final = 12
 COUNTED_UPDATES: Final = 16
 """Number of updates after each of which tensors are counted; later on only after this share of all updates."""
 MOST_BETWEEN: Final = 500
-"""Largest number of updates from one measured step to the next: a measured step takes about twice as long as others."""
+"""Largest number of updates from one measured step to the next, if `MOST_TIME` allows that."""
+MOST_TIME: Final = 0.1
+"""Time of measured steps, as a share of all other steps' time, above which the next one is put off. A measured step
+takes as long as two steps of a large model, or a thousand of a tiny one.
+"""
 MOST_REHEARSALS: Final = 12
 """Largest number of times that changed steps are rehearsed."""
 
@@ -54,6 +60,8 @@ class LaterSteps:
         self._place = torch.device("cpu")
         self._room_bytes = self._held_bytes = self._least_held_bytes = 0
         """Bytes between measured peak and budget; bytes of tensors at the last count; the least of all counts."""
+        self._held_since_s = self._measuring_since_s = self._measured_s = 0.0
+        """Time when a plan was first found to hold, time when the step to measure began, and time of all such steps."""
 
     @property
     def is_measuring(self) -> bool:
@@ -77,6 +85,8 @@ class LaterSteps:
             self._next_look = max(self._next_look, self.n_updates + FIRST_LOOK)
         elif not is_sure:
             self._next_look = 1
+        if not self.has_begun:
+            self._held_since_s = monotonic()
         self.has_begun = True
         if not several_processes():  # one of them would plan again alone
             self.due_at = 0 if self.is_changed or self.is_different else self._next_look
@@ -94,8 +104,9 @@ class LaterSteps:
     def begin(self) -> None:
         """Begin to measure, or to rehearse if the model has changed."""
         if self.n_updates >= self._next_look:
-            self._next_look = max(FIRST_LOOK, self._next_look + min(self._next_look, MOST_BETWEEN))
+            self._next_look = max(FIRST_LOOK, self.n_updates + min(self.n_updates, MOST_BETWEEN))
         self._n_to_measure, self.due_at = PATIENCE if self.is_different else 1, self._next_look
+        self._measuring_since_s = monotonic()
         if self.is_changed:
             self.rehearse()
 
@@ -103,8 +114,14 @@ class LaterSteps:
         """Count a measured step that was within the budget."""
         self._n_to_measure -= 1
         self._least_held_bytes = max(self._least_held_bytes, self._held_bytes)
+        now_s = monotonic()
+        self._measured_s += now_s - self._measuring_since_s
+        self._measuring_since_s = now_s
         if not self._n_to_measure:
             self.is_different = False
+            share = self._measured_s / max(now_s - self._held_since_s - self._measured_s, 1e-9)
+            if share > MOST_TIME and self.due_at:  # 0 if something has changed meanwhile
+                self.due_at = max(self.due_at, self.n_updates * share / MOST_TIME)
 
     def can_rehearse(self, plan: Plan) -> bool:
         """Return True if changed steps can get a plan in place of `plan`."""
