@@ -84,7 +84,7 @@ class Short(nn.Module):
 RUNS = 30
 ROUNDS = 3
 """Blocks of `within` that take turns with steps outside them."""
-WARM_UP = 56
+WARM_UP = 88
 """Steps in which a block of `within` settles, those included that it waits for other models or times. In the next
 two it neither measures a step nor counts tensors.
 """
