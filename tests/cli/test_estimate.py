@@ -196,7 +196,10 @@ def test_the_peak_on_this_machine_is_the_measured_one(estimate) -> None:
     n_weights = sum(p.numel() for p in measuring["model"].parameters())
     at_entry = 4 * 3 * n_weights + 4 * 64 * 256 + 4 * 4  # weights, two moments, the batch, step counters
     assert found["peak_bytes"] == pytest.approx(measuring["memory"].peak_bytes + at_entry, abs=64)
-    assert found["parameters_bytes"] == 4 * n_weights
+    assert found["parameters_bytes"] == found["at_peak_bytes"]["parameters"] == 4 * n_weights
+    assert sum(found["at_peak_bytes"].values()) == found["peak_bytes"]
+    assert [phase["name"] for phase in found["phases"]] == ["forward", "backward", "optimizer"]
+    assert max(phase["peak_bytes"] for phase in found["phases"]) == found["peak_bytes"]
 
 
 @pytest.mark.parametrize(("budget", "expected", "words"), [("1GiB", 0, "is within"), ("1MiB", 1, "is above")])

@@ -450,6 +450,8 @@ def test_plans_without_a_rehearsal_recompute_where_parameters_are_gathered(estim
         record = json.loads((tmp_path / how).read_text(encoding="utf-8"))[0]
         peaks.append(record["peak_requested_bytes"])
         flops.append(record["flops"])
+        assert record["at_peak_bytes"]["gathered parameters"] > 0
+        assert sum(record["at_peak_bytes"].values()) == max(phase["peak_bytes"] for phase in record["phases"])
     gelu = 512 * 256 * 4
     assert peaks[0] - peaks[1] >= 3 * gelu, "of the last block, backward holds the result of GELU"
     assert peaks[1] > peaks[2]

@@ -60,7 +60,12 @@ def record(
     estimate: MemoryEstimate, size: int | None, budget_bytes: int | None = None, plan: Plan | None = None
 ) -> dict[str, Any]:
     """Return the estimate as plain data; amounts are bytes."""
-    about: dict[str, Any] = {"unknown": list(estimate.unknown), "assumed": list(estimate.assumed)}
+    about: dict[str, Any] = {
+        "at_peak_bytes": estimate.alive_at_peak(),
+        "phases": [{"name": name, "peak_bytes": n_bytes} for name, n_bytes in estimate.phase_peaks()],
+        "unknown": list(estimate.unknown),
+        "assumed": list(estimate.assumed),
+    }
     if plan is not None:
         about["plan"] = {
             "budget_bytes": plan.budget_bytes,

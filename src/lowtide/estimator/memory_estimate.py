@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -39,6 +40,25 @@ class MemoryEstimate(Displayed):
         """Peak memory of the step: parameters, gradients, optimizer state and batch included."""
         return self.static.total + self.timeline.peak_bytes
 
+    def at_entry(self) -> dict[str, int]:
+        """Return the bytes of each category that exist when the step begins."""
+        static = self.static
+        entry = {"parameters": static.parameters, "gradients": static.gradients, "optimizer state": static.optimizer}
+        entry |= {"buffers": static.buffers, "inputs": static.inputs}
+        return entry | {"left from before": static.carried_over, "other tensors": static.others}
+
+    def alive_at_peak(self) -> dict[str, int]:
+        """Return the bytes of each category at the peak; bytes freed since entry are negative. They sum to the peak."""
+        alive = Counter(self.at_entry())
+        for category, blocks in self.timeline.alive_at_peak().items():
+            alive[category] += sum(block.bytes for block in blocks)
+        alive["freed since entry"] = -self.timeline.freed_from_entry(self.timeline.peak_index)
+        return {name: n_bytes for name, n_bytes in alive.items() if n_bytes}
+
+    def phase_peaks(self) -> list[tuple[str, int]]:
+        """Return each phase's name and peak bytes, in their order, with memory that exists when the step begins."""
+        return [(phase.name, self.static.total + phase.peak_bytes) for phase in self.timeline.phases]
+
     def to_snapshot(self, path: str | Path) -> None:
         """Write a memory snapshot like `Timeline.to_snapshot`, including memory that exists when the step begins."""
         static = self.static
@@ -73,10 +93,7 @@ class MemoryEstimate(Displayed):
         return "\n".join(self._lines())
 
     def _lines(self) -> Iterator[str]:
-        static = self.static
-        entry = {"parameters": static.parameters, "gradients": static.gradients, "optimizer state": static.optimizer}
-        entry |= {"buffers": static.buffers, "inputs": static.inputs}
-        yield from timeline_table.table(self.timeline, entry=entry)
+        yield from timeline_table.table(self.timeline, entry=self.at_entry())
         yield from self.more()
         for title, lines in (("not known exactly", self.unknown), ("assumed", self.assumed)):
             if lines:
