@@ -132,3 +132,10 @@ def test_other_models_are_listed_by_class_and_bytes() -> None:
 def test_another_model_of_the_same_class_is_told_from_the_model() -> None:
     model, average = Teacher(nn.Linear(8, 8)), Teacher(nn.Linear(8, 8))
     assert other_models(model)["another Teacher"] == sum(p.nbytes for p in average.parameters())
+
+
+def test_another_compiled_model_has_the_name_of_its_own_class() -> None:
+    model, average = Teacher(nn.Linear(8, 8)), torch.compile(Teacher(nn.Linear(8, 8)), backend="eager")
+    n_bytes = sum(p.nbytes for p in average.parameters())
+    assert other_models(model)["another Teacher"] == n_bytes
+    assert other_models(nn.Linear(8, 8))["2 of Teacher"] == 2 * n_bytes

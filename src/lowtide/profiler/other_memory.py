@@ -16,6 +16,7 @@ from lowtide._torch.tensors import parts_of
 from lowtide.memory.entry_storages import is_excluded
 from lowtide.memory.events import Free
 from lowtide.report.text_table import listed
+from lowtide.runtime.composite_model import name_of
 from lowtide.runtime.fingerprint import place_of
 from lowtide.units import format_bytes
 from lowtide.utils.live_objects import live_objects
@@ -56,7 +57,7 @@ def other_models(model: nn.Module) -> dict[str, int]:
     alive = [module for module in live_objects(nn.Module) if "_modules" in vars(module)]
     inside = {id(child) for module in alive for child in module._modules.values()}
     device, counted = place_of(model), set[int]()
-    own = {type(module).__name__ for module in (model, *model.children())}
+    own = {name_of(module) for module in (model, *model.children())}
     bytes_of: Counter[str] = Counter()
     count: Counter[str] = Counter()
     for module in (model, *(module for module in alive if id(module) not in inside)):
@@ -68,7 +69,7 @@ def other_models(model: nn.Module) -> dict[str, int]:
                     counted.add(storage.data_ptr())
                     n_bytes += storage.nbytes()
         if n_bytes and module is not model:
-            bytes_of[type(module).__name__] += n_bytes
-            count[type(module).__name__] += 1
+            bytes_of[name_of(module)] += n_bytes
+            count[name_of(module)] += 1
     number = {name: f"{n} of " if n > 1 else "another " if name in own else "" for name, n in count.items()}
     return {f"{number[name]}{name}": n_bytes for name, n_bytes in bytes_of.items()}
