@@ -113,6 +113,17 @@ def test_a_compiled_model_is_planned_and_measured_in_its_loop(caplog: pytest.Log
     assert run.verdict.proof == COMPARED
 
 
+@pytest.mark.usefixtures("inductor")
+def test_a_plan_whose_code_is_over_the_budget_is_tried_and_never_called_in_force(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with kernels_left_out(), caplog.at_level("INFO", "lowtide"), pytest.raises(lowtide.Infeasible, match="scheduled"):  # noqa: SIM117
+        with lowtide.within("80%"):
+            trained(as_function, [1024] * 6)
+    assert any(message.endswith("; tried in the next step") for message in caplog.messages)
+    assert not any("in force" in message for message in caplog.messages)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("inductor")
 def test_a_loop_over_a_compiled_model_stays_within_its_budget_to_the_same_bits() -> None:

@@ -172,11 +172,12 @@ class ModelPlans:
         return replace(following, budget_bytes=current.budget_bytes, budget_for=current.budget_for)
 
     def announce(self, plan: Plan) -> None:
-        """Report a plan that will be in force."""
+        """Report a plan that will be in force, once the checks of compiled code, if any, are passed."""
+        when = "tried in the next step" if self.checks.must_compare(plan) else "in force from the next step on"
         change = format_change(plan.plain.peak_bytes, plan.predicted.peak_bytes)
         self._say(
             f"{self.name}: {change} peak predicted (budget {format_bytes(plan.budget_bytes)}), "
-            f"{added_time(plan.predicted.extra_ms, plan.step_ms)}; in force from the next step on"
+            f"{added_time(plan.predicted.extra_ms, plan.step_ms)}; {when}"
         )
         for line in (decisions(plan), *lever_lines(plan)):
             self._say(line)
