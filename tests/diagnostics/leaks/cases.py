@@ -269,7 +269,7 @@ for _ in range(8):
         code="LT009",
         holder="global variable 'mean'",
         made="h = model(",
-        fix="add numbers to `mean`: `.detach()`",
+        fix="add values without a graph to `mean`: `.detach()`",
     ),
     Case(
         name="context_computed_once",
@@ -287,7 +287,7 @@ for _ in range(8):
         code="LT003",
         holder="global variable 'context'",
         made="context = ",
-        fix="`.detach()` what the forward at",
+        fix="`.detach()` the result of the forward at",
     ),
     Case(
         name="copies_of_a_model",
@@ -306,7 +306,7 @@ for _ in range(8):
         code="LT021",
         holder="list 'snapshots' [8 entries]",
         held_bytes=8 * 4 * (256 * 256 + 256) * FLOAT,
-        fix="its `state_dict()` on the host",
+        fix="its `state_dict()` on the CPU",
     ),
     Case(
         name="optimizer_of_each_epoch",
@@ -327,7 +327,7 @@ for _ in range(12):
         code="LT021",
         holder="list 'schedulers' [12 entries].optimizer",
         held_bytes=11 * 2 * 4 * (256 * 256 + 256) * FLOAT,
-        fix="make one optimizer for the whole training",
+        fix="create one optimizer per model",
     ),
     Case(
         name="cache_of_a_method",
@@ -354,7 +354,7 @@ for step in range(8):
         code="LT021",
         holder="class attribute Net.encode -> cache [8 entries]",
         held_bytes=8 * 128 * 256 * FLOAT,
-        fix="bound the cache of `Net.encode`",
+        fix="limit the cache of `Net.encode`",
     ),
     Case(
         name="entries_of_a_class",
@@ -425,7 +425,7 @@ train()
         code="LT021",
         holder="'data' -> .cache[1024 entries]",
         made="row = torch.randn(256)",
-        fix="bound `data.cache`, whose keys are new each time",
+        fix="limit the size of `data.cache`, whose keys never repeat",
     ),
     Case(
         name="comprehension_of_an_evaluation",
@@ -470,7 +470,7 @@ for n in range(8):
         holder="ndarray 'history' [8 entries]",
         made="output = model(",
         held_bytes=8 * 64 * 256 * FLOAT,
-        fix="put less in `history`",
+        fix="store less in `history`",
     ),
     Case(
         name="batches_of_a_cycle",
@@ -494,7 +494,7 @@ for _ in range(10):
         code="LT021",
         holder="'batches' -> itertools.cycle [6 entries]",
         held_bytes=5 * 64 * 256 * FLOAT,  # the first one was there when the watch began
-        fix="iterate over the loader anew",
+        fix="start a new iteration over the loader",
     ),
     Case(
         name="batches_of_a_cycle_without_a_name",
@@ -516,7 +516,7 @@ for _, batch in zip(range(10), {}(torch.utils.data.DataLoader(Data(), batch_size
         mended=("anew",),
         code="LT021",
         holder="itertools.cycle of a loop that runs",
-        fix="iterate over the loader anew",
+        fix="start a new iteration over the loader",
     ),
     Case(
         name="retained_by_a_meta_learner",
@@ -594,6 +594,6 @@ for n in range(7):
         holder="generator 'smoother', its variable 'seen' -> [7 entries]",
         made="output = model(",
         held_bytes=7 * 64 * 256 * FLOAT,
-        fix="put less in `seen`",
+        fix="store less in `seen`",
     ),
 ]

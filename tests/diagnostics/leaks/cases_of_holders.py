@@ -32,7 +32,7 @@ def case(name: str, *, setup: str, keep: str, holder: str, part: str, made: str 
         holder=holder,
         made=made,
         held_bytes=8 * 64 * 256 * FLOAT,
-        fix=f"put less in `{part}`",
+        fix=f"store less in `{part}`",
     )
 
 

@@ -171,7 +171,7 @@ for n in range(8):
         holder="list 'buffer' [8 entries][",
         made="action = policy(state)",
         held_bytes=(8 + 8) * 64 * 64 * FLOAT,  # of the states, the first is older than the watch
-        fix="put less in `buffer[..][1]`, `buffer[..][3]`",
+        fix="store less in `buffer[..][1]`, `buffer[..][3]`",
     ),
     Case(
         name="transitions_with_graphs",
@@ -193,7 +193,7 @@ for n in range(8):
         made="buffer.append(",
         # the states (but the first), two graphs of tanh outputs, the actions, the outputs behind the values
         held_bytes=(7 * 64 * 64 + 8 * (2 * 64 * 256 + 64 * 64) + 8) * FLOAT,
-        fix="put less in `buffer[..]['action']`, `buffer[..]['value']`, `buffer[..]['state']`",
+        fix="store less in `buffer[..]['action']`, `buffer[..]['value']`, `buffer[..]['state']`",
     ),
     Case(
         name="gradients_in_a_list",
@@ -218,7 +218,7 @@ for n in range(8):
         holder="'log' -> .gradients[8 entries][1]",
         made="flat = torch.cat(",
         held_bytes=8 * (64 * 256 + 256 + 256 * 256 + 256) * FLOAT,
-        fix="put less in `log.gradients[..][1]`",
+        fix="store less in `log.gradients[..][1]`",
     ),
     Case(
         name="optimizer_of_each_round",
@@ -239,7 +239,7 @@ for epoch in range(6):
         holder="list 'optimizers' [6 entries]",
         made="optimizer = torch.optim.Adam(",
         held_bytes=5 * (2 * (64 * 256 + 256 + 256 * 256 + 256) + 4) * FLOAT,
-        fix="keep no former optimizers in `optimizers`",
+        fix="do not keep old optimizers in `optimizers`",
     ),
     Case(
         name="scheduler_of_each_fold",
@@ -262,7 +262,7 @@ for fold in range(6):
         code="LT021",
         holder="list 'results' [6 entries][1].optimizer",
         held_bytes=5 * (2 * (64 * 256 + 256 + 256 * 256 + 256) + 4) * FLOAT,
-        fix="keep no former optimizers in `results[..][1].optimizer`",
+        fix="do not keep old optimizers in `results[..][1].optimizer`",
     ),
     Case(
         name="copies_of_a_model_by_epoch",
@@ -283,7 +283,7 @@ for epoch in range(6):
         holder="dict 'snapshots' [6 entries]",
         made="snapshots[epoch] = copy",
         held_bytes=6 * 4 * (256 * 256 + 256) * FLOAT,
-        fix="its `state_dict()` on the host",
+        fix="its `state_dict()` on the CPU",
     ),
     Case(
         name="losses_of_tasks_in_a_list",
@@ -358,7 +358,7 @@ for _ in range(5):
         mended=("output.mean().item()",),
         code="LT008",
         holder="list 'outputs' [",
-        fix="put less in `outputs`",
+        fix="store less in `outputs`",
     ),
     Case(
         name="hook_that_gathers_in_a_dict",
@@ -383,7 +383,7 @@ for _ in range(6):
         holder="forward hook registered at",
         made="F.cross_entropy(",
         held_bytes=6 * 3 * 16 * 32 * 64 * FLOAT,
-        fix="store something small",
+        fix="store a number or a small copy",
     ),
     Case(
         name="gradients_of_all_layers_by_name",
@@ -402,7 +402,7 @@ for n in range(8):
         holder="list 'norms' [8 entries]['0.0.weight'] and 3 more of each entry",
         made="norms.append(",
         held_bytes=8 * 4 * 256 * 256 * FLOAT,
-        fix="put less in `norms[..]['0.0.weight']`",
+        fix="store less in `norms[..]['0.0.weight']`",
     ),
     Case(
         name="states_of_a_cell_on_a_module",

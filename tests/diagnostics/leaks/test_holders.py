@@ -115,7 +115,7 @@ def test_outputs_gathered_by_a_generator_are_found() -> None:
         (STEPS - 2) * OUTPUT,
     )  # from step 2 to the last look
     assert finding.holder == "generator '__iter__', its variable 'self' -> .done[5 entries]"
-    assert finding.fix.startswith("put less in `self.done`: ")
+    assert finding.fix.startswith("store less in `self.done`: ")
 
 
 def test_a_cache_that_has_an_end() -> None:

@@ -102,7 +102,7 @@ class Entry:
             remedy=self.remedy,
         )
         if self.parts and "{names}" in self.fix:
-            fix += f"; `.detach()` what is kept in {' and '.join(f'`{part}`' for part in self.parts)}"
+            fix += f"; `.detach()` the tensors in {' and '.join(f'`{part}`' for part in self.parts)}"
         return Finding(
             code=rule.code,
             name=rule.name,

@@ -1,4 +1,4 @@
-"""A backbone that no optimizer has, behind a trained layer."""
+"""A backbone that no optimizer uses, behind a trained layer."""
 
 import torch
 from torch import nn

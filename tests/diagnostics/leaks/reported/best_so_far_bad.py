@@ -21,4 +21,4 @@ for step in range(8):
 
 print("code", "LT003")
 print("holder", "'best' -> ['loss']")
-print("fix", "`.detach()` what is kept in `best`")
+print("fix", "`.detach()` the tensors in `best`")

@@ -28,4 +28,4 @@ for step in range(12):
 print("code", "LT021")
 print("holder", "global variable 'features_of' -> cache")
 print("bytes", 6291456)
-print("fix", "bound the cache of `features_of`")
+print("fix", "limit the cache of `features_of`")

@@ -29,4 +29,4 @@ for step in range(8):
 print("code", "LT007")
 print("holder", "closure of 'callback'")
 print("bytes", 524288)
-print("fix", "drop the function that holds `hidden`")
+print("fix", "delete the function that holds `hidden`")

@@ -26,4 +26,4 @@ for step in range(8):
 print("code", "LT021")
 print("holder", "reports' [8 entries].logits")
 print("bytes", 524288)
-print("fix", "put less in `reports[..].logits`")
+print("fix", "store less in `reports[..].logits`")

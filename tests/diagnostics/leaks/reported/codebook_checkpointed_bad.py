@@ -36,4 +36,4 @@ for _ in range(6):
 
 print("code", "LT027")
 print("holder", "Sequential.1, inside the checkpoint")
-print("fix", "leave `Sequential.1` outside the checkpointed part")
+print("fix", "move `Sequential.1` outside the checkpointed part")

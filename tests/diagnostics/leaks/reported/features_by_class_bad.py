@@ -23,4 +23,4 @@ for step in range(8):
 
 print("code", "LT008")
 print("holder", "dict 'by_class' [4 entries][8 entries]")
-print("fix", "put less in `by_class`: a number, or `.detach().cpu()`")
+print("fix", "store less in `by_class`: a number, or `.detach().cpu()`")

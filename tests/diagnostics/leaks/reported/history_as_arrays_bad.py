@@ -17,4 +17,4 @@ for _ in range(8):
 
 print("code", "LT021")
 print("holder", "list 'history'")
-print("fix", "put less in `history`")
+print("fix", "store less in `history`")

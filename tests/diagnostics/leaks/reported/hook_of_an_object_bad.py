@@ -28,4 +28,4 @@ for _ in range(6):
 print("code", "LT013")
 print("holder", "forward hook registered at")
 print("bytes", 4 * 64 * 512)
-print("fix", "clear it each step, or remove the hook")
+print("fix", "clear the store each step, or remove the hook")

@@ -28,4 +28,4 @@ for step in range(8):
 
 print("code", "LT013")
 print("holder", "forward hook registered at")
-print("fix", "store something small")
+print("fix", "store a number or a small copy")

@@ -29,4 +29,4 @@ for step in range(8):
 
 print("code", "LT014")
 print("holder", "Net.means[8 entries]")
-print("fix", "put less in `self.means`")
+print("fix", "store less in `self.means`")

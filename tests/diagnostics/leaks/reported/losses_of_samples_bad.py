@@ -20,4 +20,4 @@ for step in range(8):
 
 print("code", "LT008")
 print("holder", "dict 'importance' [")
-print("fix", "put numbers in `importance`")
+print("fix", "store numbers in `importance`")

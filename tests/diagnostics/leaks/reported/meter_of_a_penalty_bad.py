@@ -33,4 +33,4 @@ for step in range(8):
 
 print("code", "LT009")
 print("holder", "'meters' -> ['penalty'].")
-print("fix", "give `meters['penalty']` numbers to add up")
+print("fix", "pass `meters['penalty']` values without a graph")

@@ -35,4 +35,4 @@ metric.compute()
 
 print("code", "LT008")
 print("holder", "metric' -> .preds[8 entries]")
-print("fix", "put less in `metric.preds`: a number, or `.detach().cpu()`")
+print("fix", "store less in `metric.preds`: a number, or `.detach().cpu()`")

@@ -29,4 +29,4 @@ for step in range(8):
 print("code", "LT021")
 print("holder", "memory' [8 entries].value")
 print("bytes", 524288)
-print("fix", "put less in `memory[..].value`")
+print("fix", "store less in `memory[..].value`")

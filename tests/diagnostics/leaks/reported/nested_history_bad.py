@@ -21,4 +21,4 @@ for _ in range(STEPS):
 print("code", "LT021")
 print("holder", "list 'history' ['train']['predicted'][8 entries]")
 print("bytes", STEPS * 4 * ROWS * WIDTH)
-print("fix", "put less in `history['train']['predicted']`")
+print("fix", "store less in `history['train']['predicted']`")

@@ -19,4 +19,4 @@ for _ in range(12):
 print("code", "LT021")
 print("holder", "global variable 'embeddings'")
 print("bytes", 12 * 256 * 256 * 4)
-print("fix", "put less in `embeddings`")
+print("fix", "store less in `embeddings`")

@@ -16,4 +16,4 @@ for _ in range(6):
 
 print("code", "LT008")
 print("holder", "list 'saved' [30 entries]")
-print("fix", "if the loss is computed from the entries: drop them after its backward pass")
+print("fix", "if the loss is computed from the entries, clear them after its backward pass")

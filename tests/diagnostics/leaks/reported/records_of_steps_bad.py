@@ -33,4 +33,4 @@ for step in range(8):
 print("code", "LT021")
 print("holder", "results' [8 entries].logits")
 print("bytes", 524288)
-print("fix", "put less in `results[..].logits`")
+print("fix", "store less in `results[..].logits`")

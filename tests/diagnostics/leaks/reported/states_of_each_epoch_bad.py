@@ -20,4 +20,4 @@ for step in range(8):
 
 print("code", "LT021")
 print("holder", "list 'states' [8 entries]['2.weight'] and 2 more of each entry")
-print("fix", "put less in `states[..]['2.weight']`")
+print("fix", "store less in `states[..]['2.weight']`")

@@ -21,4 +21,4 @@ for step in range(8):
 
 print("code", "LT024")
 print("holder", "target: ")
-print("fix", "under `torch.no_grad()`, and `target.zero_grad()` once")
+print("fix", "under `torch.no_grad()`, and call `target.zero_grad()` once")

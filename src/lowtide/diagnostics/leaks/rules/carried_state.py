@@ -9,11 +9,11 @@ from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
     "LT011",
     priority=80,
     name="state carried with its graph",
-    what="The model receives a tensor that still has the graph of the previous step: a recurrent state, a memory.",
-    why="The graph grows by one step each step, and so does the time of backward.",
+    what="A tensor passed to the model, such as a recurrent state, still has the graph of the previous step.",
+    why="The graph gets one step longer with each step, and so does the time backward takes.",
     bad="output, state = model(x, state)\nloss(output).backward(retain_graph=True)",
     good="output, state = model(x, state.detach())\nloss(output).backward()",
-    fix="`{name} = {name}.detach()` before the next forward, and no `retain_graph` at {backward}",
+    fix="`{name} = {name}.detach()` before the next forward, and remove `retain_graph` at {backward}",
 )
 class CarriedState(Rule):
     """Rule for a model input with a graph that a backward pass went through, and that the model computed itself.
@@ -23,15 +23,17 @@ class CarriedState(Rule):
 
     claims_graph = True
     fix_of_part = (
-        "detach each tensor of `{name}` before the next forward (`{name} = tuple(t.detach() for t in {name})`), and no "
-        "`retain_graph` at {backward}"
+        "detach each tensor of `{name}` before the next forward (`{name} = tuple(t.detach() for t in {name})`), and "
+        "remove `retain_graph` at {backward}"
     )
 
     fix_of_module_part = (
-        "`self.{name} = tuple(t.detach() for t in self.{name})` before the next forward, and no `retain_graph` at "
-        "{backward}"
+        "`self.{name} = tuple(t.detach() for t in self.{name})` before the next forward, and remove "
+        "`retain_graph` at {backward}"
     )
-    fix_of_module = "`self.{name} = self.{name}.detach()` before the next forward, and no `retain_graph` at {backward}"
+    fix_of_module = (
+        "`self.{name} = self.{name}.detach()` before the next forward, and remove `retain_graph` at {backward}"
+    )
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         return item.has_graph and bool(item.backwards) and self.names_holder(item)

@@ -6,12 +6,12 @@ from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
 @rule(
     "LT019",
     name="batch kept twice",
-    what="The model's input has the same values as another tensor of the same shape on the same device that a "
-    "variable still holds: the batch before its cast or copy.",
-    why="The first copy is no longer needed, and lives through the whole step.",
+    what="A variable still holds a second tensor with the same values and shape as the model's input, on the same "
+    "device: the batch before it was cast or copied.",
+    why="The original batch is no longer needed, but stays in memory for the whole step.",
     bad="images = batch.float()\nmodel(images)",
     good="batch = batch.float()\nmodel(batch)",
-    fix="give the copy the same name, or `del {name}`",
+    fix="assign the copy to the same variable, or `del {name}`",
 )
 class BatchTwice(Rule):
     """Rule for a second copy of the batch, recorded when the model is called."""

@@ -24,12 +24,12 @@ def _accumulates(item: RetainedObject) -> bool:
 @rule(
     "LT008",
     priority=100,
-    name="list of tensors that have a graph",
+    name="list of tensors with graphs",
     what="A list, dict or set holds tensors whose graph has not been freed.",
-    why="Each entry holds the whole graph of its step.",
+    why="Each entry keeps the whole graph of its step in memory.",
     bad="losses.append(criterion(model(x), y))",
     good="losses.append(criterion(model(x), y).item())",
-    fix="put numbers in `{name}`: `.item()` (`.detach()` drops the graph, but keeps the memory of the value)",
+    fix="store numbers in `{name}`: `.item()` (`.detach()` frees the graph, but not the value itself)",
 )
 class ListOfGraphs(Rule):
     """Rule for a list that grows. A list that each step creates, which never has two graphs of one call, does not
@@ -39,11 +39,11 @@ class ListOfGraphs(Rule):
     is_refuted_by_backward = True
     explains_missing_backward = True
     fix_of_values = (
-        "put less in `{name}`: a number, or `.detach().cpu()` of what is needed (`.detach()` drops the graph and keeps "
-        "all memory that the value is in)"
+        "store less in `{name}`: a number, or `.detach().cpu()` of the part you need (`.detach()` alone frees the "
+        "graph, but not the value's storage)"
     )
 
-    fix_of_terms = "; if the loss is computed from the entries: drop them after its backward pass"
+    fix_of_terms = "; if the loss is computed from the entries, clear them after its backward pass"
 
     def fix_for(self, item: RetainedObject, history: History) -> str:
         """Return the advice: `.item()` is for scalars alone, and not for terms of a loss."""
@@ -58,20 +58,20 @@ class ListOfGraphs(Rule):
 @rule(
     "LT009",
     priority=90,
-    name="running sum of tensors that have a graph",
-    what="A running total was added to over several forwards without a backward pass that frees their graphs.",
-    why="The graph of the sum is the graphs of all its summands. After an ordinary `loss.backward()` the same line "
-    "costs nothing.",
+    name="running sum of tensors with graphs",
+    what="A running total adds up outputs of several forwards, and no backward pass frees their graphs.",
+    why="The sum keeps the graphs of all its terms in memory. After an ordinary `loss.backward()` the same line costs "
+    "nothing.",
     bad="total = total + criterion(model(x), y)",
     good="total = total + criterion(model(x), y).detach()",
-    fix="add numbers to `{name}`: `.detach()` or `.item()`",
+    fix="add values without a graph to `{name}`: `.detach()` or `.item()`",
 )
 class RunningSumOfGraphs(Rule):
     """Rule for a sum or running mean over several calls at one line. Two calls in one step may share a backward
     pass.
     """
 
-    fix_of_part = "give `{owner}` numbers to add up: `.detach()` or `.item()`"
+    fix_of_part = "pass `{owner}` values without a graph: `.detach()` or `.item()`"
     is_refuted_by_backward = True
     explains_missing_backward = True
 
@@ -91,14 +91,14 @@ class RunningSumOfGraphs(Rule):
 @rule(
     "LT021",
     priority=160,
-    name="list that grows by tensors without a graph",
-    what="A list, dict or cache holds more and more tensors, or they are joined to one tensor. They have no graph; "
-    "their own memory adds up.",
-    why="It grows without bound. `.detach()` does not help: the values are the memory. A cache that has no more "
-    "entries than the data set has samples is no finding.",
+    name="growing list of tensors without a graph",
+    what="A list, dict or cache keeps gaining tensors, or new outputs are concatenated to one tensor. They have no "
+    "graph, but their own memory adds up.",
+    why="Memory grows until it runs out. `.detach()` does not help: the memory is that of the values. A cache with at "
+    "most one entry per sample of the data set is not reported.",
     bad="predictions.append(model(x).detach())",
     good="predictions.append(model(x).argmax(-1).cpu())",
-    fix="put less in `{name}`: a metric, an index, or a copy on the host",
+    fix="store less in `{name}`: a metric, an index, or a copy on the CPU",
 )
 class GrowingList(Rule):
     """Rule for a container whose bytes and entries grow over several inspections in a row."""
@@ -106,12 +106,14 @@ class GrowingList(Rule):
     subjects = ("tensors", "models", "optimizers")
     gathers = True
     ends_without_growth = True
-    fix_of_cache = "bound the cache of `{name}` (`lru_cache(maxsize=...)`), or call `{name}.cache_clear()` each epoch"
+    fix_of_cache = "limit the cache of `{name}` (`lru_cache(maxsize=...)`), or call `{name}.cache_clear()` each epoch"
 
-    fix_of_keys = "bound `{name}`, whose keys are new each time: drop the oldest entries, or use keys that repeat"
+    fix_of_keys = (
+        "limit the size of `{name}`, whose keys never repeat: evict the oldest entries, or use keys that repeat"
+    )
     fix_of_cycle = (
-        "`itertools.cycle` keeps all batches of the first epoch for ever: iterate over the loader anew in each epoch "
-        "(a generator with `while True: yield from loader`)"
+        "`itertools.cycle` keeps every batch of the first epoch in memory: start a new iteration over the loader each "
+        "epoch instead (a generator with `while True: yield from loader`)"
     )
 
     def fix_for(self, item: RetainedObject, history: History) -> str:
@@ -134,10 +136,10 @@ class GrowingList(Rule):
 
 
 _FIX_OF_COPIES = {
-    "models": "keep less than whole models in `{name}`: the best one, its `state_dict()` on the host (`.cpu()`), or a "
-    "file",
-    "optimizers": "keep no former optimizers in `{name}`, as each has a state of its own: make one optimizer for the "
-    "whole training of a model (and change its `param_groups`)",
+    "models": "do not keep whole models in `{name}`: keep the best one, its `state_dict()` on the CPU, or a "
+    "checkpoint file",
+    "optimizers": "do not keep old optimizers in `{name}`, because each holds its own state: create one optimizer per "
+    "model and change its `param_groups`",
 }
 
 
@@ -158,13 +160,13 @@ LEAST_HOST_BYTES = 100 * 1024
 @rule(
     "LT023",
     priority=155,
-    name="empty graphs kept by a running total",
+    name="graph nodes kept by a running total",
     what=(
-        "Losses are added to a total, or kept in a list, after their backward pass. Backward has freed the tensors, "
-        "but the nodes of all these graphs stay, each step's graph linked to the previous one's."
+        "Losses are added to a total, or kept in a list, after their backward pass. Backward has freed the saved "
+        "tensors, but the graph nodes stay alive, and each step adds its own."
     ),
-    why="A node takes 0.6 to 0.9 kB of host memory whatever the tensors: half a MiB a step for a BERT of 12 layers, "
-    "gigabytes over a training run. GPU memory does not show it.",
+    why="Each node takes 0.6 to 0.9 kB of host memory, regardless of tensor sizes: half a MiB per step for a 12-layer "
+    "BERT, gigabytes over a training run. GPU memory does not show it.",
     bad="loss.backward()\ntotal += loss",
     good="loss.backward()\ntotal += loss.detach()",
     fix="add values without a graph to `{name}`: `loss.detach()`, or `loss.item()`",
@@ -173,7 +175,7 @@ class RunningTotalOfEmptyGraphs(Rule):
     """Rule for the nodes of at least three steps that stay alive with next to no saved tensors."""
 
     subjects = ("nodes",)
-    unit = "of host memory a step"
+    unit = "of host memory per step"
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         return history.n_steps >= GROWTHS and self.reported_bytes(history) >= LEAST_HOST_BYTES
@@ -189,13 +191,14 @@ LEAST_GATHERED_BYTES = 2**20
 @rule(
     "LT030",
     priority=165,
-    name="evaluation that gathers outputs",
-    what="An evaluation keeps the outputs of all batches, in a list or by concatenation, and computes its metric last.",
-    why="Logits of a whole evaluation set are often larger than the model: they fill the GPU, or the host. "
-    "Concatenation needs the old and the new tensor at once.",
+    name="evaluation that keeps the outputs of all batches",
+    what="An evaluation collects the outputs of all batches, in a list or by concatenation, and computes its metric at "
+    "the end.",
+    why="The logits of a whole evaluation set are often larger than the model and fill GPU or host memory. "
+    "Concatenation needs the old and the new tensor at the same time.",
     bad="for x, y in loader:\n    logits.append(model(x))",
     good="for x, y in loader:\n    predicted.append(model(x).argmax(-1))",
-    fix="keep less of each batch in `{name}`: argmax or the metric, or `.cpu()` (transformers: "
+    fix="keep only argmax or the metric of each batch in `{name}`, or move the outputs with `.cpu()` (transformers: "
     "preprocess_logits_for_metrics, eval_accumulation_steps)",
 )
 class GatheredOutputs(Rule):
@@ -212,9 +215,9 @@ class GatheredOutputs(Rule):
     "LT029",
     priority=145,
     name="activations kept on objects",
-    what="Objects that outlive the step, such as the items of a data set, are given activations, and keep them.",
-    why="Each item keeps its own piece, and a piece keeps the whole storage that it was cut from: after an epoch the "
-    "activations of the whole data set are in memory.",
+    what="Activations are stored on objects that outlive the step, such as the items of a data set.",
+    why="Each item holds a view, and a view keeps the whole storage behind it alive: after one epoch, the activations "
+    "of the entire data set are in memory.",
     bad="for item, row in zip(items, hidden):\n    item.embedding = row",
     good="for item, row in zip(items, hidden):\n    item.embedding = row.detach().cpu()",
     fix="store a separate copy in `{name}` (`.detach().clone()`, or `.cpu()`), or set it to None after the step",

@@ -9,12 +9,13 @@ from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
     "LT015",
     priority=10,
     name="exception that holds a forward's frames",
-    what="An exception is being handled, or kept, and the frames in its traceback hold tensors of the failed forward.",
-    why="A retry inside `except` runs while the failed forward is still in memory: after an out-of-memory error it "
-    "runs out again. Outside `except` nothing is held.",
+    what="An exception is still being handled, or stored, and the frames of its traceback hold tensors of the failed "
+    "forward.",
+    why="A retry inside `except` runs while the failed forward is still in memory, so after an out-of-memory error it "
+    "runs out of memory again. After the `except` block, Python frees those frames.",
     bad="except RuntimeError:\n    loss = forward(smaller)",
     good="except RuntimeError:\n    failed = True\nif failed:\n    loss = forward(smaller)",
-    fix="leave the `except` block before trying again, and do not keep the exception",
+    fix="retry after the `except` block, not inside it, and do not keep the exception",
 )
 class KeptException(Rule):
     """Rule for tensors that an exception holds."""
@@ -26,11 +27,11 @@ class KeptException(Rule):
 @rule(
     "LT016",
     priority=20,
-    name="notebook history",
-    what="A cell or line ended in a tensor, and the interpreter remembers it as `_`, `Out[n]` and so on.",
+    name="tensor kept by notebook history",
+    what="The last expression of a cell or line was a tensor, and the interpreter keeps it as `_` or `Out[n]`.",
     why=(
-        "The tensor stays with its graph until three more results have been shown (`_`, `__`, `___`), or forever "
-        "(`Out`)."
+        "The tensor and its graph stay in memory until three more results have been displayed (`_`, `__`, `___`), or "
+        "until the kernel restarts (`Out`)."
     ),
     bad="model(x)",
     good="output = model(x)",

@@ -12,12 +12,12 @@ SHARE = 0.05
 @rule(
     "LT006",
     name="output alive during backward",
-    what="A variable still holds a model's output when backward begins, and the graph itself does not need it.",
-    why="Backward begins at the step's peak, where the output is dead weight: 15 % of the peak for a small "
-    "GPT-2, 19 % with checkpointing (bench/retention.py).",
+    what="A variable still holds a model output when backward begins, although backward does not need it.",
+    why="Backward begins at the step's memory peak, and the output adds to it: 15 % of the peak for a small GPT-2, "
+    "19 % with checkpointing (bench/retention.py).",
     bad="outputs = model(**batch)\noutputs.loss.backward()",
     good="loss = model(**batch).loss\nloss.backward()",
-    fix="compute all that reads `{name}` before backward, then `del {name}`{remedy}",
+    fix="compute everything that uses `{name}` before backward, then `del {name}`{remedy}",
 )
 class AliveDuringBackward(Rule):
     """Rule for outputs alive in backward, recorded when a backward pass begins."""
@@ -27,10 +27,10 @@ class AliveDuringBackward(Rule):
     "LT007",
     priority=170,
     name="output alive through the next step",
-    what="An output of one step, with or without `.detach()`, is still held when the next step's backward begins.",
-    why="A step peaks near that moment, so the output adds to the peak: 6 % for an MLP (bench/retention.py). "
-    "`.detach()` frees no memory: the values are the memory. A variable that the next forward assigns again "
-    "costs nothing at the peak.",
+    what="An output of one step, detached or not, is still alive when the next step's backward begins.",
+    why="Memory peaks near that moment, and the output adds to the peak: 6 % for an MLP (bench/retention.py). "
+    "`.detach()` does not free the output's own memory. A variable that the next forward reassigns costs nothing at "
+    "the peak.",
     bad="predicted = model(x)\ncriterion(predicted, y).backward()\nlast = predicted.detach()",
     good="predicted = model(x)\ncriterion(predicted, y).backward()\nlast = predicted.mean().item()",
     fix="`del {names}` at the end of the step",
@@ -41,10 +41,12 @@ class AliveInNextStep(Rule):
     must_last = True
     ends_without_change = True
     superseded_by = "LT006"
-    fix_of_part = "`{part} = None` at the end of the step, or keep less there: a number, a small copy"
-    fix_of_container = "clear `{name}` at the end of the step, or keep less in it: a number, a small copy"
-    fix_of_context = "keep something small in the context variable: a number, a small copy"
-    fix_of_function = "drop the function that holds `{name}` at the end of the step, or give it a number instead"
+    fix_of_part = "`{part} = None` at the end of the step, or store a number or a small copy there"
+    fix_of_container = "clear `{name}` at the end of the step, or store a number or a small copy in it"
+    fix_of_context = "store a number or a small copy in the context variable"
+    fix_of_function = (
+        "delete the function that holds `{name}` at the end of the step, or let it capture a number instead"
+    )
 
     def names_part(self, holder: Holder, history: History) -> bool:
         """Return True if the advice should name the entry or attribute: a container of several tensors is deleted as a

@@ -11,24 +11,24 @@ from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
     "LT003",
     priority=110,
     name="retain_graph keeps the graph",
-    what="A backward pass ran with `retain_graph=True` (or `create_graph=True`, which implies it), and no later one "
-    "freed the graph.",
-    why="All tensors saved for backward stay until the loss is dropped, through the next forward: a quarter of a "
-    "step's peak in bench/retention.py.",
+    what="A backward pass ran with `retain_graph=True` (or `create_graph=True`, which implies it), and no later "
+    "backward pass freed the graph.",
+    why="All tensors saved for backward stay in memory through the next forward, until the loss is deleted: a quarter "
+    "of a step's peak in bench/retention.py.",
     bad="loss.backward(retain_graph=True)\noptimizer.step()",
     good="loss.backward()\noptimizer.step()",
-    fix="`del {names}` after the last backward pass; if that is the one at {backward}, remove `retain_graph=True`",
+    fix="`del {names}` after the last backward pass; if that is {backward}, remove `retain_graph=True`",
 )
 class RetainGraph(Rule):
     """Rule for a graph that a backward pass retains on request."""
 
     fix_of_part = (
-        "`.detach()` what is kept in `{name}`, and remove `retain_graph=True` at {backward} if no backward pass follows"
+        "`.detach()` the tensors in `{name}`, and remove `retain_graph=True` at {backward} if no backward pass follows"
     )
     fix_of_second_order = "`del {names}` after the last backward pass"
     fix_of_earlier_forward = (
-        "`.detach()` what the forward at {made} computes, and remove `retain_graph=True` at {backward}: the backward "
-        "pass of each later forward goes through its graph again"
+        "`.detach()` the result of the forward at {made}, and remove `retain_graph=True` at {backward}: each later "
+        "backward pass goes through that forward's graph again"
     )
     follows_from = ("LT011", "LT031")
 
@@ -55,12 +55,12 @@ class RetainGraph(Rule):
     "LT004",
     priority=30,
     name="graph left in .grad (create_graph)",
-    what="`backward(create_graph=True)` left gradients that have a graph of their own, alive at the next forward.",
-    why="The parameter holds its gradient, whose graph holds the parameter and all activations of the step: a cycle "
-    "that Python's garbage collector cannot see.",
+    what="`backward(create_graph=True)` left gradients in `.grad` that still have a graph at the next forward.",
+    why="The parameter holds its gradient, and the gradient's graph holds the parameter and all activations of the "
+    "step: a reference cycle that Python's garbage collector cannot see.",
     bad="loss.backward(create_graph=True)",
     good="gradients = torch.autograd.grad(loss, parameters, create_graph=True)",
-    fix="use `torch.autograd.grad(..., create_graph=True)` at {backward}, or set the `.grad` to None after the step",
+    fix="use `torch.autograd.grad(..., create_graph=True)` at {backward}, or set `.grad` to None after the step",
 )
 class GraphInGradients(Rule):
     """Rule for gradients of parameters that hold a graph."""
@@ -72,12 +72,13 @@ class GraphInGradients(Rule):
 @rule(
     "LT005",
     priority=120,
-    name="graph that backward reached only in part",
-    what="A backward pass freed a part of the graph: it was given `inputs=`, or another output's branch was not in it.",
-    why="Backward frees only what it reaches: the rest is 21 % of the peak for an MLP (bench/retention.py).",
+    name="graph only partly freed by backward",
+    what="A backward pass freed only part of the graph: it was called with `inputs=`, or the graph has a branch that "
+    "leads to another output.",
+    why="Backward frees only the nodes it reaches. The others hold 21 % of the peak for an MLP (bench/retention.py).",
     bad="loss.backward(inputs=list(model.head.parameters()))",
     good="loss.backward(inputs=list(model.head.parameters()))\ndel loss",
-    fix="`del {names}` after the backward pass at {backward}, or run what needs no gradients under `torch.no_grad()`",
+    fix="`del {names}` after the backward pass at {backward}, or run the unused branch under `torch.no_grad()`",
 )
 class PartialBackward(Rule):
     """Rule for a graph that a backward pass freed only in part."""

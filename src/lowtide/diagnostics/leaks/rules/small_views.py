@@ -9,11 +9,11 @@ from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
     "LT010",
     priority=150,
     name="view that keeps a large storage",
-    what="A slice of an output is kept; it shows less than half of the memory that it keeps.",
-    why="A view, even a detached one, holds the whole storage that it was cut from.",
+    what="A slice of an output is kept, and it covers less than half of the storage that it keeps alive.",
+    why="A view, even a detached one, keeps the whole storage of the original tensor in memory.",
     bad="predictions.append(logits[:, -1].detach())",
     good="predictions.append(logits[:, -1].detach().clone())",
-    fix="copy what is kept in `{name}`: `.detach().clone()`",
+    fix="store a copy in `{name}` instead of a view: `.detach().clone()`",
 )
 class PinningView(Rule):
     """Rule for views that show less than half of an output's storage."""

@@ -10,12 +10,12 @@ from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
     "LT012",
     priority=70,
     name="tensor kept on ctx",
-    what="A custom autograd Function keeps a tensor as an attribute of ctx instead of `ctx.save_for_backward`.",
-    why="Backward frees saved tensors, but not attributes: they live as long as the loss, 18 % of the peak for an "
-    "MLP (bench/retention.py). If the tensor is the Function's own output, it is never freed at all.",
+    what="A custom autograd Function stores a tensor as an attribute of ctx instead of with `ctx.save_for_backward`.",
+    why="Backward frees saved tensors but not attributes of ctx, which live as long as the loss: 18 % of the peak for "
+    "an MLP (bench/retention.py). If the tensor is the Function's own output, it is never freed at all.",
     bad="ctx.x = x",
     good="ctx.save_for_backward(x)",
-    fix="`ctx.save_for_backward({name})` instead of `ctx.{name} = ...`",
+    fix="use `ctx.save_for_backward({name})` instead of `ctx.{name} = ...`",
 )
 class ContextAttribute(Rule):
     """Rule for memory that is mostly held by attributes of a ctx."""
@@ -28,11 +28,11 @@ class ContextAttribute(Rule):
     "LT013",
     priority=50,
     name="hook that stores activations",
-    what="A module's hook stores activations, and they are still alive at the next step.",
-    why="They live through backward and the next forward; in a list, forever.",
+    what="A module hook stores activations that are still alive at the next step.",
+    why="The activations stay in memory through backward and the next forward; in a list, until the run ends.",
     bad="def hook(module, args, output):\n    features.append(output)",
     good="def hook(module, args, output):\n    means.append(output.mean().item())",
-    fix="store something small, clear it each step, or remove the hook: `handle.remove()`",
+    fix="store a number or a small copy, clear the store each step, or remove the hook: `handle.remove()`",
 )
 class HookStore(Rule):
     """Rule for tensors that the hook of a module holds."""
@@ -47,17 +47,17 @@ class HookStore(Rule):
     "LT014",
     priority=60,
     name="activation kept as a module attribute",
-    what="A module's forward assigns an activation to an attribute, and it is still alive at the next step.",
-    why="No `del` in the training loop frees it.",
+    what="A module's forward assigns an activation to `self`, and the activation is still alive at the next step.",
+    why="The module keeps the activation alive, so no `del` in the training loop frees it.",
     bad="self.last_hidden = hidden",
-    good="return hidden  # or reset self.last_hidden to None after its use",
-    fix="do not keep `self.{name}`, or set it to None after its use",
+    good="return hidden  # or set self.last_hidden to None after its last use",
+    fix="do not assign `self.{name}`, or set it to None after its last use",
 )
 class ModuleAttribute(Rule):
     """Rule for tensors that an attribute of a module holds, buffers excluded."""
 
     fix_of_container = (
-        "put less in `self.{name}` (a number, a `.detach().clone()` of a small part), or clear it each step"
+        "store less in `self.{name}` (a number, or `.detach().clone()` of a small part), or clear it each step"
     )
     is_refuted_by_backward = True
 
@@ -73,11 +73,11 @@ class ModuleAttribute(Rule):
     "LT020",
     priority=40,
     name="buffer written with a graph",
-    what="A buffer was given a value that has a graph: a running mean, a bias correction.",
-    why="The first step is fine; from the second on the buffer holds the graphs of all steps before.",
+    what="A value that has a graph, such as a running mean, was assigned to a buffer.",
+    why="From the second step on, the buffer keeps the graphs of all previous steps in memory.",
     bad="self.mean = 0.9 * self.mean + 0.1 * hidden.mean(0)",
     good="self.mean = 0.9 * self.mean + 0.1 * hidden.detach().mean(0)",
-    fix="detach what is written to the buffer `{name}`",
+    fix="`.detach()` the value before it is assigned to the buffer `{name}`",
 )
 class BufferWithGraph(Rule):
     """Rule for a buffer that has a graph."""

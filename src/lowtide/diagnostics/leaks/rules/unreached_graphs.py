@@ -16,12 +16,12 @@ if TYPE_CHECKING:
     "LT001",
     priority=140,
     name="backward skipped",
-    what="A training forward whose graph no backward pass reached, and which was still alive at the next forward.",
-    why="The whole graph of the skipped step lives through the next forward, so two graphs are in memory at once: "
-    "40 % of the peak for an MLP (bench/retention.py).",
+    what="No backward pass reached the graph of a training forward, and the graph is still alive at the next forward.",
+    why="The whole graph of the skipped step stays in memory through the next forward, so two graphs are alive at "
+    "once: 40 % of the peak for an MLP (bench/retention.py).",
     bad="loss = criterion(model(x), y)\nif not loss.isfinite():\n    continue",
     good="loss = criterion(model(x), y)\nif not loss.isfinite():\n    del loss\n    continue",
-    fix="drop what holds the graph before the loop continues: `del {names}`",
+    fix="release the graph before the loop continues: `del {names}`",
 )
 class BackwardSkipped(Rule):
     """Rule for a graph that no backward pass has reached."""
@@ -38,14 +38,14 @@ class BackwardSkipped(Rule):
 
 @rule(
     "LT025",
-    name="several graphs until one backward",
-    what="Losses of several batches are added up, and one backward pass goes through all of their graphs.",
-    why="The graphs of all batches are in memory at once, although the gradients of a sum are the sum of gradients: "
-    "backward for each batch frees its graph before the next forward.",
+    name="graphs of several batches kept for one backward",
+    what="The losses of several batches are summed, and a single backward pass goes through all of their graphs.",
+    why="The graphs of all batches are in memory at once. A backward pass per batch gives the same gradients, because "
+    "they accumulate, and frees each graph before the next forward.",
     bad="total = total + criterion(model(x), y) / n\n...\ntotal.backward()",
     good="(criterion(model(x), y) / n).backward()",
-    fix="call `backward()` for each batch right after its forward (`(loss / n).backward()`): gradients add up. For the "
-    "total, `loss.detach()` is enough",
+    fix="call `backward()` for each batch right after its forward (`(loss / n).backward()`): gradients accumulate. Use "
+    "`loss.detach()` for the total",
 )
 class OneBackwardForSeveralLosses(Rule):
     """Rule for a sum of losses with separate graphs, recorded when backward begins at it."""
@@ -53,14 +53,14 @@ class OneBackwardForSeveralLosses(Rule):
 
 @rule(
     "LT002",
-    name="forward with gradients that are never needed",
-    what="A model is called with gradients on, and no backward pass ever reaches a graph made at that line: "
+    name="forward that needs torch.no_grad()",
+    what="A model is called with gradients enabled, and no backward pass ever reaches a graph made at that line: "
     "evaluation, metrics, a teacher or a reference model.",
-    why="Without gradients each activation is freed as soon as the next layer has read it; with gradients all stay "
-    "until the output is dropped. `model.eval()` does not change that.",
+    why="Under `torch.no_grad()` each activation is freed as soon as the next layer has read it. Otherwise all of them "
+    "stay in memory until the output is freed. `model.eval()` does not change that.",
     bad="model.eval()\ncorrect += (model(x).argmax(1) == y).sum()",
     good="model.eval()\nwith torch.no_grad():\n    correct += (model(x).argmax(1) == y).sum()",
-    fix="put the forward at {made} under `torch.no_grad()`",
+    fix="run the forward at {made} under `torch.no_grad()`",
 )
 class NoGradMissing(Rule):
     """Rule for forwards that never need a graph, recorded when the watch ends, from counts of calls by line."""

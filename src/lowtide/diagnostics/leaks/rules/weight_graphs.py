@@ -9,9 +9,9 @@ from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
     "LT022",
     priority=130,
     name="average of weights with a graph",
-    what="A value is computed from parameters outside any forward, with gradients on, and kept: a moving average, "
-    "a copy, a norm. No backward pass reaches it.",
-    why="It holds the graph that computed it; a moving average holds those of all earlier steps.",
+    what="A moving average, copy or norm of parameters is computed outside any forward, with gradients enabled, and "
+    "kept. No backward pass reaches its graph.",
+    why="The value keeps its graph in memory; a moving average keeps the graphs of all earlier steps.",
     bad="for name, parameter in model.named_parameters():\n    ema[name] = 0.99 * ema[name] + 0.01 * parameter",
     good="with torch.no_grad():\n    for name, parameter in model.named_parameters():\n"
     "        ema[name] = 0.99 * ema[name] + 0.01 * parameter",
