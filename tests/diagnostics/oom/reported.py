@@ -69,7 +69,7 @@ REPORTED = [
         "GiB of which 243.10 GiB is free. 1.10 GiB allowed; Of the allocated memory 1060.01 MiB is allocated by "
         "PyTorch, with 18.00 MiB allocated in private pools (e.g., HIP Graphs), and 60.99 MiB is reserved by PyTorch "
         "but unallocated.",
-        says="1.1 GiB allowed",
+        says="memory fraction \\(1.1 GiB\\)",
         never="nvidia",
     ),
     Reported(
@@ -305,7 +305,7 @@ RuntimeError: CUDA error: out of memory""",
         "run one collective",
         "torch.distributed.DistBackendError: NCCL error in: ProcessGroupNCCL.cpp:1970, unhandled cuda error\n"
         "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'",
-        says="NCCL has no room",
+        says="NCCL could not allocate",
     ),
     Reported(
         "Triton's launch, by place",
@@ -328,7 +328,7 @@ Device limit            : 8.00 GiB
 Free (according to CUDA): 0 bytes
 PyTorch limit (set by user-supplied memory fraction)
                         : 17179869184.00 GiB""",
-        says=r"128 MiB  tried\n +8 GiB  capacity\n +0 B  free\n +6\.42 GiB  in use",
+        says=r"128 MiB  requested\n +8 GiB  capacity\n +0 B  free\n +6\.42 GiB  in use",
         never="1717986",
     ),
     Reported(
@@ -415,7 +415,7 @@ PyTorch limit (set by user-supplied memory fraction)
         "host-memory",
         "qsub",
         "=>> PBS: job killed: mem 67113984kb exceeded limit 67108864kb",
-        says="64 GiB were used, of 64 GiB",
+        says="64 GiB of 64 GiB were in use",
     ),
     Reported("LSF", "host-memory", "bsub -M", "TERM_MEMLIMIT: job killed after reaching LSF memory usage limit."),
     Reported(
@@ -454,7 +454,7 @@ PyTorch limit (set by user-supplied memory fraction)
         "true-need",
         "smaller batches",
         "RuntimeError: [Rank:0] FATAL ERROR :: MODULE:PT_DEVMEM Allocation failed for size::1073741824 (1024)MB",
-        says="1 GiB  tried",
+        says="1 GiB  requested",
         never=r"nvidia|torch\.cuda",
     ),
     Reported(
@@ -462,7 +462,7 @@ PyTorch limit (set by user-supplied memory fraction)
         "true-need",
         "smaller batches",
         "RuntimeError: Could not allocate tensor with 3221225472 bytes. There is not enough GPU video memory available!",
-        says="3 GiB  tried",
+        says="3 GiB  requested",
         never=r"nvidia|torch\.cuda",
     ),
     Reported(
@@ -488,7 +488,7 @@ PyTorch limit (set by user-supplied memory fraction)
         "smaller batches",
         "jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8589934592 "
         "bytes.",
-        says="8 GiB  tried",
+        says="8 GiB  requested",
         never=r"torch\.cuda|fit\(",
     ),
     Reported(
@@ -505,7 +505,7 @@ PyTorch limit (set by user-supplied memory fraction)
         "pool limit",
         "cupy.cuda.memory.OutOfMemoryError: Out of memory allocating 2,147,483,648 bytes (allocated so far: 7,516,192,768 "
         "bytes, limit set to: 8,589,934,592 bytes).",
-        says="2 GiB more is above it",
+        says="2 GiB more would exceed the fraction",
     ),
     Reported("docker's list", "host-memory", "dmesg", "Exited (137) 3 minutes ago", certain=False),
     Reported(
@@ -526,7 +526,7 @@ PyTorch limit (set by user-supplied memory fraction)
         "smaller batches",
         "jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Failed to allocate request for 3.00GiB (3221225472B) on device "
         "ordinal 0",
-        says="3 GiB  tried",
+        says="3 GiB  requested",
     ),
     Reported(
         "TensorFlow",
@@ -540,7 +540,7 @@ PyTorch limit (set by user-supplied memory fraction)
         "host-memory",
         "qsub",
         "=>> PBS: job killed: mem job total 33556788 kb exceeded limit 33554432kb",
-        says="32 GiB were used, of 32 GiB",
+        says="32 GiB of 32 GiB were in use",
     ),
     Reported(
         "a worker that is gone",

@@ -32,7 +32,7 @@ REPORTED = [
         "find the limit",
         "CUDA out of memory. Tried to allocate 2.31 GiB (GPU 0; 6.00 GiB total capacity; 801.59 MiB already allocated; 3.08 GiB free; 1.21 GiB reserved in total by PyTorch)",
         says="3\\.08 GiB are free",
-        never="needs more memory than there is",
+        never="needs more memory than is available",
     ),
     Reported(
         "an APU whose memory others hold",

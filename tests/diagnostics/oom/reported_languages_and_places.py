@@ -36,7 +36,7 @@ SEED = [
 
 REPORTED = [
     *(
-        Reported(f"a shell in {name}", "host-memory", "dmesg", text, says="often means memory", certain=False)
+        Reported(f"a shell in {name}", "host-memory", "dmesg", text, says="often means out of memory", certain=False)
         for name, text in ENDED
     ),
     *(Reported(f"ENOMEM in {name}", "host-memory", "fewer DataLoader workers", text) for name, text in REFUSED),
@@ -63,7 +63,7 @@ REPORTED = [
         "other-process",
         "nvidia-smi",
         "torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 262.00 MiB (GPU 0; 23.54 GiB total capacity; 11.60 GiB already allocated; 570.50 MiB free; 12.30 GiB reserved in total by PyTorch)",
-        says="9.68 GiB of the device are held by processes that this one cannot see",
+        says="processes that this one cannot see hold about 9.68 GiB of the device",
         never="memory is not what ran out",
     ),
     Reported(

@@ -39,7 +39,7 @@ def test_a_real_out_of_memory_error_is_explained_and_the_process_goes_on() -> No
     assert done.stdout.startswith("caught RuntimeError 1\n")
     assert "lowtide: out of memory: the limit on the address space (ulimit -v)" in done.stdout
     assert "[cap]" in done.stdout
-    assert "  32 MiB  tried" in done.stdout
+    assert "  32 MiB  requested" in done.stdout
     assert "MiB  activations of blocks.{0-" in done.stdout
     assert "16 MiB  parameters" in done.stdout
     assert done.stdout.endswith("goes on True\n")
@@ -69,7 +69,7 @@ def test_facts_of_the_live_process_are_found(script: str, code: str, says: str) 
 def test_a_step_is_rehearsed_and_the_plan_that_fits_is_said() -> None:
     done = run(scripts.PLANNED)
     assert done.returncode == 0, done.stderr
-    assert "a rehearsal says: " in done.stdout
+    assert "rehearsed peak: " in done.stdout
     assert 'lowtide.fit(model, step, batch, budget="' in done.stdout
     assert "fits in the smallest peak of any plan" in done.stdout
 
@@ -78,7 +78,7 @@ def test_a_step_is_rehearsed_and_the_plan_that_fits_is_said() -> None:
 def test_outputs_of_an_evaluation_that_are_kept_hold_a_graph_each() -> None:
     done = run(scripts.EVALUATION_KEPT)
     assert "[evaluation-with-gradients]" in done.stderr
-    found = re.search(r"its (\d+) graphs, of outputs that are kept, hold (\d+) MiB for a backward", done.stderr)
+    found = re.search(r"(\d+) graphs of kept outputs hold (\d+) MiB for a backward", done.stderr)
     assert found is not None
     n_graphs, held_mib = int(found[1]), int(found[2])
     assert n_graphs > 2
@@ -103,8 +103,8 @@ def test_as_a_decorator_with_a_message_of_another_device() -> None:
         with pytest.raises(torch.OutOfMemoryError) as raised:
             decorated()
         (note,) = raised.value.__notes__
-        assert note.startswith("\nlowtide: out of memory: a single tensor is the problem [huge-tensor]")
-        assert "made at test_live.py:" in note
+        assert note.startswith("\nlowtide: out of memory: a single tensor is too large [huge-tensor]")
+        assert "allocated at test_live.py:" in note
 
 
 def test_blocks_of_a_model_that_is_a_sequence_are_one_line() -> None:
@@ -124,14 +124,18 @@ def test_blocks_of_a_model_that_is_a_sequence_are_one_line() -> None:
 def test_an_unknown_message_is_reported_as_unknown() -> None:
     with pytest.raises(torch.OutOfMemoryError) as raised, lowtide.explain_oom():
         raise torch.OutOfMemoryError("no room")
-    assert raised.value.__notes__ == ["\nlowtide: out of memory, in a message that is not known. Please report it."]
+    assert raised.value.__notes__ == [
+        "\nlowtide: out of memory, but Lowtide does not know this message. Please report it."
+    ]
 
 
 def test_a_failure_to_explain_does_not_replace_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowtide.diagnostics.oom.explain_oom.facts_now", lambda *_: 1 / 0)
     with pytest.raises(MemoryError) as raised, lowtide.explain_oom():
         raise MemoryError
-    assert raised.value.__notes__ == ["\nlowtide: this could not be explained: ZeroDivisionError: division by zero"]
+    assert raised.value.__notes__ == [
+        "\nlowtide: the error could not be explained: ZeroDivisionError: division by zero"
+    ]
 
 
 def test_nothing_is_kept_alive() -> None:

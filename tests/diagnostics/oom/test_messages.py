@@ -85,7 +85,7 @@ def test_a_log_of_several_ranks_is_one_explanation() -> None:
     explained = explain(log)
     assert explained is not None
     assert explained.further == 1
-    assert str(explained).endswith("1 more message of the kind in this text")
+    assert str(explained).endswith("1 more out-of-memory message in this text")
 
 
 def in_a_container(free: str, *processes: str, allocated: str) -> Explanation:
@@ -114,7 +114,7 @@ def test_this_process_is_identified_or_its_identity_left_open() -> None:
 
     found = in_a_container("0.50 GiB", "36.00 GiB", "43.00 GiB", allocated="35.00 GiB")
     assert (found.message.process_bytes, found.message.others_bytes) == (36 * GIB, 43 * GIB)
-    assert "it may be process 7, process 8; the one whose size is nearest is taken for it" in str(found)
+    assert "it may be process 7, process 8; the one closest in size is assumed" in str(found)
 
     found = in_a_container("0.75 GiB", "30.00 GiB", allocated="20.00 GiB")  # room for both, and for a third that hides
     assert found.message.process_bytes is None

@@ -70,7 +70,7 @@ def is_of_a_set(m: Message) -> bool:
 
 def held_in_words(m: Message) -> str:
     """Describe the memory that tensors, and PyTorch's cache, hold."""
-    held = f"{format_bytes(m.allocated_bytes or 0)} are held by tensors"
+    held = f"tensors hold {format_bytes(m.allocated_bytes or 0)}"
     if m.elsewhere_bytes:
-        return f"{held} and {format_bytes(m.elsewhere_bytes)} outside PyTorch"
-    return f"{held} and {format_bytes(m.unallocated_bytes)} by PyTorch's cache" if m.unallocated_bytes else held
+        return f"{held}, and {format_bytes(m.elsewhere_bytes)} are outside PyTorch"
+    return f"{held} and PyTorch's cache {format_bytes(m.unallocated_bytes)}" if m.unallocated_bytes else held

@@ -34,20 +34,25 @@ def runs_only(m: Message, f: Facts) -> str:
 
 def _true_need(m: Message, f: Facts) -> Cause:
     """Return the cause that remains if no other holds."""
-    evidence = [held_in_words(m) if m.allocated_bytes else "", f"in forward of {f.inside}" if f.inside else ""]
+    evidence = [
+        held_in_words(m) if m.allocated_bytes else "",
+        f"failed in the forward of {f.inside}" if f.inside else "",
+    ]
     if (m.allocated_bytes or 0) > (m.total_bytes or m.allocated_bytes or 0):
-        evidence.append("that is more than the device has: its driver keeps the rest in main memory, which is slow")
+        evidence.append("that is more than the device has: its driver keeps the excess in main memory, which is slow")
     if f.shows(Sign.EVALUATES):
-        evidence.append("in an evaluation, which needs no gradients and has a batch size of its own")
+        evidence.append("failed in an evaluation, which needs no gradients and has its own batch size")
     if f.shows(Sign.IN_OPTIMIZER):
-        evidence.append("in the optimizer's step: its temporaries come on top of parameters, gradients and state")
+        evidence.append(
+            "failed in the optimizer's step: its temporaries come on top of parameters, gradients and state"
+        )
     if m.tried_bytes is not None:
         evidence.append(_last_straw(m, f))
     what = "an evaluation batch" if f.shows(Sign.EVALUATES) else "running the model" if runs_only(m, f) else "the step"
     return Cause(
         code="true-need",
-        claim=f"{what} needs more memory than there is",
-        evidence=tuple(line for line in evidence if line) or ("the message says no more",),
+        claim=f"{what} needs more memory than is available",
+        evidence=tuple(line for line in evidence if line) or ("the message states no numbers",),
     )
 
 
@@ -55,8 +60,12 @@ def _last_straw(m: Message, f: Facts) -> str:
     """Describe the failed request of a step that needs too much memory: it was only the last of many."""
     tried = format_bytes(m.tried_bytes or 0)
     if makes_divisible_tensor(m, f):
-        return f"it failed at {f.divisible_tensor} of {tried}, which need not be there whole"
-    return f"{tried} more were tried" if m.total_bytes is None else f"the {tried} that failed are only the last straw"
+        return f"failed while allocating {f.divisible_tensor} of {tried}, which can be computed in pieces"
+    return (
+        f"{tried} more were requested"
+        if m.total_bytes is None
+        else f"the failed request of {tried} is only the last straw"
+    )
 
 
 def makes_divisible_tensor(m: Message, f: Facts) -> bool:

@@ -47,11 +47,11 @@ def device_limit(m: Message, _: Facts) -> Cause | None:
     rounding = _rounding(m.allowed_bytes) + _rounding(held)
     if held + needed_bytes(m) <= m.allowed_bytes - rounding or not (m.free_bytes is None or has_room(m)):
         return None
-    free = "" if m.free_bytes is None else f", while {format_bytes(m.free_bytes)} of the device are free"
+    free = "" if m.free_bytes is None else f", although the device has {format_bytes(m.free_bytes)} free"
     return Cause(
         code="cap",
-        claim=f"a memory fraction set for this process: {format_bytes(m.allowed_bytes)} allowed, not the device",
-        evidence=(f"{held_in_words(m)}; {format_bytes(m.tried_bytes)} more is above it{free}",),
+        claim=f"this process has used up its memory fraction ({format_bytes(m.allowed_bytes)}), not the device",
+        evidence=(f"{held_in_words(m)}; {format_bytes(m.tried_bytes)} more would exceed the fraction{free}",),
     )
 
 
@@ -69,7 +69,7 @@ def mps_limit(m: Message, _: Facts) -> Cause | None:
     return Cause(
         code="cap",
         claim=f"the share of memory that MPS allows PyTorch, {format_bytes(m.allowed_bytes)}, is used up",
-        evidence=(f"{held_in_words(m)}, {format_bytes(m.tried_bytes)} more were tried",),
+        evidence=(f"{held_in_words(m)}; {format_bytes(m.tried_bytes)} more were requested",),
     )
 
 
@@ -83,7 +83,7 @@ def one_allocation(m: Message, _: Facts) -> Cause | None:
     return Cause(
         code="cap",
         claim=f"a single allocation may not exceed 4 GiB on this device, and {format_bytes(tried)} were requested",
-        evidence=(f"{format_bytes(held or 0)} of {format_bytes(total or 0)} are held: the device is not full",),
+        evidence=(f"{format_bytes(held or 0)} of {format_bytes(total or 0)} are in use: the device is not full",),
     )
 
 
@@ -99,11 +99,13 @@ def host_limit(m: Message, f: Facts) -> Cause | None:
     elif tried > f.host_free_bytes:
         return None
     else:  # without the limit the request would have fitted; the memory of the failed call itself is free again by now
-        free = f", while {format_bytes(f.host_free_bytes)} of the machine are free"
+        free = f", although the machine has {format_bytes(f.host_free_bytes)} free"
     return Cause(
         code="cap",
-        claim=f"the {f.limit_name} of this process, {format_bytes(f.limit_bytes)}, not the machine",
-        evidence=(f"{format_bytes(f.limit_used_bytes)} are used, and {format_bytes(tried)} were tried{free}",),
+        claim=f"the {f.limit_name}, {format_bytes(f.limit_bytes)}, is used up, not the machine's memory",
+        evidence=(
+            f"{format_bytes(f.limit_used_bytes)} are in use and {format_bytes(tried)} more were requested{free}",
+        ),
     )
 
 
@@ -115,19 +117,19 @@ def tiny_request(m: Message, _: Facts) -> Cause | None:
     if m.kind == "jax":
         return Cause(
             code="other-process",
-            claim=f"the device was full before: so small a request ({format_bytes(tried)}) does not fail for its size",
-            evidence=("another process holds it, or the pool that JAX has preallocated is smaller than needed",),
+            claim=f"the device was already full: {format_bytes(tried)} are too little to fail because of their size",
+            evidence=("another process holds the memory, or the pool that JAX has preallocated is too small",),
         )
     if is_of_windows(m):
         return Cause(
             code="host-memory",
             claim=f"Windows' commit limit is reached: only {format_bytes(tried)} were requested",
-            evidence=("so small a request does not fail for its size: the paging file is too small",),
+            evidence=("so small a request does not fail because of its size: the paging file is too small",),
         )
     return Cause(
         code="cap",
-        claim=f"a limit on mappings (vm.max_map_count) or of the process: only {format_bytes(tried)} requested",
-        evidence=("so small a request does not fail for its size: each shared tensor is a separate mapping",),
+        claim=f"a limit of the process or on mappings (vm.max_map_count): only {format_bytes(tried)} were requested",
+        evidence=("so small a request does not fail because of its size; each shared tensor is a separate mapping",),
     )
 
 
@@ -145,8 +147,8 @@ def driver(m: Message, f: Facts) -> Cause | None:
             code="driver",
             claim=f"the driver refused {format_bytes(tried)} although {free} are free",
             evidence=(
-                "memory is not what ran out: a limit outside PyTorch (a container's, ulimit -v), no range "
-                "of addresses, an error of the driver, or another process that has freed it since",
+                "memory is not what ran out: a limit outside PyTorch (of the container, or ulimit -v), no free "
+                "address range, a driver error, or another process that has freed its memory since",
             ),
         )
     limit = m.allowed_bytes or m.total_bytes
@@ -158,7 +160,9 @@ def driver(m: Message, f: Facts) -> Cause | None:
         code="driver",
         claim=f"the driver refused {format_bytes(tried)} with only {format_bytes(held)} of "
         f"{format_bytes(limit)} in use",
-        evidence=(f"memory is not what ran out, but a driver or a virtual machine; see {vendor_of(m.kind).monitor}",),
+        evidence=(
+            f"memory is not what ran out: a driver or a virtual machine refused; check {vendor_of(m.kind).monitor}",
+        ),
     )
 
 
@@ -184,12 +188,12 @@ def huge_tensor(m: Message, f: Facts) -> Cause | None:
             return None
         share = format_ratio(tried / total)
         evidence = f"one request of {format_bytes(tried)}, {share} of {format_bytes(total)}"
-    at = () if f.own_place is None else (f"made at {f.own_place.short}",)
+    at = () if f.own_place is None else (f"allocated at {f.own_place.short}",)
     if is_of_a_set(m):
         at = (f"an array of shape {m.shape}: logits or other outputs of a whole evaluation set", *at)
     elif m.shape is not None:
         at = (f"an array of shape {m.shape}", *at)
-    return Cause(code="huge-tensor", claim="a single tensor is the problem", evidence=(evidence, *at))
+    return Cause(code="huge-tensor", claim="a single tensor is too large", evidence=(evidence, *at))
 
 
 def other_process(m: Message, f: Facts) -> Cause | None:
@@ -202,7 +206,7 @@ def other_process(m: Message, f: Facts) -> Cause | None:
         named = [f"{other.name} holds {format_bytes(other.bytes)}" for other in largest]
         hold, rest = format_bytes(m.others_bytes), ""
         if m.sure_others_bytes <= SHARE * total:
-            rest = ", or this one holds much outside PyTorch: the message does not say which process it is"
+            rest = ", or this process does, outside PyTorch: the message does not say which process it is"
         elif m.sure_others_bytes < m.others_bytes:
             hold = f"at least {format_bytes(m.sure_others_bytes)}"
         return Cause(
@@ -214,7 +218,7 @@ def other_process(m: Message, f: Facts) -> Cause | None:
     if hidden is not None and hidden > SHARE * total:
         return Cause(
             code="other-process",
-            claim=f"some {format_bytes(hidden)} of the device are held by processes that this one cannot see",
+            claim=f"processes that this one cannot see hold about {format_bytes(hidden)} of the device",
             evidence=(f"{format_bytes(total)} in all, {format_bytes(m.free_bytes or 0)} free", _own_share(m)),
         )
     return None
@@ -226,38 +230,38 @@ def not_pytorch(m: Message, f: Facts) -> Cause | None:
         return Cause(
             code="not-pytorch",
             claim="Triton could not load or launch a kernel: the GPU is full, and kernels need memory of their own",
-            evidence=("the driver takes it from what PyTorch's cache has left over",),
+            evidence=("the driver can only use memory that PyTorch's cache has not taken",),
         )
     if m.kind in ("nccl", "rccl") or (m.kind.endswith(" driver") and f.shows(Sign.STARTS_COMMUNICATION)):
         name = "RCCL" if m.kind in ("rccl", "hip driver") else "NCCL"
         return Cause(
             code="not-pytorch",
-            claim=f"{name} has no room for its buffers, which it allocates outside PyTorch at the first collective",
-            evidence=("PyTorch's cache has taken the device before the communicator was made",),
+            claim=f"{name} could not allocate its buffers, which it needs outside PyTorch from the first collective on",
+            evidence=("PyTorch's cache had filled the device before the communicator was created",),
         )
     if m.kind.endswith(" driver") and f.shows(Sign.IN_WORKER):
         return Cause(
             code="not-pytorch",
-            claim="a DataLoader worker uses the GPU, and there is no room for it",
-            evidence=("each worker is a process, with a context and a cache of its own on the GPU",),
+            claim="a DataLoader worker uses the GPU, which has no memory left for it",
+            evidence=("each worker is a process with its own context and cache on the GPU",),
         )
     if m.form.startswith("CUDA driver API"):
         return Cause(
             code="not-pytorch",
-            claim="a direct request to the driver found no memory left",
+            claim="the driver had no memory left for a direct request",
             evidence=(
-                f"{m.kind} says so, and no numbers",
-                "PyTorch's expandable segments make such requests, and so do libraries",
-                "freed memory that PyTorch keeps counts as used",
+                f"{m.kind} reports it, without numbers",
+                "PyTorch's expandable segments and some libraries make such requests",
+                "freed memory in PyTorch's cache counts as used",
             ),
         )
     if m.kind in _LIBRARIES or m.kind.endswith(" driver"):
         return Cause(
             code="not-pytorch",
-            claim="memory was requested from the driver outside PyTorch's allocator, and none was left",
+            claim="the driver had no memory left for a request outside PyTorch's allocator",
             evidence=(
-                f"{m.kind} says so, and no numbers" + ("" if m.certain else "; this message has other causes, too"),
-                "PyTorch keeps freed memory for itself, so libraries, a new context or NCCL find the device full",
+                f"{m.kind} reports it, without numbers" + ("" if m.certain else "; this message has other causes, too"),
+                "PyTorch's cache keeps freed memory, so libraries, NCCL or a new context find the device full",
             ),
         )
     outside, total = m.outside_bytes, m.total_bytes or m.allowed_bytes
@@ -265,10 +269,10 @@ def not_pytorch(m: Message, f: Facts) -> Cause | None:
         return None
     return Cause(
         code="not-pytorch",
-        claim=f"{format_bytes(outside)} are held by this process outside PyTorch's allocator",
-        evidence=(f"this process has {format_bytes((m.reserved_bytes or 0) + outside)}, of which {held_in_words(m)}",)
+        claim=f"this process holds {format_bytes(outside)} outside PyTorch's allocator",
+        evidence=(f"of the {format_bytes((m.reserved_bytes or 0) + outside)} of this process, {held_in_words(m)}",)
         if m.reserved_bytes is not None
-        else (f"PyTorch's tensors have {format_bytes(m.allocated_bytes or 0)}",),
+        else (f"PyTorch's tensors hold {format_bytes(m.allocated_bytes or 0)}",),
     )
 
 
@@ -280,8 +284,8 @@ def private_pools(m: Message, _: Facts) -> Cause | None:
         return None
     return Cause(
         code="private-pools",
-        claim=f"{format_bytes(m.private_pool_bytes)} are in private pools, which nothing else may use",
-        evidence=("each captured graph, one for each input shape, keeps its memory until it is dropped",),
+        claim=f"private pools hold {format_bytes(m.private_pool_bytes)}, which no other allocation may use",
+        evidence=("each captured CUDA graph (one per input shape) keeps its pool until the graph is deleted",),
     )
 
 
@@ -292,8 +296,10 @@ def fragmentation(m: Message, _: Facts) -> Cause | None:
         return None
     return Cause(
         code="fragmentation",
-        claim=f"{format_bytes(gaps)} are held by PyTorch and unused, but no free block has {format_bytes(tried)}",
-        evidence=(f"of {format_bytes(m.reserved_bytes or 0)} held {format_bytes(m.allocated_bytes or 0)} are in use",),
+        claim=f"PyTorch's cache has {format_bytes(gaps)} unused, but no free block of {format_bytes(tried)}",
+        evidence=(
+            f"tensors use {format_bytes(m.allocated_bytes or 0)} of the {format_bytes(m.reserved_bytes or 0)} it holds",
+        ),
     )
 
 
@@ -304,8 +310,9 @@ def host(m: Message, f: Facts) -> Cause | None:
     free = () if f.host_free_bytes is None else (f"the machine has {format_bytes(f.host_free_bytes)} free",)
     return Cause(
         code="host-memory",
-        claim="the machine's main memory is used up; the GPU is not concerned",
-        evidence=free or ((f"{format_bytes(m.tried_bytes)} more were tried",) if m.tried_bytes else (m.text[:120],)),
+        claim="the machine's main memory is used up, not the GPU's memory",
+        evidence=free
+        or ((f"{format_bytes(m.tried_bytes)} more were requested",) if m.tried_bytes else (m.text[:120],)),
     )
 
 
@@ -319,5 +326,5 @@ def _own_share(m: Message) -> str:
     """Describe the memory of this process, as far as the message states it."""
     own = m.known_own_bytes
     if own is not None and m.process_bytes is None and (m.maybe_own or m.hidden_bytes):
-        return f"PyTorch has {format_bytes(own)} in this process"
-    return "this process's share is unknown" if own is None else f"this process has {format_bytes(own)}"
+        return f"PyTorch holds {format_bytes(own)} in this process"
+    return "this process's share is unknown" if own is None else f"this process holds {format_bytes(own)}"

@@ -32,8 +32,8 @@ def known_source(m: Message, f: Facts) -> Cause | None:
     numbers: tuple[str, ...] = ()
     if m.allocated_bytes is not None:
         limit = m.allowed_bytes or m.total_bytes
-        of = "" if limit is None else f", of {format_bytes(limit)}"
-        numbers = (f"{format_bytes(m.allocated_bytes)} were used{of}",)
+        of = "" if limit is None else f" of {format_bytes(limit)}"
+        numbers = (f"{format_bytes(m.allocated_bytes)}{of} were in use",)
     return Cause(code=source.code, claim=source.claim, evidence=(*numbers, source.evidence))
 
 
@@ -44,8 +44,8 @@ def pinned_memory(m: Message, f: Facts) -> Cause | None:
     failed = "the DataLoader's pin_memory thread" if f.shows(Sign.PINS_BATCHES) else "a request for pinned memory"
     return Cause(
         code="pinned-memory",
-        claim="no pinned host memory could be had (pin_memory), although the error names the GPU",
-        evidence=(f"{failed} failed: page-locked memory of the host, or the GPU's context",),
+        claim="pinned host memory (pin_memory) could not be allocated, although the error names the GPU",
+        evidence=(f"{failed} failed: no page-locked memory on the host, or no room for a context on the GPU",),
     )
 
 
@@ -55,8 +55,10 @@ def loading(m: Message, f: Facts) -> Cause | None:
         return None
     return Cause(
         code="loading",
-        claim="a checkpoint is read onto the GPU, where it stays beside the model until it is dropped",
-        evidence=("it failed in torch.load or a loader like it: tensors go back to the device they were saved from",),
+        claim="a checkpoint is loaded onto the GPU, where it takes memory in addition to the model",
+        evidence=(
+            "failed in torch.load or a similar loader, which restores tensors to the device they were saved from",
+        ),
     )
 
 
@@ -66,10 +68,8 @@ def moving_model(m: Message, f: Facts) -> Cause | None:
         return None
     return Cause(
         code="loading",
-        claim="the model's weights have no room on the device: it failed while they were moved there, before any step",
-        evidence=(held_in_words(m),)
-        if m.allocated_bytes
-        else ("it failed in Module.to(), or where a loader calls it",),
+        claim="the model's weights do not fit on the device: moving them there failed, before any step",
+        evidence=(held_in_words(m),) if m.allocated_bytes else ("failed in Module.to(), or in a loader that calls it",),
     )
 
 
@@ -80,8 +80,10 @@ def evaluation_gathers(m: Message, f: Facts) -> Cause | None:
     where = "in main memory" if m.kind in HOST else "on the GPU"
     return Cause(
         code="evaluation-gathers",
-        claim=f"the evaluation gathers the predictions of the whole set {where}",
-        evidence=("it failed where the outputs of one more batch are joined to all before: logits of every row",),
+        claim=f"the evaluation keeps the predictions of the whole data set {where}",
+        evidence=(
+            "failed while concatenating one more batch of outputs to all previous ones: logits of every row",
+        ),
     )
 
 
@@ -93,15 +95,15 @@ def optimizer(m: Message, f: Facts) -> Cause | None:
     if not f.shows(Sign.MAKES_STATE):
         return Cause(
             code="optimizer-first-step",
-            claim="the optimizer's step has no room for its state and temporaries, most likely in its first step",
-            evidence=("the optimizer creates its state in the first step: for Adam two copies of the parameters",),
+            claim="the optimizer's state and temporaries do not fit, most likely in its first step",
+            evidence=("the optimizer creates its state in the first step: for Adam, two copies of the parameters",),
         )
     state = f", {format_bytes(f.new_state_bytes)} of it" if f.new_state_bytes else ""
-    where = " in main memory" if m.kind in HOST else ""
+    where = "in main memory" if m.kind in HOST else "on the device"
     return Cause(
         code="optimizer-first-step",
-        claim=f"the optimizer creates its state in its first step, and there is no room for it{where}",
-        evidence=(f"it failed where the state is made{state}: every step after this one would need as much",),
+        claim=f"the optimizer's state, which it creates in its first step, does not fit {where}",
+        evidence=(f"failed while creating the state{state}: every later step would need as much",),
     )
 
 
@@ -110,11 +112,11 @@ def model_copy(m: Message, f: Facts) -> Cause | None:
     if not f.shows(Sign.COPIES_TENSORS, Sign.GATHERS_STATE) or m.kind in HOST or other_process(m, f) is not None:
         return None
     if f.shows(Sign.GATHERS_STATE):
-        claim = "sharded parameters or optimizer state are gathered whole on the device, as for a checkpoint"
-        evidence = "it failed where the shards are joined: a whole copy beside them"
+        claim = "full parameters or optimizer state are gathered from shards on the device, as for a checkpoint"
+        evidence = "failed while joining the shards, which needs a full copy in addition to them"
     else:
-        claim = "a second copy of the model or of its state is made on the device (copy.deepcopy)"
-        evidence = "it failed in copy.deepcopy of tensors, which stay on the device of the original"
+        claim = "copy.deepcopy creates a second copy of the model or of its state on the device"
+        evidence = "failed in copy.deepcopy of tensors, which puts the copies on the device of the originals"
     return Cause(code="model-copy", claim=claim, evidence=(evidence, *_evidence_of_held(m)))
 
 
@@ -124,10 +126,10 @@ def engine_buffers(m: Message, f: Facts) -> Cause | None:
         return None
     return Cause(
         code="engine-buffers",
-        claim="the parallel engine's own buffers have no room on the device: it failed at its start, before any step",
+        claim="the parallel engine's own buffers do not fit on the device: it failed at startup, before any step",
         evidence=(
-            "DistributedDataParallel and Megatron make buffers as large as all gradients, DeepSpeed float32 copies of "
-            "parameters",
+            "DistributedDataParallel and Megatron allocate buffers as large as all gradients, DeepSpeed float32 copies "
+            "of the parameters",
             *_evidence_of_held(m),
         ),
     )
@@ -139,8 +141,8 @@ def no_context(m: Message, f: Facts) -> Cause | None:
         return None
     return Cause(
         code="other-process",
-        claim="the device was full before this process had anything on it: there is no room for its context",
-        evidence=("it failed where the context is made, at the first use of the device",),
+        claim="the device was full before this process used it: it has no room for its context",
+        evidence=("failed while creating the context, at the first use of the device",),
     )
 
 
@@ -150,8 +152,8 @@ def optimizer_temporaries(m: Message, f: Facts) -> Cause | None:
         return None
     return Cause(
         code="optimizer-temporaries",
-        claim="the optimizer's update has no room for its temporaries: with foreach, as much as all parameters",
-        evidence=("it failed in the update itself: parameters, gradients and state were there",),
+        claim="the temporaries of the optimizer's update do not fit: with foreach, they are as large as all parameters",
+        evidence=("failed in the update itself, after parameters, gradients and state had been allocated",),
     )
 
 
@@ -164,11 +166,11 @@ def evaluation(m: Message, f: Facts) -> Cause | None:
     if not _would_do(f.evaluation_bytes, m):
         return None
     n = f.evaluation_graphs
-    holds = f"its {n} graphs, of outputs that are kept, hold" if n > 1 else "its graph holds"
+    holds = f"{n} graphs of kept outputs hold" if n > 1 else "its graph holds"
     return Cause(
         code="evaluation-with-gradients",
-        claim="a model in evaluation mode is run with gradients on",
-        evidence=(f"{holds} {format_bytes(f.evaluation_bytes)} for a backward that will not come",),
+        claim="a model in evaluation mode runs with gradients enabled",
+        evidence=(f"{holds} {format_bytes(f.evaluation_bytes)} for a backward pass that never runs",),
     )
 
 
@@ -176,11 +178,12 @@ def leak(m: Message, f: Facts) -> Cause | None:
     """Return the cause if graphs of earlier steps hold enough memory."""
     if not _would_do(f.leftover_bytes, m):
         return None
-    graphs = "graph" if f.leftover_graphs == 1 else "graphs"
+    graphs, they = ("graph", "it") if f.leftover_graphs == 1 else ("graphs", "they")
+    are, hold = ("is", "holds") if f.leftover_graphs == 1 else ("are", "hold")
     return Cause(
         code="leak",
-        claim=f"{f.leftover_graphs} {graphs} of earlier steps are still alive",
-        evidence=(f"they hold {format_bytes(f.leftover_bytes)} beside the step that failed",),
+        claim=f"{f.leftover_graphs} {graphs} of earlier steps {are} still alive",
+        evidence=(f"{they} {hold} {format_bytes(f.leftover_bytes)} in addition to the failed step",),
     )
 
 

@@ -57,7 +57,7 @@ class explain_oom(AbstractContextManager[None, Literal[False]], ContextDecorator
         ...         torch.empty(1 << 50)
         ... except RuntimeError as error:
         ...     print(error.__notes__[0].strip().splitlines()[0])
-        lowtide: out of memory: a single tensor is the problem [huge-tensor]
+        lowtide: out of memory: a single tensor is too large [huge-tensor]
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class explain_oom(AbstractContextManager[None, Literal[False]], ContextDecorator
         try:
             note = self._note(error)
         except Exception as failure:  # the user's own error matters, whatever failed here
-            note = f"this could not be explained: {type(failure).__name__}: {failure}"
+            note = f"the error could not be explained: {type(failure).__name__}: {failure}"
         error.add_note(f"\nlowtide: {note}")
         self._reserve = _address_space()
         return False
@@ -90,7 +90,7 @@ class explain_oom(AbstractContextManager[None, Literal[False]], ContextDecorator
         text = f"{type(error).__name__}: {error}"
         explanation = explain(text, facts_now(error, self._model, self._optimizer))
         if explanation is None:
-            return "out of memory, in a message that is not known. Please report it."
+            return "out of memory, but Lowtide does not know this message. Please report it."
         if self._step is None:
             return str(explanation)
         clear_frames(error.__traceback__)
@@ -106,7 +106,7 @@ class explain_oom(AbstractContextManager[None, Literal[False]], ContextDecorator
             if not (isinstance(failure, LowtideError) or is_out_of_memory(failure)):
                 raise
             why = str(failure).partition("\n")[0]
-            notes = (f"no plan could be searched for: {why}",)
+            notes = (f"the step could not be rehearsed to find a plan: {why}",)
             return replace(explanation, facts=replace(explanation.facts, notes=notes))
         _, least = smallest_peak(profile)
         plain = simulator_of(profile).predict(Decisions())
@@ -117,9 +117,9 @@ class explain_oom(AbstractContextManager[None, Literal[False]], ContextDecorator
             plain_peak_bytes=plain.peak_bytes,
             static_bytes=profile.static.total,
             notes=(
-                f"a rehearsal says: {format_bytes(plain.peak_bytes)} as it is, "
+                f"rehearsed peak: {format_bytes(plain.peak_bytes)} without a plan, "
                 f"{format_bytes(least.peak_bytes, round_up=True)} under the plan with the smallest peak{extra}; "
-                f"{format_bytes(profile.static.total)} are there before the step begins",
+                f"{format_bytes(profile.static.total)} are in use before the step begins",
             ),
         )
         return replace(explanation, facts=facts, actions=advise(explanation.message, facts, explanation.cause))

@@ -93,13 +93,13 @@ def _with_last(parts: Iterable[str]) -> Iterator[tuple[str, bool]]:
 def _lines(e: Explanation) -> Iterator[str]:
     if e.processes:
         yield f"processes failed for different causes; {e.message.process or 'the first'}:"
-    sure = "" if e.message.certain else " (this message often means memory, not always)"
+    sure = "" if e.message.certain else " (this message often means out of memory, but not always)"
     yield f"out of memory: {e.cause.claim} [{e.cause.code}]{sure}"
     yield from (f"  {line}" for line in e.cause.evidence)
     if e.message.maybe_own:
         among = ", ".join(e.message.maybe_own)
-        taken = "" if e.message.process_bytes is None else "; the one whose size is nearest is taken for it"
-        yield f"  the message does not say whether this process is among those named: it may be {among}{taken}"
+        taken = "" if e.message.process_bytes is None else "; the one closest in size is assumed"
+        yield f"  the message does not say which listed process is this one: it may be {among}{taken}"
     numbers = list(_numbers(e.message))
     if numbers:
         where = f" of {e.message.kind} {e.message.device}" if e.message.device is not None else ""
@@ -118,13 +118,13 @@ def _lines(e: Explanation) -> Iterator[str]:
     for other in e.processes:
         yield from ("", f"{other.message.process}:", *_lines(other))
     if e.further:
-        yield f"{e.further} more message{'s' * (e.further > 1)} of the kind in this text"
+        yield f"{e.further} more out-of-memory message{'s' * (e.further > 1)} in this text"
 
 
 def _numbers(m: Message) -> Iterator[tuple[str, int]]:
     open_ = ", or this one" if m.maybe_own and m.process_bytes is None else ""
     amounts = (
-        ("tried", m.tried_bytes),
+        ("requested", m.tried_bytes),
         ("capacity", m.total_bytes),
         ("free", m.free_bytes),
         ("limit", m.allowed_bytes),
