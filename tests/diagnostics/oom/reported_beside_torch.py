@@ -135,7 +135,7 @@ REPORTED = [
     Reported(
         "RMM before 0.13",
         "not-pytorch",
-        "look with nvidia-smi which",
+        "check nvidia-smi for",
         "rmm.rmm.RMMError: RMM_ERROR_OUT_OF_MEMORY",
         says="spill",
         never="fit\\(|main memory",
@@ -143,7 +143,7 @@ REPORTED = [
     Reported(
         "RMM's pool",
         "not-pytorch",
-        "look with nvidia-smi which",
+        "check nvidia-smi for",
         "MemoryError: std::bad_alloc: out_of_memory: RMM failure at:/conda/include/rmm/mr/device/pool_memory_resource.hpp:196: Maximum pool size exceeded",
         says="maximum",
         never="fit\\(",
@@ -159,7 +159,7 @@ REPORTED = [
     Reported(
         "TensorFlow's warning",
         "true-need",
-        "nothing, if the program goes on",
+        "nothing, if the program continues",
         "2021-03-02 11:02:14.1: W tensorflow/core/common_runtime/bfc_allocator.cc:314] Allocator (GPU_0_bfc) ran out of memory trying to allocate 3.91GiB with freed_by_count=0. The caller indicates that this is not a failure, but this may mean that there could be performance gains if more memory were available.\n",
         says="no failure",
         never="JAX",
@@ -184,7 +184,7 @@ REPORTED = [
     Reported(
         "cuDNN under JAX",
         "other-process",
-        "look with nvidia-smi which",
+        "check nvidia-smi for",
         "jaxlib.xla_extension.XlaRuntimeError: FAILED_PRECONDITION: DNN library initialization failed. Look at the errors above for more details.\n",
         says="PREALLOCATE",
         never="fit\\(",
@@ -193,7 +193,7 @@ REPORTED = [
     Reported(
         "Numba",
         "not-pytorch",
-        "look with nvidia-smi which",
+        "check nvidia-smi for",
         "numba.cuda.cudadrv.driver.CudaAPIError: [2] Call to cuMemAlloc results in CUDA_ERROR_OUT_OF_MEMORY\n",
         says="deallocations",
         never="fit\\(",

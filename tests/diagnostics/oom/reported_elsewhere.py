@@ -35,7 +35,7 @@ REPORTED = [
     Reported(
         "mps other",
         "not-pytorch",
-        "find the library: compiled",
+        "holds it: compiled graphs",
         "RuntimeError: MPS backend out of memory (MPS allocated: 9.57 GiB, other allocations: 17.35 GiB, max allowed: "
         "27.20 GiB). Tried to allocate 292.50 MiB on private pool. Use PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 to disable "
         "upper limit for memory allocations (may cause system failure).",
@@ -45,7 +45,7 @@ REPORTED = [
     Reported(
         "mps 256",
         "cap",
-        "if the limit is not",
+        "raise the limit if it is not",
         "RuntimeError: MPS backend out of memory (MPS allocated: 16.00 GB, other allocations: 3.31 GB, max allowed: "
         "18.13 GB). Tried to allocate 256 bytes on shared pool. Use PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.0 to disable "
         "upper limit for memory allocations (may cause system failure).",
@@ -91,7 +91,7 @@ REPORTED = [
     Reported(
         "jax 24",
         "other-process",
-        "look with nvidia-smi on the",
+        "check nvidia-smi on the",
         "RuntimeError: Resource exhausted: Out of memory while trying to allocate 24 bytes.",
         says="preallocat|other process|another process",
         never="true-need|needs more memory",
@@ -160,7 +160,7 @@ REPORTED = [
     Reported(
         "apex",
         "optimizer-first-step",
-        "a smaller state",
+        "less state",
         'Traceback (most recent call last):\n  File "/home/u/train.py", line 88, in main\n    optimizer.step()\n  File '
         "\"/opt/conda/lib/python3.8/site-packages/apex/optimizers/fused_adam.py\", line 140, in step\n    state['exp_avg'] "
         "= torch.zeros_like(p.data)\nRuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB (GPU 0; 39.59 GiB "
@@ -202,7 +202,7 @@ REPORTED = [
     Reported(
         "torchmetrics",
         "evaluation-gathers",
-        "keep less",
+        "keep argmax or the metric",
         'Traceback (most recent call last):\n  File "/home/u/train.py", line 88, in main\n    trainer.validate(model)\n  '
         'File "/v/lib/python3.11/site-packages/torchmetrics/utilities/data.py", line 38, in dim_zero_cat\n    return '
         "torch.cat(x, dim=0)\ntorch.OutOfMemoryError: CUDA out of memory. Tried to allocate 96.00 MiB. GPU 0 has a total "
@@ -213,7 +213,7 @@ REPORTED = [
     Reported(
         "own eval cat",
         "evaluation-gathers",
-        "keep less",
+        "keep argmax or the metric",
         'Traceback (most recent call last):\n  File "train.py", line 140, in <module>\n    main()\n  File "train.py", line '
         "97, in evaluate\n    logits = torch.cat(all_logits)\nRuntimeError: CUDA out of memory. Tried to allocate 8.10 "
         "GiB (GPU 0; 15.90 GiB total capacity; 9.40 GiB already allocated; 5.20 GiB free; 9.60 GiB reserved in total by "
@@ -278,7 +278,7 @@ REPORTED = [
     Reported(
         "pin own",
         "pinned-memory",
-        "pin less at once, or not at",
+        "pin less memory at once, or none",
         'Traceback (most recent call last):\n  File "cache.py", line 20, in __init__\n    self.buffer = torch.empty(n, '
         "d).pin_memory()\nRuntimeError: CUDA error: out of memory",
     ),
@@ -317,7 +317,7 @@ REPORTED = [
     Reported(
         "triton place",
         "not-pytorch",
-        "look with nvidia-smi which",
+        "check nvidia-smi for",
         '  File "/v/site-packages/torch/_inductor/runtime/triton_heuristics.py", line 1036, in run\n    return '
         "launcher(\nRuntimeError: CUDA driver error: out of memory",
         says="Triton",
@@ -325,7 +325,7 @@ REPORTED = [
     Reported(
         "driver api",
         "not-pytorch",
-        "look with nvidia-smi which",
+        "check nvidia-smi for",
         "RuntimeError: CUDA driver error: out of memory",
         says="expandable segments",
         never="outside PyTorch's allocator",
@@ -415,7 +415,7 @@ REPORTED = [
     Reported(
         "ds -9",
         "host-memory",
-        "look: dmesg | grep -i oom,",
+        "check dmesg | grep -i oom,",
         "[2024-07-01 10:11:12,315] [ERROR] [launch.py:321:sigkill_handler] ['/home/pc/bin/python', '-u', 'train.py'] "
         "exits with return code = -9",
         certain=False,
@@ -423,7 +423,7 @@ REPORTED = [
     Reported(
         "swarm",
         "host-memory",
-        "look: dmesg | grep -i oom,",
+        "check dmesg | grep -i oom,",
         '"Err": "task: non-zero exit (137)"',
         certain=False,
     ),
@@ -519,14 +519,14 @@ REPORTED = [
     Reported(
         "errno28 disk",
         "cap",
-        "look: df -h (and df -i) of",
+        "check df -h (and df -i) of",
         "OSError: [Errno 28] No space left on device: '/root/.cache/huggingface/hub/tmp123'",
         says="disk|df",
     ),
     Reported(
         "rmm",
         "not-pytorch",
-        "look with nvidia-smi which",
+        "check nvidia-smi for",
         "MemoryError: std::bad_alloc: out_of_memory: CUDA error at: "
         "/opt/conda/include/rmm/mr/device/cuda_memory_resource.hpp:70: cudaErrorMemoryAllocation out of memory",
         never="main memory is used up",
@@ -534,7 +534,7 @@ REPORTED = [
     Reported(
         "tcnn",
         "not-pytorch",
-        "look with nvidia-smi which",
+        "check nvidia-smi for",
         "RuntimeError: /tiny-cuda-nn/include/tiny-cuda-nn/gpu_memory.h:590 cudaMalloc(&rawptr, "
         "n_bytes+DEBUG_GUARD_SIZE*2) failed: out of memory",
     ),
@@ -576,7 +576,7 @@ REPORTED = [
     Reported(
         "tf bfc",
         "true-need",
-        "smaller batches or shorter",
+        "smaller batches, shorter",
         "W tensorflow/core/common_runtime/bfc_allocator.cc:479] Allocator (GPU_0_bfc) ran out of memory trying to "
         "allocate 560.44MiB (rounded to 587661312)requested by op _EagerConst",
         says="560 MiB",
@@ -585,7 +585,7 @@ REPORTED = [
     Reported(
         "tf driver",
         "other-process",
-        "look with nvidia-smi which",
+        "check nvidia-smi for",
         "E tensorflow/stream_executor/cuda/cuda_driver.cc:924] failed to allocate 10.27G (11026489344 bytes) from "
         "device: CUDA_ERROR_OUT_OF_MEMORY",
         never="PyTorch's allocator|torch\\.cuda",
@@ -593,7 +593,7 @@ REPORTED = [
     Reported(
         "jax huge",
         "huge-tensor",
-        "find what makes it: logits",
+        "find the operation that allocates it: logits",
         "W external/xla/xla/tsl/framework/bfc_allocator.cc:501] Allocator (GPU_0_bfc) ran out of memory trying to "
         "allocate 1.25TiB (rounded to 1374521760000)requested by op",
         says="1.25 TiB",
@@ -601,7 +601,7 @@ REPORTED = [
     Reported(
         "jax tpu",
         "true-need",
-        "smaller batches or shorter",
+        "smaller batches, shorter",
         "jaxlib.xla_extension.XlaRuntimeError: RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory "
         "in memory space hbm. Used 20.21G of 15.75G hbm. Exceeded hbm capacity by 4.46G.",
         says="15.8 GiB",
@@ -619,7 +619,7 @@ REPORTED = [
     Reported(
         "cudnn9",
         "not-pytorch",
-        "look with nvidia-smi which",
+        "check nvidia-smi for",
         "RuntimeError: cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED",
     ),
     Reported(
@@ -631,7 +631,7 @@ REPORTED = [
     Reported(
         "cusparse",
         "not-pytorch",
-        "look with nvidia-smi which",
+        "check nvidia-smi for",
         "RuntimeError: CUDA error: insufficient resources when calling `cusparseSpGEMM_workEstimation(...)`",
     ),
     Reported(
@@ -651,7 +651,7 @@ REPORTED = [
     Reported(
         "pi host",
         "not-pytorch",
-        "look with xpu-smi ps which",
+        "check xpu-smi ps for",
         "RuntimeError: Native API failed. Native API returns: -6 (PI_ERROR_OUT_OF_HOST_MEMORY) -6 "
         "(PI_ERROR_OUT_OF_HOST_MEMORY)",
         never="nvidia|torch\\.cuda|CUDA_",
@@ -696,7 +696,7 @@ REPORTED = [
     Reported(
         "cupy",
         "true-need",
-        "smaller arrays, a smaller",
+        "smaller arrays or dtypes",
         "cupy.cuda.memory.OutOfMemoryError: Out of memory allocating 4,294,967,296 bytes (allocated so far: "
         "5,368,709,120 bytes).",
         says="4 GiB",

@@ -45,7 +45,7 @@ REPORTED = [
     Reported(
         "NumPy's amounts without decimals",
         "huge-tensor",
-        "a shape that broadcasts, pairs of all rows",
+        "an unintended broadcast, or all pairs of rows",
         "numpy._core._exceptions._ArrayMemoryError: Unable to allocate 312. GiB for an array with shape (204800, 204800) and data type float64",
         says="one request of 312 GiB",
         never="DataLoader",
@@ -132,7 +132,7 @@ REPORTED = [
     Reported(
         "tactics that TensorRT skips",
         "cap",
-        "nothing, if the engine is built",
+        "nothing, if the engine was built",
         "[W] UNSUPPORTED_STATESkipping tactic 0 due to insufficient memory on requested size of 11580055552 detected for tactic 0x0000000000000000.Try decreasing the workspace size with IBuilderConfig::setMemoryPoolLimit().",
         certain=False,
     ),
@@ -166,7 +166,7 @@ REPORTED = [
     Reported(
         "a data set that uses the GPU in workers",
         "not-pytorch",
-        "keep the data set on the CPU",
+        "create CPU tensors",
         traceback(
             (f"{PACKAGES}torch/utils/data/_utils/worker.py", "_worker_loop", "data = fetcher.fetch(index)"),
             ("/w/dataset.py", "__getitem__", "image = torch.tensor(values).cuda()"),

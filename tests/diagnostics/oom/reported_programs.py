@@ -119,7 +119,7 @@ REPORTED = [
     Reported(
         "a model that is run, and another process",
         "other-process",
-        "see what process 4711 is",
+        "check process 4711",
         traceback(
             (PACKAGES + "transformers/generation/utils.py", "_sample", "outputs = self(**model_inputs)"),
             error="torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 128.00 MiB. GPU 0 has a total capacity of "
@@ -254,7 +254,7 @@ REPORTED = [
     Reported(
         "a copy of the best weights",
         "model-copy",
-        "keep the copy on the host",
+        "keep the copy on the CPU",
         traceback(
             ("/home/u/train.py", "main", "best = copy.deepcopy(model.state_dict())"),
             ("/usr/lib/python3.11/copy.py", "deepcopy", "y = copier(x, memo)"),
@@ -276,7 +276,7 @@ REPORTED = [
     Reported(
         "DeepSpeed's float32 copies",
         "engine-buffers",
-        "shard what is copied",
+        "shard the copies",
         traceback(
             (PACKAGES + "deepspeed/runtime/zero/stage3.py", "_create_fp32_partitions", "float().detach()"),
             error=cuda("3.30 GiB", "23.64 GiB", "2.20 GiB", "21.40 GiB", "20.00 GiB", "1.00 GiB"),
@@ -287,7 +287,7 @@ REPORTED = [
     Reported(
         "no room for a context",
         "other-process",
-        "look with nvidia-smi",
+        "check nvidia-smi",
         traceback(
             (PACKAGES + "torch/cuda/__init__.py", "_lazy_init", "torch._C._cuda_init()"),
             error="RuntimeError: CUDA error: out of memory",
@@ -352,7 +352,7 @@ REPORTED = [
         "[2026-01-05 10:11:12 +0000] [1] [ERROR] Worker (pid:28) was sent SIGKILL! Perhaps out of memory?",
         certain=False,
     ),
-    Reported("Arrow", "host-memory", "look: free", "pyarrow.lib.ArrowMemoryError: malloc of size 17179869184 failed"),
+    Reported("Arrow", "host-memory", "check free", "pyarrow.lib.ArrowMemoryError: malloc of size 17179869184 failed"),
     Reported(
         "Vertex AI",
         "host-memory",
@@ -390,7 +390,7 @@ REPORTED = [
     Reported(
         "memory that could not be registered",
         "pinned-memory",
-        "pin less at once, or",
+        "pin less memory at once, or",
         "cudaHostRegister failed: out of memory (size=68719476736)",
         says="vm.max_map_count",
         never="nvidia-smi",
@@ -398,19 +398,19 @@ REPORTED = [
     Reported(
         "memory that could not be registered, on ROCm",
         "pinned-memory",
-        "pin less at once, or",
+        "pin less memory at once, or",
         "HIP error: hipHostRegister failed with hipErrorOutOfMemory at pinned_pool.cpp:88",
     ),
     Reported(
         "memory that could not be registered, by its line",
         "pinned-memory",
-        "pin less at once, or",
+        "pin less memory at once, or",
         'Traceback (most recent call last):\n  File "/w/swap.py", line 91, in pin\n    torch.cuda.check_error(cudart.cudaHostRegister(buffer.data_ptr(), buffer.numel(), 0))\ntorch.cuda.CudaError: out of memory (2)',
     ),
     Reported(
         "pinned memory of TensorFlow",
         "pinned-memory",
-        "pin less at once, or",
+        "pin less memory at once, or",
         "W tensorflow/core/common_runtime/device/device_host_allocator.h:46] could not allocate pinned host memory of size: 34359738368\nE tensorflow/stream_executor/cuda/cuda_driver.cc:802] failed to alloc 34359738368 bytes on host: CUDA_ERROR_OUT_OF_MEMORY: out of memory",
     ),
     Reported(
@@ -449,7 +449,7 @@ REPORTED = [
     Reported(
         "the Trainer's gathering, cut off above nested_concat",
         "evaluation-gathers",
-        "keep less of each",
+        "keep argmax or the metric of each",
         '  File "/usr/lib/python3.11/site-packages/transformers/trainer_pt_utils.py", line 312, in add\n    self.tensors = nested_concat(self.tensors, tensors, padding_index=self.padding_index)\n'
         + FULL,
     ),

@@ -18,27 +18,27 @@ REPORTED = [
     Reported(
         "cudaMallocAsync beside another process",
         "other-process",
-        "look with nvidia-smi on",
+        "check nvidia-smi on",
         "torch.cuda.OutOfMemoryError: Allocation on device 0 would exceed allowed memory. (out of memory)\nCurrently allocated     : 4.02 GiB\nRequested               : 80.00 MiB\nDevice limit            : 23.99 GiB\nFree (according to CUDA): 12.25 MiB\nPyTorch limit (set by user-supplied memory fraction)\n                        : 17179869184.00 GiB",
         never="the step needs more",
     ),
     Reported(
         "a generator of random numbers",
         "not-pytorch",
-        "look with nvidia-smi which",
+        "check nvidia-smi for",
         "RuntimeError: CURAND error: CURAND_STATUS_ALLOCATION_FAILED",
     ),
     Reported(
         "TensorFlow's pool on ROCm",
         "other-process",
-        "look with rocm-smi --showpids",
+        "check rocm-smi --showpids",
         "E tensorflow/compiler/xla/stream_executor/rocm/rocm_driver.cc:606] failed to allocate 12.99GiB (13947295296 bytes) from device: HIP_ERROR_OutOfMemory",
         never="nvidia-smi",
     ),
     Reported(
         "all temporaries of a compiled function of JAX",
         "true-need",
-        "smaller batches or shorter",
+        "smaller batches, shorter",
         "jax.errors.JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory while trying to allocate 38.27GiB.",
     ),
     Reported(
@@ -95,7 +95,7 @@ REPORTED = [
     Reported(
         "Slurm's limit on virtual memory",
         "host-memory",
-        "ask for more: sbatch",
+        "request more: sbatch",
         "slurmstepd: error: Job 98 exceeded virtual memory limit (41231512 > 16777216), being killed",
     ),
     Reported(
@@ -122,7 +122,7 @@ REPORTED = [
     Reported(
         "a parser of pandas",
         "host-memory",
-        "look: free -h, ulimit",
+        "check free -h, ulimit",
         "pandas._libs.parsers.TextReader._tokenize_rows\npandas.errors.ParserError: Error tokenizing data. C error: out of memory",
     ),
     Reported(
@@ -157,8 +157,8 @@ REPORTED = [
         "a larger heap: NODE_OPTIONS=--max-old-space-size=8192",
         "Error [ERR_WORKER_OUT_OF_MEMORY]: Worker terminated due to reaching memory limit: JS heap out of memory",
     ),
-    Reported("a program in Go", "host-memory", "look: free -h, ulimit", "fatal error: runtime: out of memory"),
-    Reported("R", "host-memory", "look: free -h, ulimit", "Error: cannot allocate vector of size 14.9 Gb"),
+    Reported("a program in Go", "host-memory", "check free -h, ulimit", "fatal error: runtime: out of memory"),
+    Reported("R", "host-memory", "check free -h, ulimit", "Error: cannot allocate vector of size 14.9 Gb"),
     Reported(
         "MATLAB",
         "not-pytorch",
@@ -168,13 +168,13 @@ REPORTED = [
     Reported(
         "XGBoost 2",
         "not-pytorch",
-        "look with nvidia-smi which",
+        "check nvidia-smi for",
         "xgboost.core.XGBoostError: [10:11:12] /workspace/src/common/device_helpers.cu:32: Memory allocation error on worker 0: std::bad_alloc: cudaErrorMemoryAllocation: out of memory\n- Free memory: 12.1GB\n- Requested memory: 30.2GB",
     ),
     Reported(
         "LightGBM on a GPU",
         "not-pytorch",
-        "look with nvidia-smi which",
+        "check nvidia-smi for",
         "[LightGBM] [Fatal] [CUDA] out of memory /x/src/cuda/cuda_utils.cpp 40",
     ),
     Reported(
@@ -206,7 +206,7 @@ REPORTED = [
     Reported(
         "CatBoost's pool",
         "not-pytorch",
-        "look with nvidia-smi which",
+        "check nvidia-smi for",
         '(NCudaLib::TOutOfMemoryError) /src/catboost/catboost/cuda/cuda_lib/memory_pool/stack_like_memory_pool.h:303: Error: Out of memory. Requested 8880 MB; Free 5902.061425 MB\nuncaught exception:\n    address -> 0x4d5a35b0410\n    what() -> "/src/catboost/catboost/cuda/cuda_lib/memory_pool/stack_like_memory_pool.h:303: Error: Out of memory. Requested 8880 MB; Free 5902.061425 MB"',
     ),
     Reported(
@@ -245,25 +245,25 @@ REPORTED = [
     Reported(
         "Darknet",
         "not-pytorch",
-        "look with nvidia-smi which",
+        "check nvidia-smi for",
         "CUDA Error: out of memory\ndarknet: ./src/cuda.c:36: check_error: Assertion `0' failed.",
     ),
     Reported(
         "Caffe",
         "not-pytorch",
-        "look with nvidia-smi which",
+        "check nvidia-smi for",
         "F0712 11:11:11.111 12 syncedmem.cpp:71] Check failed: error == cudaSuccess (2 vs. 0)  out of memory",
     ),
     Reported(
         "DGL",
         "not-pytorch",
-        "look with nvidia-smi which",
+        "check nvidia-smi for",
         "dgl._ffi.base.DGLError: [10:10:10] /opt/dgl/src/runtime/cuda/cuda_device_api.cc:97: Check failed: e == cudaSuccess || e == cudaErrorCudartUnloading: CUDA: out of memory",
     ),
     Reported(
         "the driver, with a capital",
         "not-pytorch",
-        "look with nvidia-smi which",
+        "check nvidia-smi for",
         "CUDA error: Out of memory in cuMemAlloc_v2(&device_pointer, size)",
     ),
     Reported(
@@ -295,13 +295,13 @@ REPORTED = [
     Reported(
         "PBS' control group",
         "host-memory",
-        "ask for more: qsub",
+        "request more: qsub",
         "Job 1234.pbs exceeded its memory allocation: cgroup mem limit reached",
     ),
     Reported(
         "FSDP that takes a module whole",
         "loading",
-        "FSDP moves a module",
+        "FSDP moves a whole module",
         '  File "/x/site-packages/torch/distributed/fsdp/fully_sharded_data_parallel.py", line 391, in __init__\n    _auto_wrap(auto_wrap_kwargs, fsdp_kwargs, FullyShardedDataParallel)\n  File "/x/site-packages/torch/distributed/fsdp/_init_utils.py", line 600, in _init_param_handle_from_module\n    _move_module_to_device(\n  File "/x/site-packages/torch/distributed/fsdp/_init_utils.py", line 1000, in _move_module_to_device\n    param.data = param.to(device_from_device_id)\n'
         + FULL,
         never="if the first steps ran",
@@ -309,21 +309,21 @@ REPORTED = [
     Reported(
         "an optimizer of torchao",
         "optimizer-first-step",
-        "a smaller state: 8-bit",
+        "less state: 8-bit",
         '  File "/x/site-packages/torchao/optim/adam.py", line 80, in _new_buffer\n    out = self._subclass_zeros(local_p, signed, self.block_size)\n'
         + FULL,
     ),
     Reported(
         "an optimizer of bitsandbytes",
         "optimizer-first-step",
-        "a smaller state: 8-bit",
+        "less state: 8-bit",
         '  File "/x/site-packages/bitsandbytes/optim/optimizer.py", line 279, in step\n    self.init_state(group, p, gindex, pindex)\n  File "/x/site-packages/bitsandbytes/optim/optimizer.py", line 440, in init_state\n    state["state1"] = self.get_state_buffer(p, dtype=torch.uint8)\n'
         + FULL,
     ),
     Reported(
         "an image of a VAE",
         "true-need",
-        "pipe.enable_model_cpu_offload(), pipe.vae.enable_tiling(); weights in",
+        "pipe.enable_model_cpu_offload() and pipe.vae.enable_tiling(); load weights in",
         '  File "/x/site-packages/diffusers/models/autoencoders/autoencoder_kl.py", line 320, in decode\n    decoded = self._decode(z).sample\n'
         + FULL,
         never="fit\\(",
@@ -385,27 +385,27 @@ REPORTED = [
     Reported(
         "one tensor above a fraction",
         "cap",
-        "if the limit is",
+        "raise the limit if it is",
         "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 7.62 GiB. GPU 0 has a total capacity of 15.35 GiB of which 15.23 GiB is free. Including non-PyTorch memory, this process has 124.02 MiB memory in use. 4.61 GiB allowed; Of the allocated memory 0 bytes is allocated by PyTorch, and 0 bytes is reserved by PyTorch but unallocated.",
         never="fit\\(",
     ),
     Reported(
         "memory of HIP's own",
         "not-pytorch",
-        "look with rocm-smi --showpids",
+        "check rocm-smi --showpids",
         "rocBLAS error: hipMalloc failed: out of memory",
         never="nvidia-smi",
     ),
     Reported(
         "a tensor in pinned memory",
         "pinned-memory",
-        "pin less at once",
+        "pin less memory at once",
         'Traceback (most recent call last):\n  File "/a/train.py", line 3, in <module>\n    buffer = torch.empty(1 << 34, pin_memory=True)\nRuntimeError: CUDA error: out of memory',
     ),
     Reported(
         "pinned memory, by the driver's name",
         "pinned-memory",
-        "pin less at once",
+        "pin less memory at once",
         "RuntimeError: CUDA error: out of memory (cudaHostAlloc)",
     ),
     Reported(
@@ -433,7 +433,7 @@ REPORTED = [
     Reported(
         "scores larger than what is free, beside no other process",
         "huge-tensor",
-        "find what makes it at model.py:71",
+        "find the operation that allocates it at model.py:71",
         'Traceback (most recent call last):\n  File "model.py", line 71, in forward\n    scores = q @ k.mT\n'
         + cuda("64.00 GiB", "79.15 GiB", "61.50 GiB", "17.64 GiB", "16.90 GiB", "200.00 MiB"),
         never="other processes|expandable",
@@ -441,7 +441,7 @@ REPORTED = [
     Reported(
         "state in a DeepSpeed optimizer on the host",
         "optimizer-first-step",
-        "a smaller state",
+        "less state",
         '  File "/x/deepspeed/ops/adam/cpu_adam.py", line 140, in step\n    state["exp_avg"] = torch.zeros_like(p.data)\n'
         "RuntimeError: [enforce fail at alloc_cpu.cpp:75] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate 11102298112 bytes. Error code 12 (Cannot allocate memory)",
         says="main memory",

@@ -50,7 +50,7 @@ def test_a_real_out_of_memory_error_is_explained_and_the_process_goes_on() -> No
 @pytest.mark.parametrize(
     ("script", "code", "says"),
     [
-        (scripts.EVALUATION, "evaluation-with-gradients", "with torch.no_grad(): around the evaluation"),
+        (scripts.EVALUATION, "evaluation-with-gradients", "run the evaluation under torch.no_grad()"),
         (scripts.LEAK, "leak", "graphs of earlier steps are still alive"),
         (scripts.FIRST_STEP, "optimizer-first-step", "64 MiB of it"),
     ],
@@ -71,7 +71,7 @@ def test_a_step_is_rehearsed_and_the_plan_that_fits_is_said() -> None:
     assert done.returncode == 0, done.stderr
     assert "rehearsed peak: " in done.stdout
     assert 'lowtide.fit(model, step, batch, budget="' in done.stdout
-    assert "fits in the smallest peak of any plan" in done.stdout
+    assert "fits, the smallest peak of any plan" in done.stdout
 
 
 @linux_only

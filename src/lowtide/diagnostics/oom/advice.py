@@ -49,13 +49,13 @@ def advise(message: Message, facts: Facts, cause: Cause) -> tuple[Action, ...]:
 
 def _cap(m: Message, f: Facts) -> Advice:
     if m.kind == "xpu":
-        yield "make the tensor in pieces of less than 4 GiB: smaller batches, a chunked loss head, SDPA"
-        yield "if the device allows larger ones: UR_L0_ENABLE_RELAXED_ALLOCATION_LIMITS=1"
+        yield "split the tensor into pieces below 4 GiB: smaller batches, a chunked loss head, SDPA"
+        yield "if the device allows larger allocations, set UR_L0_ENABLE_RELAXED_ALLOCATION_LIMITS=1"
         return
     if m.kind == "cpu" and f.limit_bytes is None:
         yield "raise the number of mappings: sysctl -w vm.max_map_count=1048576 (65530 by default)"
-        yield "and the process's limits: ulimit -v unlimited, ulimit -n 65536 (each shared tensor has a file)"
-        yield "hand fewer, larger tensors between processes: one tensor a batch, not a list of many"
+        yield "raise the limits of the process: ulimit -v unlimited, ulimit -n 65536 (each shared tensor needs a file)"
+        yield "share fewer, larger tensors between processes: one tensor per batch, not a list of many"
         return
     needed = None
     if m.allowed_bytes is not None and m.held_bytes is not None and m.tried_bytes is not None:
@@ -63,9 +63,9 @@ def _cap(m: Message, f: Facts) -> Advice:
     elif f.limit_bytes is not None and m.tried_bytes is not None:
         needed = max(f.limit_used_bytes + m.tried_bytes - f.limit_bytes, m.tried_bytes)
     where = f.limit_name or ("a larger pool limit" if m.form == "CuPy" else vendor_of(m.kind).fraction)
-    yield f"if the limit is not intended: raise it ({where})", needed
+    yield f"raise the limit if it is not intended ({where})", needed
     if m.allowed_bytes is not None and (m.tried_bytes or 0) > m.allowed_bytes:
-        yield "or make the tensor in pieces: it alone is larger than the limit", m.tried_bytes
+        yield "or split the tensor, which alone exceeds the limit", m.tried_bytes
     else:
         yield from _fit(m, f)
 
@@ -73,9 +73,9 @@ def _cap(m: Message, f: Facts) -> Advice:
 def _huge_tensor(m: Message, f: Facts) -> Advice:
     where = f" at {f.own_place.short}" if f.own_place else ""
     if has_overflowed(m):
-        yield f"print the sizes and lengths{where}: one is negative, uninitialized, or beyond 32 bits"
+        yield f"print the sizes and lengths{where}: one is negative, uninitialized, or overflows 32 bits"
         how = " (CUDA_LAUNCH_BLOCKING=1, compute-sanitizer)" if m.kind == "cuda" else ""
-        yield f"if they were right before: a kernel has written out of bounds{how}"
+        yield f"if the sizes are right, look for a kernel that writes out of bounds{how}"
         return
     if program := runs_only(m, f):
         yield from INFERENCE[program]
@@ -83,27 +83,30 @@ def _huge_tensor(m: Message, f: Facts) -> Advice:
     if is_of_a_set(m):
         rows = (m.shape or (0,))[0]
         yield (
-            f"do not keep the logits of all {rows} rows of the evaluation: argmax or the metric for each batch "
+            f"do not keep the logits of all {rows} evaluation rows: keep argmax or the metric of each batch "
             "(transformers: preprocess_logits_for_metrics)",
             m.tried_bytes,
         )
-        yield "or write them to a file as they come (numpy.memmap), and a smaller dtype"
+        yield "or write each batch's logits to a file (numpy.memmap), in a smaller dtype"
         return
     if m.kind == "numpy":
-        yield f"find what makes it{where}: a shape that broadcasts, pairs of all rows", m.tried_bytes
-        yield "compute it in blocks of rows, in a smaller dtype, or sparse; numpy.memmap for what must stay"
+        yield (
+            f"find the operation that allocates it{where}: an unintended broadcast, or all pairs of rows",
+            m.tried_bytes,
+        )
+        yield "compute it in blocks of rows, in a smaller dtype, or sparse; use numpy.memmap for arrays you must keep"
         return
     if f.large_tensor:
         yield LARGE_TENSORS[f.large_tensor], m.tried_bytes
         yield from _fit(m, f)
         return
     yield (
-        f"find what makes it{where}: logits over a large vocabulary, attention scores T x T, a cat of a long "
-        "list, or a shape that broadcasts ([N] with [N, 1])",
+        f"find the operation that allocates it{where}: logits over a large vocabulary, T x T attention scores, "
+        "torch.cat of a long list, or an unintended broadcast ([N] with [N, 1])",
         m.tried_bytes,
     )
-    yield "make it in pieces: a chunked loss head (F.linear_cross_entropy with options), attention by SDPA"
-    yield "smaller batches or shorter rows; lowtide.accumulate keeps the gradients of the whole batch"
+    yield "compute it in pieces: a chunked loss head (F.linear_cross_entropy with options), SDPA for attention"
+    yield "use smaller batches or shorter sequences; lowtide.accumulate gives the gradients of the whole batch"
 
 
 def _other_process(m: Message, f: Facts) -> Advice:
@@ -111,54 +114,56 @@ def _other_process(m: Message, f: Facts) -> Advice:
     if m.others:
         for other in sorted(m.others, key=lambda holder: -holder.bytes)[:3]:
             number = other.name.rpartition(" ")[2]
-            see = f"see what process {number} is (ps -p {number}"
+            see = f"check process {number} (ps -p {number}"
             if other.name in m.maybe_own and m.process_bytes is None:
-                text = f"{see} on the machine itself): another one, or this one with libraries outside PyTorch"
+                text = (
+                    f"{see} on the machine itself): it is another process, or this one with libraries outside PyTorch"
+                )
             else:
-                text = f"{see}), and end it if it is yours"
+                text = f"{see}), and stop it if it is yours"
             yield text, other.bytes
     else:
         yield (
-            f"look with {vendor.monitor} on the machine itself: another container, a display, a notebook",
+            f"check {vendor.monitor} on the machine itself for another container, a display or a notebook",
             m.hidden_bytes,
         )
     if vendor.visible_devices:
         yield f"or use another device: {vendor.visible_devices}"
-    yield "workers of your own that touch the device (DataLoader, inference servers) count among them"
+    yield "check your own workers that use the device (DataLoader, inference servers): they count as other processes"
 
 
 def _not_pytorch(m: Message, f: Facts) -> Advice:
     vendor = vendor_of(m.kind)
     if m.kind.endswith(" driver") and f.shows(Sign.IN_WORKER):
-        yield "keep the data set on the CPU: tensors in __getitem__ and collate_fn, .to(device) in the training loop"
-        yield "pin_memory=True and .to(device, non_blocking=True) make the copy fast; or num_workers=0"
+        yield "create CPU tensors in __getitem__ and collate_fn, and call .to(device) in the training loop"
+        yield "use pin_memory=True and .to(device, non_blocking=True) for fast copies, or set num_workers=0"
         return
     if m.outside_bytes:
-        yield f"find the library: {vendor.libraries}", m.outside_bytes
+        yield f"find the library that holds it: {vendor.libraries}", m.outside_bytes
     elif m.kind == "nccl" or f.shows(Sign.STARTS_COMMUNICATION):
-        yield "run one collective before the model's first step, so that the buffers are there early"
-        yield "smaller buffers: NCCL_BUFFSIZE=2097152, fewer channels (NCCL_MAX_NCHANNELS=8), fewer groups"
+        yield "run one collective before the first training step, so that the buffers are allocated early"
+        yield "shrink the buffers: NCCL_BUFFSIZE=2097152, fewer channels (NCCL_MAX_NCHANNELS=8), fewer process groups"
     else:
-        yield f"look with {vendor.monitor} which processes hold the device: others may have taken it"
+        yield f"check {vendor.monitor} for other processes that hold the device"
     if m.kind.startswith("mps"):
-        yield "torch.mps.empty_cache() between training and evaluation; pad inputs to a few shapes"
+        yield "call torch.mps.empty_cache() between training and evaluation; pad inputs to a few shapes"
         if m.outside_bytes is None:  # a watermark counts what is outside PyTorch, too: a lower one fails earlier
             yield (
-                "leave room for what is outside PyTorch: PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.9, with "
-                "PYTORCH_MPS_LOW_WATERMARK_RATIO=0.8 (a high one below the low one's default is refused)"
+                "leave room for memory outside PyTorch: PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.9, with "
+                "PYTORCH_MPS_LOW_WATERMARK_RATIO=0.8 (torch refuses a high ratio below the default low ratio)"
             )
         yield from _fit(m, f)
         return
     if vendor.fraction:
         limit = f"{vendor.fraction}=0.9" if vendor.fraction.isupper() else f"{vendor.fraction}(0.9)"
-        yield f"leave room for what is outside PyTorch: {limit} before the first step"
-    yield "make handles and communicators early, before PyTorch's cache has taken the device"
+        yield f"leave room for memory outside PyTorch: {limit} before the first step"
+    yield "create handles and communicators early, before PyTorch's cache fills the device"
     yield from _fit(m, f)
 
 
 def _private_pools(m: Message, _: Facts) -> Advice:
-    yield 'torch.compile without mode="reduce-overhead", or fewer input shapes', m.private_pool_bytes
-    yield "pad inputs to a few lengths, so that few graphs are captured; mark_dynamic where lengths vary"
+    yield 'use torch.compile without mode="reduce-overhead", or fewer input shapes', m.private_pool_bytes
+    yield "pad inputs to a few lengths, so that few graphs are captured; mark varying lengths with mark_dynamic"
 
 
 def _fragmentation(m: Message, f: Facts) -> Advice:
@@ -166,13 +171,13 @@ def _fragmentation(m: Message, f: Facts) -> Advice:
     if setting:
         yield setting, m.unallocated_bytes
     elif m.kind in ("cuda", "hip") and m.form.startswith("torch 1.4"):
-        newer = "" if m.kind == "hip" else ", or torch 2.1 or later with expandable_segments"
-        yield f"max_split_size_mb:512 in {_setting_of(m)}{newer}", m.unallocated_bytes
+        newer = "" if m.kind == "hip" else ", or use torch 2.1 or later with expandable_segments"
+        yield f"set max_split_size_mb:512 in {_setting_of(m)}{newer}", m.unallocated_bytes
     elif m.kind == "hip":
         setting = f"{_setting_of(m)}=garbage_collection_threshold:0.8,max_split_size_mb:512"
-        yield f"{setting} before the process starts", m.unallocated_bytes
-    yield "run a step with the largest batch first, so that pieces are cut from large ones"
-    yield "pad rows to a few lengths: changing shapes are what breaks memory up"
+        yield f"set {setting} before the process starts", m.unallocated_bytes
+    yield "run the largest batch first, so that later allocations reuse its large blocks"
+    yield "pad sequences to a few lengths: changing shapes fragment memory"
     yield from _fit(m, f)
 
 
@@ -182,7 +187,7 @@ def _expandable(m: Message, f: Facts) -> str:
     if f.expandable or f.windows or not has_it:
         return ""
     unsure = "" if f.expandable is False else ", if it is not set yet"
-    return f"{_setting_of(m)}=expandable_segments:True before the process starts{unsure}"
+    return f"set {_setting_of(m)}=expandable_segments:True before the process starts{unsure}"
 
 
 def _setting_of(m: Message) -> str:
@@ -193,25 +198,25 @@ def _setting_of(m: Message) -> str:
 def _driver(m: Message, _: Facts) -> Advice:
     vendor = vendor_of(m.kind)
     if m.kind == "mps":
-        yield "in a virtual machine (CI runners, for example) MPS has no GPU memory to give: use the CPU"
-        yield "on real hardware: a newer macOS and torch; torch.mps.is_available() is no proof"
+        yield "in a virtual machine (such as a CI runner) MPS has no GPU memory: use the CPU"
+        yield "on real hardware, update macOS and torch; torch.mps.is_available() does not prove that MPS works"
         return
-    yield f"find the limit: {vendor.monitor}, the container's devices and limits, ulimit -v", m.free_bytes
-    yield "try again: another process may have freed it just now"
-    yield "a newer driver" + (", and a newer torch for ROCm" if m.kind == "hip" else "")
+    yield f"look for a limit: {vendor.monitor}, the container's devices and limits, ulimit -v", m.free_bytes
+    yield "try again: another process may just have freed its memory"
+    yield "update the driver" + (", and torch for ROCm" if m.kind == "hip" else "")
 
 
 def _evaluation(_: Message, f: Facts) -> Advice:
-    yield "with torch.no_grad(): around the evaluation (model.eval() does not switch gradients off)", f.evaluation_bytes
+    yield "run the evaluation under torch.no_grad() (model.eval() does not disable gradients)", f.evaluation_bytes
 
 
 def _evaluation_gathers(m: Message, _: Facts) -> Advice:
     yield (
-        "keep less of each evaluation batch: argmax or the metric, not logits (transformers: "
+        "keep argmax or the metric of each evaluation batch, not its logits (transformers: "
         "preprocess_logits_for_metrics)"
     )
-    yield "move them to the host now and then: eval_accumulation_steps=10, or .cpu() for each batch"
-    yield "or no predictions at all: prediction_loss_only=True, batch_eval_metrics=True"
+    yield "move predictions to the CPU: eval_accumulation_steps=10, or .cpu() for each batch"
+    yield "or keep no predictions: prediction_loss_only=True, batch_eval_metrics=True"
 
 
 def _loading(m: Message, f: Facts) -> Advice:
@@ -219,90 +224,90 @@ def _loading(m: Message, f: Facts) -> Advice:
         vendor = vendor_of(m.kind)
         if any("fsdp" in place.file for place in f.places):
             yield (
-                "FSDP moves a module there whole before it shards it: an auto_wrap_policy for each block, or a "
-                "model on the meta device (sync_module_states=True; FSDP2: fully_shard each block, then to_empty)"
+                "FSDP moves a whole module to the device before it shards it: set auto_wrap_policy per block, or "
+                "use the meta device (sync_module_states=True; FSDP2: fully_shard each block, then to_empty)"
             )
-        yield "weights in a smaller dtype (dtype=torch.bfloat16), or quantized (bitsandbytes, torchao)"
-        yield 'weights on several devices: device_map="auto" to run a model; FSDP or tensor parallel to train'
-        yield f"look with {vendor.monitor} whether another model or process is on the device already"
+        yield "load the weights in a smaller dtype (dtype=torch.bfloat16), or quantized (bitsandbytes, torchao)"
+        yield 'split the weights over devices: device_map="auto" for inference; FSDP or tensor parallel for training'
+        yield f"check {vendor.monitor} for another model or process on the device"
         return
     is_safe = any("safetensors" in place.file for place in f.places)
     load = 'load_file(path, device="cpu")' if is_safe else 'torch.load(path, map_location="cpu")'
-    yield f"{load}, then load_state_dict, and del the checkpoint"
-    yield "mmap=True reads only what is used; on several ranks map each to its own device, not all to GPU 0"
-    yield "a checkpoint with optimizer state is three times the parameters: load the parts one by one"
+    yield f"use {load}, then load_state_dict, and del the checkpoint"
+    yield "mmap=True reads only the tensors you use; with several ranks, map each to its own device, not all to GPU 0"
+    yield "a checkpoint with Adam state is three times the size of the parameters: load its parts one by one"
 
 
 def _model_copy(_: Message, f: Facts) -> Advice:
     if f.shows(Sign.GATHERS_STATE):
         yield (
-            "gather on the host: FullStateDictConfig(offload_to_cpu=True, rank0_only=True), or "
+            "gather on the CPU: FullStateDictConfig(offload_to_cpu=True, rank0_only=True), or "
             "StateDictOptions(full_state_dict=True, cpu_offload=True)"
         )
-        yield "or save shards: torch.distributed.checkpoint; DeepSpeed's zero_to_fp32.py joins them later"
+        yield "or save the shards: torch.distributed.checkpoint; DeepSpeed's zero_to_fp32.py joins them later"
         return
-    yield "keep the copy on the host: {name: tensor.cpu() for name, tensor in model.state_dict().items()}"
-    yield "for an average of weights: AveragedModel(model, device='cpu'), or a copy in a smaller dtype"
+    yield "keep the copy on the CPU: {name: tensor.cpu() for name, tensor in model.state_dict().items()}"
+    yield "for an average of weights, use AveragedModel(model, device='cpu'), or a copy in a smaller dtype"
     yield "save the best weights to a file instead of keeping them in a variable"
 
 
 def _engine_buffers(_: Message, f: Facts) -> Advice:
     if any("megatron" in place.file for place in f.places):
-        yield "shard them: --use-distributed-optimizer; a larger --tensor- or --pipeline-model-parallel-size"
-        yield "gradients in 16 bits: without --accumulate-allreduce-grads-in-fp32; offload the optimizer"
+        yield "shard the buffers: --use-distributed-optimizer; a larger --tensor- or --pipeline-model-parallel-size"
+        yield "keep gradients in 16 bits (no --accumulate-allreduce-grads-in-fp32); offload the optimizer"
         return
     if not any("deepspeed" in place.file for place in f.places):
-        yield "DistributedDataParallel(..., gradient_as_bucket_view=True): gradients live in the buckets from then on"
-    yield "shard what is copied: FSDP, or DeepSpeed's ZeRO over more GPUs, with offload_optimizer to the host"
-    yield "less to train: LoRA, frozen layers; frozen parameters have no gradient, bucket or float32 copy"
+        yield "use DistributedDataParallel(..., gradient_as_bucket_view=True): gradients then share the buckets' memory"
+    yield "shard the copies: FSDP, or DeepSpeed's ZeRO over more GPUs, with offload_optimizer to the CPU"
+    yield "train fewer parameters (LoRA, frozen layers): frozen ones have no gradient, bucket or float32 copy"
 
 
 def _pinned_memory(m: Message, f: Facts) -> Advice:
     if not f.shows(Sign.PINS_BATCHES):
-        yield 'pin less at once, or not at all (DeepSpeed: "pin_memory": false where parameters are offloaded)'
-    yield "DataLoader(pin_memory=False), or a smaller prefetch_factor and fewer workers"
-    yield "if the GPU is full as well: the thread needs a context on it; see that only one process uses it"
+        yield 'pin less memory at once, or none (DeepSpeed: "pin_memory": false where parameters are offloaded)'
+    yield "use DataLoader(pin_memory=False), or a smaller prefetch_factor and fewer workers"
+    yield "if the GPU is full as well, check that only one process uses it: the thread needs a context there"
     yield "raise the limit on locked memory (ulimit -l unlimited; in containers --ulimit memlock=-1)"
     if "HostRegister" in m.text or f.shows(Sign.PINS_MEMORY):
         yield (
-            "register few large pieces: each is a mapping (vm.max_map_count, 65530), and one of 512 GiB or more is "
-            "refused by drivers from 580 on"
+            "register few large pieces: each is a mapping (vm.max_map_count, 65530), and drivers from 580 on refuse "
+            "one of 512 GiB or more"
         )
 
 
 def _leak(_: Message, f: Facts) -> Advice:
     yield (
-        "lowtide watch train.py: names the variable or list that holds the graphs, and the line that made them",
+        "run lowtide watch train.py: it names the variable or list that holds the graphs, and the line that made them",
         f.leftover_bytes,
     )
-    yield "collect numbers, not tensors: losses.append(loss.detach()), and backward or del on every path"
+    yield "do not store tensors with graphs: losses.append(loss.detach()), and run backward or del loss on every path"
 
 
 def _optimizer(m: Message, f: Facts) -> Advice:
     if m.kind == "cpu":
-        yield "a smaller state: 8-bit or factored optimizers, or the state on a disk (DeepSpeed: offload to nvme)"
-        yield "a machine with more main memory: Adam's state is two float32 copies of the parameters"
+        yield "use an optimizer with less state (8-bit or factored), or state on disk (DeepSpeed: offload to nvme)"
+        yield "use a machine with more main memory: Adam's state is two float32 copies of the parameters"
         return
     if f.shows(Sign.IN_TORCH_OPTIMIZER) or not f.shows(Sign.IN_OPTIMIZER):
-        yield "fused=True for the optimizer: the update needs no temporaries (foreach keeps one more copy)"
-    yield "a smaller state: 8-bit or factored optimizers (Adafactor)", f.new_state_bytes or None
+        yield "set fused=True for the optimizer: its update needs no temporaries (foreach needs one more copy)"
+    yield "use an optimizer with less state: 8-bit or factored (Adafactor)", f.new_state_bytes or None
     yield (
-        "the state stays: what must shrink is the rest of the step. lowtide.fit(..., optimizer=optimizer) "
-        "rehearses with the state in place"
+        "shrink the rest of the step, because the state stays: lowtide.fit(..., optimizer=optimizer) rehearses with "
+        "the state in place"
     )
 
 
 def _optimizer_temporaries(_: Message, __: Facts) -> Advice:
-    yield "fused=True for the optimizer, or foreach=False: no temporaries the size of all parameters"
-    yield "room in the rest of the step: lowtide.fit(..., optimizer=optimizer) counts the update as well"
-    yield "a smaller state: 8-bit or factored optimizers (Adafactor)"
+    yield "set fused=True for the optimizer, or foreach=False: no temporaries as large as all parameters"
+    yield "shrink the rest of the step: lowtide.fit(..., optimizer=optimizer) counts the update as well"
+    yield "use an optimizer with less state: 8-bit or factored (Adafactor)"
 
 
 def _host(m: Message, f: Facts) -> Advice:
     if is_of_windows(m):
         yield SOURCES["Windows"].actions[0]
-    yield "fewer DataLoader workers, a smaller prefetch_factor, no copies of the data set per worker"
-    yield "torch.load(..., mmap=True); checkpoints on one rank; no whole epoch of predictions in a list"
+    yield "use fewer DataLoader workers, a smaller prefetch_factor, and no copy of the data set per worker"
+    yield "use torch.load(..., mmap=True); load checkpoints on one rank; do not keep an epoch of predictions in a list"
     if m.kind == "cpu" and (m.tried_bytes or 0) > TINY_BYTES:
         yield from _fit(m, f)
 
@@ -310,10 +315,10 @@ def _host(m: Message, f: Facts) -> Advice:
 def _true_need(m: Message, f: Facts) -> Advice:
     if f.shows(Sign.EVALUATES):
         yield (
-            "smaller evaluation batches (transformers: per_device_eval_batch_size), under torch.no_grad() or "
+            "use smaller evaluation batches (transformers: per_device_eval_batch_size), under torch.no_grad() or "
             "torch.inference_mode()"
         )
-        yield "if training ran before: lowtide watch train.py tells what it has left in memory"
+        yield "if training ran before, run lowtide watch train.py to find tensors that it left in memory"
         return
     if f.large_tensor:
         yield LARGE_TENSORS[f.large_tensor], m.tried_bytes
@@ -321,9 +326,9 @@ def _true_need(m: Message, f: Facts) -> Advice:
     if makes_divisible_tensor(m, f):
         yield DIVISIBLE_TENSORS[f.divisible_tensor], m.tried_bytes
     if f.shows(Sign.IN_OPTIMIZER):
-        yield "fused=True for the optimizer: no temporaries in its step"
+        yield "set fused=True for the optimizer: its step needs no temporaries"
     if _is_of_torch(m) and not runs_only(m, f):
-        yield "if the first steps ran: lowtide watch train.py tells if it grows, and what holds it"
+        yield "if the first steps ran, run lowtide watch train.py to see whether memory grows, and what holds it"
 
 
 def _fit(m: Message, f: Facts) -> Advice:
@@ -332,33 +337,34 @@ def _fit(m: Message, f: Facts) -> Advice:
         yield from INFERENCE[program]
         return
     if m.form == "CuPy":
-        yield "smaller arrays, a smaller dtype; cupy.get_default_memory_pool().free_all_blocks() between them"
+        yield "use smaller arrays or dtypes; call cupy.get_default_memory_pool().free_all_blocks() between them"
         return
     if not _is_of_torch(m):
-        yield "smaller batches or shorter rows, a smaller dtype, recomputation (checkpointing) of blocks"
-        yield f"look what else is in memory: {vendor_of(m.kind).monitor}; {vendor_of(m.kind).libraries}"
+        yield "use smaller batches, shorter sequences, a smaller dtype, or activation checkpointing"
+        yield f"check what else holds memory: {vendor_of(m.kind).monitor}; {vendor_of(m.kind).libraries}"
         return
     usable, least = m.usable_bytes, f.smallest_peak_bytes
-    pieces = "lowtide.accumulate(loss_of, batch, 2): half of the activations, gradients of the whole batch"
+    pieces = "lowtide.accumulate(loss_of, batch, 2): half the activations, and the gradients of the whole batch"
     room = None if usable is None else usable * 95 // 100
     if f.saves_most:
-        yield "a smaller batch, or shorter rows: the plan with the smallest peak is in force already"
+        yield "use a smaller batch or shorter sequences: the plan with the smallest peak is in force already"
         yield pieces
     elif f.is_planned:
-        yield "a smaller budget: the plan in force recomputes only what its budget asks for", usable
+        yield "set a smaller budget: the plan in force recomputes no more than its budget requires", usable
         yield pieces
     elif least is None:
         text = (
-            f'lowtide.fit(model, step, batch, budget="{_typed(room)}"): the same gradients, bit for bit, or what fits'
+            f'lowtide.fit(model, step, batch, budget="{_typed(room)}"): the same gradients, bit for bit, or the '
+            "nearest budget that fits"
         )
         yield text, usable
         yield pieces
     elif room is not None and room < least:
         yield pieces
-        yield f"no plan fits {format_bytes(room)}: the one with the smallest peak needs this", least
+        yield f"no plan fits {format_bytes(room)}: the smallest peak of any plan is", least
     else:
         budget = _typed(least, round_up=True) if room is None else _typed(room)
-        rest = " in the smallest peak of any plan" if room is None else ""
+        rest = ", the smallest peak of any plan" if room is None else ""
         text = f'lowtide.fit(model, step, batch, budget="{budget}") fits{rest}'
         yield text, least if room is None else room
         yield pieces

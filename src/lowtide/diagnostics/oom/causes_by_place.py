@@ -81,9 +81,7 @@ def evaluation_gathers(m: Message, f: Facts) -> Cause | None:
     return Cause(
         code="evaluation-gathers",
         claim=f"the evaluation keeps the predictions of the whole data set {where}",
-        evidence=(
-            "failed while concatenating one more batch of outputs to all previous ones: logits of every row",
-        ),
+        evidence=("failed while concatenating one more batch of outputs to all previous ones: logits of every row",),
     )
 
 

@@ -17,28 +17,28 @@ def host_memory(claim: str, evidence: str, *actions: str) -> Source:
 
 HOST_SOURCES: dict[str, Source] = {
     "Slurm": host_memory(
-        "Slurm ended the task: the job used more host memory than it had asked for",
-        "the limit is the job's --mem or --mem-per-cpu; the GPU's memory is not concerned",
-        "ask for more: sbatch --mem=64G, or --mem=0 for the whole node; `seff JOBID` shows the peak",
+        "Slurm ended the task: the job used more host memory than it requested",
+        "the limit is the job's --mem or --mem-per-cpu; GPU memory is not affected",
+        "request more: sbatch --mem=64G, or --mem=0 for the whole node; `seff JOBID` shows the peak",
     ),
     "PBS": host_memory(
-        "PBS ended the job: it used more host memory than it had asked for",
-        "the limit is the job's mem or vmem; the GPU's memory is not concerned",
-        "ask for more: qsub -l select=1:mem=64gb; `qstat -fx JOBID` shows the peak",
+        "PBS ended the job: it used more host memory than it requested",
+        "the limit is the job's mem or vmem; GPU memory is not affected",
+        "request more: qsub -l select=1:mem=64gb; `qstat -fx JOBID` shows the peak",
     ),
     "LSF": host_memory(
         "LSF ended the job: it used more host memory than its limit",
-        "TERM_MEMLIMIT is the limit of bsub -M; the GPU's memory is not concerned",
+        "TERM_MEMLIMIT is the limit of bsub -M; GPU memory is not affected",
         'ask for more: bsub -M 64GB -R "rusage[mem=64GB]"; `bhist -l JOBID` shows the peak',
     ),
     "SGE": host_memory(
-        "Grid Engine ended the job: it used more host memory than it had asked for",
-        "the limit is the job's h_vmem; the GPU's memory is not concerned",
-        "ask for more: qsub -l h_vmem=64G; `qacct -j JOBID` shows maxvmem",
+        "Grid Engine ended the job: it used more host memory than it requested",
+        "the limit is the job's h_vmem; GPU memory is not affected",
+        "request more: qsub -l h_vmem=64G; `qacct -j JOBID` shows maxvmem",
     ),
     "AWS Batch": host_memory(
         "AWS Batch ended the container: it reached the memory of its job definition",
-        "the kernel ends a container at its limit, whatever the instance has free",
+        "the kernel ends a container at its limit, even if the instance has memory free",
         "raise MEMORY in resourceRequirements of the job definition, within the instance's memory",
     ),
     "Kubernetes": source(
@@ -55,7 +55,7 @@ HOST_SOURCES: dict[str, Source] = {
     ),
     "a control group": host_memory(
         "the kernel ended a process: the limit of a container, a job or a unit (its control group) is reached",
-        "whatever the rest of the system has free: host memory, not the GPU's",
+        "the rest of the system may have memory free; this is host memory, not the GPU's",
         "dmesg names the process and its memory (anon-rss); raise the limit: docker run --memory, "
         "resources.limits.memory, MemoryMax=, Slurm's --mem",
     ),
@@ -72,10 +72,10 @@ HOST_SOURCES: dict[str, Source] = {
     ),
     "pinning": source(
         "pinned-memory",
-        "the DataLoader's pin_memory thread has ended: it was refused pinned memory or a context on the GPU",
+        "the DataLoader's pin_memory thread has ended: it could not get pinned memory or a context on the GPU",
         "its own error is further up in the log, if it could write one",
         "DataLoader(pin_memory=False) shows if that is all; then a smaller prefetch_factor and fewer workers",
-        "see with nvidia-smi that the GPU is not full, and the limit on locked memory (ulimit -l)",
+        "check with nvidia-smi that the GPU is not full, and raise the limit on locked memory (ulimit -l)",
     ),
     "DataLoader": host_memory(
         "the kernel ended a DataLoader worker: host memory of the machine, or of the container, is used up",
@@ -84,22 +84,22 @@ HOST_SOURCES: dict[str, Source] = {
     "shells, torchrun and containers": host_memory(
         "the system ended a process, most likely to get host memory back: the machine's or the container's",
         "SIGKILL (exit code 137, or -9) leaves no reason; `dmesg | grep -i oom` says whether it was memory",
-        "look: dmesg | grep -i oom, or `kubectl describe pod` (Reason: OOMKilled)",
+        "check dmesg | grep -i oom, or `kubectl describe pod` (Reason: OOMKilled)",
     ),
     "Colab": host_memory(
         "the machine's RAM is used up: Colab ended the session",
         "this is host memory; the GPU's is reported by PyTorch itself",
-        "load less at once: stream the data set, or a high-RAM runtime",
+        "load load less at once: stream the data set, or a high-RAM runtime",
     ),
     "Kaggle": host_memory(
         "the machine's RAM is used up: Kaggle restarted the notebook",
         "this is host memory; the GPU's is reported by PyTorch itself",
-        "load less at once: stream the data set, a smaller dtype",
+        "load load less at once: stream the data set, a smaller dtype",
     ),
     "HTCondor": host_memory(
-        "HTCondor ended or held the job: it used more host memory than it had asked for",
-        "the limit is request_memory; the GPU's memory is not concerned",
-        "ask for more: request_memory = 64GB in the submit file",
+        "HTCondor ended or held the job: it used more host memory than it requested",
+        "the limit is request_memory; GPU memory is not affected",
+        "request more: request_memory = 64GB in the submit file",
     ),
     "Jupyter": host_memory(
         "the notebook's kernel died, most likely because the machine's RAM is used up",
@@ -115,7 +115,7 @@ HOST_SOURCES: dict[str, Source] = {
     ),
     "Kubernetes, the node": host_memory(
         "the node ran low on host memory: Kubernetes evicted a pod, or the kernel ended one of its processes",
-        "both take the pod that uses most beyond its resources.requests.memory; the GPU is not concerned",
+        "both take the pod that uses most beyond its resources.requests.memory; GPU memory is not affected",
         "set resources.requests.memory to what the pod needs, and the limit to the same: such nodes are chosen",
         "give emptyDir volumes of medium Memory a sizeLimit: their pages count",
     ),
@@ -140,17 +140,17 @@ HOST_SOURCES: dict[str, Source] = {
     ),
     "llama.cpp on the host": source(
         "host-memory",
-        "llama.cpp was refused host memory: for weights, KV cache or scratch memory that is not on a GPU",
-        "CPU and host buffers are main memory; the GPU's memory is not concerned",
+        "llama.cpp could not allocate host memory for weights, KV cache or scratch memory that is not on a GPU",
+        "CPU and host buffers are main memory; GPU memory is not affected",
         "a smaller or further quantized model, a shorter context (-c), or more layers on the GPU (-ngl)",
         "keep memory mapping on (no --no-mmap, no --mlock): mapped weights need no memory of their own",
     ),
     "pinned memory of llama.cpp": source(
         "pinned-memory",
-        "llama.cpp was refused pinned host memory, and goes on with ordinary memory: slower copies, same results",
-        "pinned memory is bounded by the driver and the limit on locked memory, whatever is free",
+        "llama.cpp could not pin host memory and continues with pageable memory: slower copies, same results",
+        "pinned memory is limited by the driver and by ulimit -l, regardless of free memory",
         "raise the limit on locked memory (ulimit -l unlimited; under WSL more memory in .wslconfig)",
-        "or GGML_CUDA_NO_PINNED=1, which does without and says nothing",
+        "or set GGML_CUDA_NO_PINNED=1, which uses no pinned memory and prints no warning",
     ),
     "GitHub Actions": source(
         "host-memory",
@@ -161,21 +161,21 @@ HOST_SOURCES: dict[str, Source] = {
     ),
     "Julia": source(
         "host-memory",
-        "Julia was refused host memory for an array",
+        "Julia could not allocate host memory for an array",
         "its OutOfMemoryError is about main memory; for the GPU there is another message",
         "print the array's size: one dimension may be wrong; then blocks, views, or a smaller element type",
         "a limit: --heap-size-hint lets Julia collect garbage earlier; free -h shows the machine's memory",
     ),
     "TensorFlow on the host": source(
         "host-memory",
-        "TensorFlow asked for main memory and the machine had none left; the GPU is not concerned",
+        "TensorFlow asked for main memory and the machine had none left; GPU memory is not affected",
         "the tensor was to be on the CPU",
         "no whole data set as one tensor: tf.data from files, in batches",
         "smaller batches, a smaller dtype, fewer prefetched batches and parallel calls",
     ),
     "Ollama": source(
         "host-memory",
-        "the machine has less free RAM than Ollama reckons for the model",
+        "the machine has less free RAM than Ollama estimates for the model",
         "both numbers are in the message; layers that are not on a GPU count as RAM",
         "a smaller or further quantized model, or a smaller num_ctx",
         "more layers on the GPU (num_gpu), or free RAM: other programs, a container's limit",
@@ -189,7 +189,7 @@ HOST_SOURCES: dict[str, Source] = {
     ),
     "Spark's workers": source(
         "host-memory",
-        "Spark lost an executor or one of its Python workers, most likely for host memory",
+        "Spark lost an executor or one of its Python workers, most likely because host memory ran out",
         "Python workers and their tensors are outside Java's heap, and count toward the container's limit",
         "a larger spark.executor.memoryOverhead, or spark.executor.pyspark.memory",
         "fewer cores an executor, smaller partitions, a smaller spark.sql.execution.arrow.maxRecordsPerBatch",
@@ -210,21 +210,21 @@ HOST_SOURCES: dict[str, Source] = {
     ),
     "Dask's workers": source(
         "host-memory",
-        "workers of Dask died while they ran one task, most likely for their memory",
+        "workers of Dask died while they ran one task, most likely because host memory ran out",
         "the worker's own log says why it ended",
         "look in the workers' logs; a larger memory_limit, or fewer threads a worker",
         "smaller partitions: the task of one has to fit into a worker",
     ),
     "pools of processes": source(
         "host-memory",
-        "a worker process ended without a word, most likely for host memory",
+        "a worker process ended without an error message, most likely because host memory ran out",
         "the kernel ends the largest process; a crash in a library looks the same",
         "fewer workers (num_proc, n_jobs, max_workers, nnUNet_n_proc_DA): each has its own copy of what it touches",
         "smaller pieces: writer_batch_size of datasets' map; `dmesg | grep -i oom` tells if it was memory",
     ),
     "gunicorn": source(
         "host-memory",
-        "a worker of the server was ended, most likely for host memory",
+        "a worker of the server was ended, most likely because host memory ran out",
         "each worker loads its own model; gunicorn sends SIGKILL after a timeout, too",
         "one worker with threads, or preload_app with the model loaded before the fork",
         "a larger limit of the container, and a longer --timeout if no memory was missing (dmesg | grep -i oom)",
@@ -233,7 +233,7 @@ HOST_SOURCES: dict[str, Source] = {
         "host-memory",
         "the system refused a new process: too little memory is left to promise it a copy of its parent's",
         "a fork needs no memory at once, but the kernel must be able to commit it",
-        "look: free -h and the container's limit; end what holds the memory, or add swap",
+        "check free -h and the container's limit; end what holds the memory, or add swap",
         "fewer DataLoader workers, started before large arrays are made; or vm.overcommit_memory=1 on your machine",
     ),
     "a service's limit": host_memory(
@@ -243,10 +243,10 @@ HOST_SOURCES: dict[str, Source] = {
     ),
     "libraries on the host": source(
         "host-memory",
-        "a library was refused host memory: the machine's is used up, or a limit is reached",
-        "it asked the system directly; the GPU's memory is not concerned",
-        "look: free -h, ulimit -v, and the container's limit",
-        "less at once: smaller images or tables, fewer processes with a copy each",
+        "a library could not allocate host memory: the machine's is used up, or a limit is reached",
+        "it allocates from the system directly; GPU memory is not affected",
+        "check free -h, ulimit -v, and the container's limit",
+        "load less at once: smaller images or tables, fewer processes with a copy each",
     ),
     "Ray": source(
         "host-memory",

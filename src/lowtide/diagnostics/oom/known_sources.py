@@ -14,17 +14,17 @@ SOURCES: dict[str, Source] = HOST_SOURCES | DEVICE_SOURCES
 """Sources by the name in `MessageHead.form`."""
 
 LARGE_TENSORS: dict[str, str] = {
-    "boxes": "fewer boxes at once: every box of an image is compared with every anchor. gpu_assign_thr=100 of mmdet's "
-    "assigner does it on the CPU for full images; crop large images into tiles",
-    "transducer": "the transducer's joint has B x T x U x vocabulary values: fused_batch_size=1 and fuse_loss_wer=True "
-    "(NeMo), a pruned loss (k2), shorter audio, a smaller vocabulary",
+    "boxes": "process fewer boxes at once: every box of an image is compared with every anchor. gpu_assign_thr=100 of "
+    "mmdet's assigner moves crowded images to the CPU; crop large images into tiles",
+    "transducer": "the transducer's joint output has B x T x U x vocabulary values: use fused_batch_size=1 and "
+    "fuse_loss_wer=True (NeMo), a pruned loss (k2), shorter audio, a smaller vocabulary",
 }
 """Advice for tensors that are known to be large, by the place that makes them (`Facts.large_tensor`)."""
 
 DIVISIBLE_TENSORS: dict[str, str] = {
-    "logits": "logits over the vocabulary in pieces: a chunked loss head (F.linear_cross_entropy, Liger's kernels), of "
-    "the rows that have a label only",
-    "attention scores": 'no scores of all pairs: F.scaled_dot_product_attention, attn_implementation="sdpa"',
+    "logits": "compute the logits in pieces: a chunked loss head (F.linear_cross_entropy, Liger's kernels), and only "
+    "for rows that have a label",
+    "attention scores": 'do not compute all scores: F.scaled_dot_product_attention, attn_implementation="sdpa"',
 }
 """Advice for tensors that a training step need not have whole, by the place that makes them.
 
@@ -33,26 +33,26 @@ See `Facts.divisible_tensor`.
 
 INFERENCE: dict[str, tuple[str, ...]] = {
     "vLLM": (
-        "a shorter max_model_len, fewer max_num_seqs, enforce_eager=True; a smaller gpu_memory_utilization if the "
-        "weights were loaded",
-        "tensor_parallel_size over more GPUs, or a quantized model, where the weights do not fit",
+        "lower max_model_len and max_num_seqs, set enforce_eager=True; lower gpu_memory_utilization if the weights "
+        "were loaded",
+        "if the weights do not fit, raise tensor_parallel_size over more GPUs, or use a quantized model",
     ),
     "SGLang": (
-        "a smaller --mem-fraction-static or --cuda-graph-max-bs (--disable-cuda-graph), if the weights were loaded",
-        "--tp-size over more GPUs, or a quantized model, where the weights do not fit",
+        "if the weights were loaded, lower --mem-fraction-static or --cuda-graph-max-bs (or --disable-cuda-graph)",
+        "if the weights do not fit, raise --tp-size over more GPUs, or use a quantized model",
     ),
     "ComfyUI": SOURCES["ComfyUI's nodes"].actions,
     "Stable Diffusion web UI": SOURCES["Stable Diffusion web UI"].actions,
     "diffusers": (
-        "pipe.enable_model_cpu_offload(), pipe.vae.enable_tiling(); weights in bfloat16 or quantized",
-        "smaller images, fewer of them or fewer frames at once, under torch.inference_mode()",
+        "call pipe.enable_model_cpu_offload() and pipe.vae.enable_tiling(); load weights in bfloat16 or quantized",
+        "generate smaller images, or fewer images or frames at once, under torch.inference_mode()",
     ),
     "a model": (
-        "smaller or fewer inputs at a time: batch size, length, image size; under torch.inference_mode()",
-        "weights in bfloat16 or quantized; parts of the model on other devices (accelerate's device_map)",
+        "pass smaller or fewer inputs at a time (batch size, length, image size), under torch.inference_mode()",
+        "load weights in bfloat16 or quantized; move parts of the model to other devices (accelerate's device_map)",
     ),
     "generation": (
-        "shorter prompts and max_new_tokens, fewer sequences or beams: the KV cache grows with each token of each",
+        "use shorter prompts, a smaller max_new_tokens, fewer sequences or beams: the KV cache grows with every token",
         'cache_implementation="offloaded" or "quantized", attn_implementation="sdpa"; weights in bfloat16 or quantized',
     ),
 }
