@@ -1,11 +1,13 @@
 """Progress of long work: bars on a terminal, one line a stage, and nothing where stderr is a pipe."""
 
+import inspect
 import io
 import logging
 import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,9 +18,11 @@ import torch
 from torch import nn
 
 import lowtide
+from interrupting import Interrupting
 from lowtide.cli import main
-from lowtide.utils.messages import say
-from lowtide.utils.progress import Stage, showing
+from lowtide.utils.interrupts import AGAIN_S
+from lowtide.utils.messages import say, shown_bars
+from lowtide.utils.progress import Stage, _here, showing
 
 X = torch.randn(256, 64)
 STAGES = ["audited", "rehearsed", "planned for", "verified the plan for"]
@@ -176,6 +180,58 @@ def test_no_bar_is_shown_beside_a_programs_own(monkeypatch: pytest.MonkeyPatch) 
         own.close()
     assert "lowtide: rehearsing" not in screen()
     assert "lowtide: rehearsed Sequential in 2 steps" in screen()
+
+
+def first_call(function: Callable[..., Any]) -> Interrupting:
+    """An interrupt when `function` is called for the first time."""
+    code = inspect.unwrap(function).__code__
+    return Interrupting(((code, code.co_firstlineno), 1))
+
+
+def await_interrupt() -> None:
+    """Wait for an interrupt that is resent because a plan of an earlier test still holds interrupts back."""
+    for _ in range(20):
+        time.sleep(AGAIN_S)
+
+
+@pytest.mark.parametrize("name", ["acquire", "release", "clear", "refresh"])
+def test_a_line_that_is_interrupted_leaves_tqdms_lock_free(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    bars = pytest.importorskip("tqdm.std")
+    lock = bars.tqdm.get_lock()
+    are_free: list[bool] = []
+
+    def try_locks() -> None:  # the thread that holds one may acquire it again
+        for each in lock.locks:
+            are_free.append(each.acquire(False))
+            if are_free[-1]:
+                each.release()
+
+    with terminal(monkeypatch) as screen:
+        own = bars.tqdm(total=1, desc="mine", ncols=40, nrows=9)
+        function = getattr(lock, name, None) or getattr(own, name)
+        with pytest.raises(KeyboardInterrupt), first_call(function.__func__):  # noqa: PT012
+            say("a note")
+            await_interrupt()
+        other = threading.Thread(target=try_locks)
+        other.start()
+        other.join()
+        own.close()
+    assert are_free == [True] * len(lock.locks)
+    assert screen().count("mine") >= 2  # the bar is drawn again
+
+
+@pytest.mark.parametrize("name", ["__init__", "start", "update", "stop"])
+def test_a_stage_that_is_interrupted_leaves_no_bar(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    progress = pytest.importorskip("rich.progress")
+    with terminal(monkeypatch) as screen:
+        interrupting = first_call(getattr(progress.Progress, name))
+        with pytest.raises(KeyboardInterrupt), interrupting, showing(True):  # noqa: PT012
+            with Stage("working") as stage:
+                stage.advance()
+            await_interrupt()
+        assert not _here.open
+        assert not shown_bars
+    assert screen().count("\x1b[?25l") == screen().count("\x1b[?25h") > 0  # the cursor was hidden, and is shown
 
 
 def test_a_stage_that_fails_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Final
 
+from lowtide.utils.interrupts import uninterrupted
+
 LOG: Final = logging.getLogger("lowtide")
 
 
@@ -45,14 +47,22 @@ shown_bars: Final[list[Callable[[], AbstractContextManager[object]]]] = []
 @contextlib.contextmanager
 def beside_bars() -> Iterator[None]:
     """Clear progress bars, Lowtide's and the program's tqdm bars, during the block, to make room for a line on
-    stderr.
+    stderr. An interrupt waits while they are cleared and drawn again, because tqdm's lock would stay held.
     """
-    with contextlib.ExitStack() as stack:
-        if (bars := sys.modules.get("tqdm.std")) is not None:
-            stack.enter_context(bars.tqdm.external_write_mode(file=sys.stderr))
-        for cleared in shown_bars:
-            stack.enter_context(cleared())
+    stack = contextlib.ExitStack()
+    try:
+        uninterrupted(_clear_bars)(stack)
         yield
+    finally:
+        uninterrupted(stack.close)()
+
+
+def _clear_bars(stack: contextlib.ExitStack) -> None:
+    """Clear progress bars until `stack` is closed."""
+    if (bars := sys.modules.get("tqdm.std")) is not None:
+        stack.enter_context(bars.tqdm.external_write_mode(file=sys.stderr))
+    for cleared in shown_bars:
+        stack.enter_context(cleared())
 
 
 def rank() -> int | None:

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Protocol, Self
 
 from lowtide.units import format_time
+from lowtide.utils.interrupts import uninterrupted, uninterrupted_enter
 from lowtide.utils.messages import LOG, rank, say, shown_bars
 
 REFRESH_S = 0.1
@@ -52,7 +53,10 @@ def showing(are_shown: bool) -> Iterator[None]:
 
 
 class Stage:
-    """A part of the work, shown while its `with` block runs. A nested stage takes the place of the outer one."""
+    """A part of the work, shown while its `with` block runs. A nested stage takes the place of the outer one.
+
+    An interrupt waits while the bar is shown, drawn or hidden: rich and tqdm would leave it half begun or half ended.
+    """
 
     def __init__(self, doing: str, total: int | None = None) -> None:
         """Prepare a stage.
@@ -68,6 +72,7 @@ class Stage:
         self._bar: Bar | None = None
         self._shown_at = 0.0
 
+    @uninterrupted_enter
     def __enter__(self) -> Self:
         LOG.debug("%s", self._doing)
         self._open = _here.open  # the stages of this thread; the stage may end in another one
@@ -78,6 +83,7 @@ class Stage:
         self._show()
         return self
 
+    @uninterrupted
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._hide()
         self._open.remove(self)
@@ -105,6 +111,7 @@ class Stage:
             self._bar = screen(self._doing)
             self._draw()
 
+    @uninterrupted
     def _draw(self) -> None:
         with suppress(OSError, ValueError):  # stderr is full or closed
             if self._bar is not None:
