@@ -10,8 +10,8 @@ import pytest
 import lowtide
 from conftest import RunPython
 from lowtide import cli
-from lowtide.cli.several_gpus import compared, not_tried, table, with_gpus
-from lowtide.memory.gpu_specs import parse_gpu
+from lowtide.cli.several_gpus import compared, like_others, table, with_gpus
+from lowtide.memory.gpu_specs import GPUS, parse_gpu
 
 HEAD = """
 import torch
@@ -396,7 +396,7 @@ def test_the_number_of_gpus_that_is_enough(estimate: Estimate, tmp_path: Path) -
     by_way = json.loads((tmp_path / "out.json").read_text())[0]["by_number"]
     assert by_way.keys() == {"plain", "recomputed", "replayed"}
     assert "as a plan may:" in out
-    one, two = by_way["plain"]
+    one, two = (row for row in by_way["plain"] if row["gpu"] == "RTX 3070")
     assert (one["n_gpus"], two["n_gpus"]) == (1, 2)
     # half of parameters, gradients, the optimizer's two states and the update's temporaries
     assert one["peak_requested_bytes"] - two["peak_requested_bytes"] == 5 * 2**30
@@ -406,11 +406,15 @@ def test_the_number_of_gpus_that_is_enough(estimate: Estimate, tmp_path: Path) -
     assert not {*one["enough_of"]} & {*two["enough_of"]}
     assert re.search(rf"^   1 .* reserved on each: {one['smallest_gpu']}, .*B200-180$", out, re.MULTILINE)
     assert re.search(r"^   2 .* reserved on each: RTX 3070", out, re.MULTILINE)
-    assert "not tried, as their kernels differ: RTX 2080 Ti, T4," in out
+    older = [row for row in by_way["plain"] if row["gpu"] == "V100-32"]
+    assert [row["n_gpus"] for row in older] == [1, 2]
+    assert older[0]["enough_of"][0] == older[0]["smallest_gpu"] == "RTX 2080 Ti"
+    assert older[1]["enough_of"] == []  # one is enough of each
+    assert re.search(r"^   1 .* reserved on each: RTX 2080 Ti", out, re.MULTILINE)
 
 
-def needs(n_gpus: int, smallest: str | None) -> dict[str, object]:
-    return {"n_gpus": n_gpus, "flops": 8, "peak_reserved_bytes": 2**34 // n_gpus, "smallest_gpu": smallest}
+def needs(n_gpus: int, smallest: str | None, gpu: str = "H100-80") -> dict[str, object]:
+    return {"gpu": gpu, "n_gpus": n_gpus, "peak_reserved_bytes": 2**34 // n_gpus, "smallest_gpu": smallest}
 
 
 NORM_LAST = """
@@ -529,25 +533,32 @@ def test_the_number_of_gpus_that_is_enough_for_the_larger_process(estimate: Esti
     assert two["peak_requested_bytes"] == last["peak_requested_bytes"] > 2**27 > first["peak_requested_bytes"]
 
 
-def test_gpus_of_another_generation_are_named_as_not_tried() -> None:
-    older, newer = "RTX 2080 Ti, T4, V100-16, P100-16, V100-32", "RTX 3070, "
-    for device, names in (("h100-80", older), ("cuda:24GiB", older), ("t4", newer)):
-        assert f"not tried, as their kernels differ: {names}" in not_tried(parse_gpu(device))
+def test_each_generation_of_kernels_is_tried_on_its_largest_gpu() -> None:
+    assert {like_others(parse_gpu(device)).name for device in ("h100-80", "cuda:24GiB")} == {"V100-32"}
+    assert like_others(parse_gpu("t4")).name == "B200-180"
 
 
 def test_each_gpu_is_listed_at_the_smallest_number_that_is_enough() -> None:
-    rows = with_gpus(
-        [needs(1, None), needs(2, "large"), needs(4, "large"), needs(8, "middle")], ["small", "middle", "large"]
-    )
-    assert [row["enough_of"] for row in rows] == [[], ["large"], [], ["middle"]]
-    assert table(rows, ["small", "middle", "large"]).splitlines() == [
+    given, others = parse_gpu("h100-80"), [gpu.name for gpu in GPUS if gpu.capability and gpu.capability < (8, 0)]
+    newer = [gpu.name for gpu in GPUS if not gpu.shared and gpu.name not in others]
+    needed = (needs(1, None), needs(2, "A100-80"), needs(4, "A100-80"), needs(8, "RTX 3080"))
+    rows = with_gpus(needed, newer)
+    assert [row["enough_of"] for row in rows] == [[], newer[-4:], [], newer[newer.index("RTX 3080") : -4]]
+    older = with_gpus([needs(1, None, "V100-32"), needs(4, "V100-16", "V100-32")], others)
+    assert table([*rows, *older], given).splitlines() == [
         "enough GPUs of each kind, by the number of GPUs that was tried:",
         "   1     16 GiB reserved on each: -",
-        "   2      8 GiB reserved on each: large",
+        "   2      8 GiB reserved on each: A100-80, H100-80, H200-141, B200-180",
         "   4      4 GiB reserved on each: -",
-        "   8      2 GiB reserved on each: middle",
-        "  8 may not be enough of: small",
+        "   4      4 GiB reserved on each: V100-16, P100-16, V100-32",
+        f"   8      2 GiB reserved on each: {', '.join(newer[newer.index('RTX 3080') : -4])}",
+        f"  8 may not be enough of: {', '.join(newer[: newer.index('RTX 3080')])}",
+        "  4 may not be enough of: RTX 2080 Ti, T4",
     ]
+    assert table(rows, given).splitlines()[-1] == (
+        "  no answer for RTX 2080 Ti, T4, V100-16, P100-16, V100-32: `lowtide estimate --how plain --rank 0` says why, "
+        "on V100-32"
+    )
 
 
 SHARDED = """

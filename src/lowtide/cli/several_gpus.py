@@ -54,7 +54,8 @@ class SeveralGpus:
         """
         self._n_gpus = n_gpus
         with tempfile.TemporaryDirectory() as folder:
-            started = [_Run(self, Path(folder), n_gpus, rank, self._how) for rank in sorted({0, n_gpus - 1})]
+            ranks = sorted({0, n_gpus - 1})
+            started = [_Run(self, Path(folder), self._gpu, n_gpus, rank, self._how) for rank in ranks]
             runs = [run.ended() for run in started]
             for run in runs:
                 if run.code not in (0, 1):
@@ -69,62 +70,68 @@ class SeveralGpus:
             if fewest:
                 larger = max(records, key=lambda record: record["peak_reserved_bytes"])
                 self._is_last = larger["rank"] > 0
-                with ThreadPoolExecutor() as pool:
-                    ways = pool.map(lambda how: self._by_number(Path(folder), n_gpus, larger, how), HEADINGS)
-                    by_way = dict(zip(HEADINGS, ways, strict=True))
+                tried = [(gpu, how) for how in HEADINGS for gpu in (self._gpu, like_others(self._gpu))]
+                with ThreadPoolExecutor(len(HEADINGS)) as pool:
+                    found = pool.map(lambda way: self._by_number(Path(folder), n_gpus, larger, *way), tried)
+                    rows = dict(zip(tried, found, strict=True))
+                by_way = {how: [row for way in tried if way[1] == how for row in rows[way]] for how in HEADINGS}
                 records[0]["by_number"] = by_way
                 if json_to != "-":
-                    names = [gpu.name for gpu in self._alike()]
-                    click.echo("\n".join(table(rows, names, how) for how, rows in by_way.items()))
-                    click.echo(not_tried(self._gpu))
+                    click.echo("\n".join(table(by_way[how], self._gpu, how) for how in HEADINGS))
         if json_to is not None:
             write(json.dumps(records, indent=1), json_to)
         return max(run.code for run in runs)
 
-    def _by_number(self, folder: Path, n_gpus: int, requested: Mapping[str, Any], how: str) -> list[dict[str, Any]]:
+    def _by_number(
+        self, folder: Path, n_gpus: int, requested: Mapping[str, Any], gpu: GpuSpec, how: str
+    ) -> list[dict[str, Any]]:
         """Return the memory that the first process needs for each number of GPUs that is tried, or the last process if
         it needs more. The smallest number comes first.
 
-        Numbers go down until no GPU of the table is large enough, and up until the smallest one is, or to MOST_GPUS.
-        Numbers for which the script fails are left out; if it fails for `n_gpus`, there are none. `requested` is the
-        record of the plain step on `n_gpus`.
+        The kernels are those of `gpu`. Numbers go down until no GPU with such kernels is large enough, and up until the
+        smallest one is, or to MOST_GPUS. Numbers for which the script fails are left out; if it fails for `n_gpus`,
+        there are none. `requested` is the record of the plain step on `n_gpus` of the given GPU.
         """
-        smallest = next(gpu.name for gpu in self._alike())
+        names = [other.name for other in _alike(gpu)]
         powers = [2**power for power in range(MOST_GPUS.bit_length())]
-        run = None if how == "plain" else _Run(self, folder, n_gpus, self._rank(n_gpus), how, quiet=True).ended()
-        if run is not None and run.code not in (0, 1):
+        record: Mapping[str, Any] | None = requested
+        if (gpu, how) != (self._gpu, "plain"):
+            record = self._record(folder, gpu, n_gpus, how)
+        if record is None:
             return []
-        rows = {n_gpus: _row(n_gpus, requested if run is None else run.record())}
+        rows = {n_gpus: _row(n_gpus, record)}
         rows[n_gpus]["extra_flops"] = rows[n_gpus]["flops"] / max(1, requested["flops"]) - 1
         for numbers, enough in (
             (sorted((n for n in powers if n < n_gpus), reverse=True), lambda row: row["smallest_gpu"] is None),
-            ([n for n in powers if n > n_gpus], lambda row: row["smallest_gpu"] == smallest),
+            ([n for n in powers if n > n_gpus], lambda row: row["smallest_gpu"] == names[0]),
         ):
             last = rows[n_gpus]
             for n in numbers:
                 if enough(last):
                     break
-                run = _Run(self, folder, n, self._rank(n), how, quiet=True).ended()
-                if run.code in (0, 1):
-                    last = rows[n] = _row(n, run.record())
-        return with_gpus([rows[n] for n in sorted(rows)], [gpu.name for gpu in self._alike()])
+                if (record := self._record(folder, gpu, n, how)) is not None:
+                    last = rows[n] = _row(n, record)
+        return with_gpus([rows[n] for n in sorted(rows)], names)
 
-    def _rank(self, n_gpus: int) -> int:
-        """Return the rank, of `n_gpus`, of the process that needs most."""
-        return n_gpus - 1 if self._is_last else 0
+    def _record(self, folder: Path, gpu: GpuSpec, n_gpus: int, how: str) -> dict[str, Any] | None:
+        """Return the record of the process, of `n_gpus`, that needs most; None if the script fails."""
+        rank = n_gpus - 1 if self._is_last else 0
+        run = _Run(self, folder, gpu, n_gpus, rank, how, quiet=True).ended()
+        return run.record() if run.code in (0, 1) else None
 
-    def _alike(self) -> list[GpuSpec]:
-        """Return the listed GPUs of the same kernel generation as the given GPU, the smallest first."""
-        return _of_a_generation(newer=_is_newer(self._gpu))
-
-    def command(self, n_gpus: int, rank: int, how: str, record_to: Path) -> list[str]:
+    def command(self, gpu: GpuSpec, n_gpus: int, rank: int, how: str, record_to: Path) -> list[str]:
         """Return the command that estimates one process, and writes its record."""
-        options = ["--device", f"{n_gpus} x {self._gpu.name}", "--rank", str(rank), "--how", how]
+        options = ["--device", f"{n_gpus} x {gpu.name}", "--rank", str(rank), "--how", how]
         options += ["--record", str(record_to)]
         options += ["--strict"] * self._strict
         if self._plan_file is not None:
             options += ["--plan", self._plan_file]
-        if self._snapshot_to is not None and (n_gpus, rank, how) == (self._n_gpus, 0, self._how):
+        if self._snapshot_to is not None and (gpu, n_gpus, rank, how) == (
+            self._gpu,
+            self._n_gpus,
+            0,
+            self._how,
+        ):
             options += ["--snapshot", self._snapshot_to]
         target = ["-m", self._script.target] if self._script.is_module else [self._script.target]
         return [sys.executable, "-m", "lowtide", "estimate", *options, *target, *self._script.args]
@@ -134,12 +141,13 @@ class _Run:
     """A running estimate of one process."""
 
     def __init__(
-        self, several: SeveralGpus, folder: Path, n_gpus: int, rank: int, how: str, *, quiet: bool = False
+        self, several: SeveralGpus, folder: Path, gpu: GpuSpec, n_gpus: int, rank: int, how: str, *, quiet: bool = False
     ) -> None:
         self.rank = rank
-        self._record, self._text = (folder / f"{n_gpus}-{rank}-{how}.{kind}" for kind in ("json", "txt"))
+        name = f"{gpu.name}-{n_gpus}-{rank}-{how}"
+        self._record, self._text = (folder / f"{name}.{kind}" for kind in ("json", "txt"))
         with self._text.open("wb") as output:
-            command = several.command(n_gpus, rank, how, self._record)
+            command = several.command(gpu, n_gpus, rank, how, self._record)
             self._process = subprocess.Popen(command, stdout=output, stderr=output if rank or quiet else None)
 
     def ended(self) -> _Run:
@@ -159,14 +167,14 @@ def _is_newer(gpu: GpuSpec) -> bool:
     return gpu.capability is None or gpu.capability >= (8, 0)
 
 
-def _of_a_generation(*, newer: bool) -> list[GpuSpec]:
-    return [gpu for gpu in GPUS if not gpu.shared and _is_newer(gpu) == newer]
+def _alike(gpu: GpuSpec) -> list[GpuSpec]:
+    """Return the listed GPUs of the same kernel generation as `gpu`, the smallest first."""
+    return [other for other in GPUS if not other.shared and _is_newer(other) == _is_newer(gpu)]
 
 
-def not_tried(gpu: GpuSpec) -> str:
-    """Name the listed GPUs of the other kernel generation, on which the same step needs other memory."""
-    names = [other.name for other in _of_a_generation(newer=not _is_newer(gpu))]
-    return f"not tried, as their kernels differ: {', '.join(names)}. For these, give one in --device"
+def like_others(gpu: GpuSpec) -> GpuSpec:
+    """Return the largest listed GPU of the other kernel generation, on which the same step needs other memory."""
+    return max((other for other in GPUS if _is_newer(other) != _is_newer(gpu)), key=lambda other: other.total_bytes)
 
 
 def compared(first: Mapping[str, Any], last: Mapping[str, Any]) -> str:
@@ -188,7 +196,7 @@ def compared(first: Mapping[str, Any], last: Mapping[str, Any]) -> str:
 
 def _row(n_gpus: int, record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the memory that one of `n_gpus` processes needs, and the smallest GPU that has as much."""
-    columns = ("peak_requested_bytes", "peak_reserved_bytes", "smallest_gpu", "flops")
+    columns = ("gpu", "peak_requested_bytes", "peak_reserved_bytes", "smallest_gpu", "flops")
     return {"n_gpus": n_gpus, **{name: record[name] for name in columns}}
 
 
@@ -206,18 +214,22 @@ def with_gpus(rows: Iterable[Mapping[str, Any]], names: Sequence[str]) -> list[d
     return completed
 
 
-def table(rows: Sequence[Mapping[str, Any]], names: Iterable[str], how: str = "plain") -> str:
+def table(rows: Sequence[Mapping[str, Any]], gpu: GpuSpec, how: str = "plain") -> str:
     """Format one line for each number of GPUs: reserved memory, and the GPUs for which it is the smallest number that
-    is enough.
+    is enough. Numbers that are the smallest for none are shown only as estimated on `gpu`, the given one.
     """
-    if not rows:
-        return f"{HEADINGS[how]}: no answer. `lowtide estimate --how {how} --rank 0` says why"
     extra = next((f", {row['extra_flops']:+.0%} FLOPs" for row in rows if row.get("extra_flops")), "")
     lines = [f"{HEADINGS[how]}{extra}:"]
-    for row in rows:
-        reserved = f"{row['n_gpus']:>4}  {format_bytes(row['peak_reserved_bytes']):>9} reserved on each"
-        lines.append(f"{reserved}: {', '.join(row['enough_of']) or '-'}")
-    enough = {name for row in rows for name in row["enough_of"]}
-    if missing := [name for name in names if name not in enough]:
-        lines.append(f"  {rows[-1]['n_gpus']} may not be enough of: {', '.join(missing)}")
+    for row in sorted(rows, key=lambda row: row["n_gpus"]):
+        if row["enough_of"] or row["gpu"] == gpu.name:
+            reserved = f"{row['n_gpus']:>4}  {format_bytes(row['peak_reserved_bytes']):>9} reserved on each"
+            lines.append(f"{reserved}: {', '.join(row['enough_of']) or '-'}")
+    for like in (gpu, like_others(gpu)):
+        alike = [row for row in rows if row["gpu"] == like.name]
+        enough = {name for row in alike for name in row["enough_of"]}
+        missing = ", ".join(other.name for other in _alike(like) if other.name not in enough)
+        if not alike:
+            lines.append(f"  no answer for {missing}: `lowtide estimate --how {how} --rank 0` says why, on {like.name}")
+        elif missing:
+            lines.append(f"  {alike[-1]['n_gpus']} may not be enough of: {missing}")
     return "\n".join(lines)
