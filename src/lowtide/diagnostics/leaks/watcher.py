@@ -316,6 +316,6 @@ def watch(model: nn.Module | None = None, batches: Iterable[Any] | None = None) 
         ...         optimizer.zero_grad()
         ...         scores.append(logits.detach())
         >>> print(watched.findings[0].name)
-        list that grows by tensors without a graph
+        growing list of tensors without a graph
     """
     return Watch(model, batches)
