@@ -126,12 +126,8 @@ class SeveralGpus:
         options += ["--strict"] * self._strict
         if self._plan_file is not None:
             options += ["--plan", self._plan_file]
-        if self._snapshot_to is not None and (gpu, n_gpus, rank, how) == (
-            self._gpu,
-            self._n_gpus,
-            0,
-            self._how,
-        ):
+        is_asked_for = (gpu, n_gpus, rank, how) == (self._gpu, self._n_gpus, 0, self._how)
+        if self._snapshot_to is not None and is_asked_for:
             options += ["--snapshot", self._snapshot_to]
         target = ["-m", self._script.target] if self._script.is_module else [self._script.target]
         return [sys.executable, "-m", "lowtide", "estimate", *options, *target, *self._script.args]

@@ -283,13 +283,18 @@ def pass_on(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return inner(*args, **kwargs)
 
 
-def owners(module: nn.Module) -> Iterator[object]:
-    """Yield the owners of the handlers in front of `module`."""
+def interceptors_of(module: nn.Module) -> Iterator[CallInterceptor | OuterInterceptor]:
+    """Yield the interceptors in front of `module`, the outermost first."""
     front = module.__dict__.get(CALL)
     while isinstance(front, CallInterceptor | OuterInterceptor):
-        if isinstance(front, OuterInterceptor) and front.owner is not None:
-            yield front.owner
+        yield front
         front = front.before
+
+
+def owners(module: nn.Module) -> Iterator[object]:
+    """Yield the owners of the handlers in front of `module`."""
+    handlers = (front for front in interceptors_of(module) if isinstance(front, OuterInterceptor))
+    return (handler.owner for handler in handlers if handler.owner is not None)
 
 
 def _remove_from_chain(interceptor: CallInterceptor | OuterInterceptor) -> None:

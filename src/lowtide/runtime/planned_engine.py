@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from math import inf
 from typing import TYPE_CHECKING, Any
 
-from lowtide._torch.modules import CALL
 from lowtide.runtime import saved_values as values
-from lowtide.runtime.call_interceptor import CallInterceptor, OuterInterceptor
+from lowtide.runtime.call_interceptor import CallInterceptor, interceptors_of
 from lowtide.runtime.call_shapes import elements, elements_in, shapes_in
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.plan_table import Actions, actions_for, with_like_blocks
@@ -123,10 +122,6 @@ class Planned(Engine):
 
 def planned_engine(model: nn.Module) -> Planned | None:
     """Return the engine whose plan is in force on `model` or on a module inside it; None without a plan."""
-    for module in model.modules():
-        front = module.__dict__.get(CALL)
-        while isinstance(front, CallInterceptor | OuterInterceptor):
-            if isinstance(front, CallInterceptor) and isinstance(front.engine, Planned):
-                return front.engine
-            front = front.before
-    return None
+    fronts = (front for module in model.modules() for front in interceptors_of(module))
+    engines = (front.engine for front in fronts if isinstance(front, CallInterceptor))
+    return next((engine for engine in engines if isinstance(engine, Planned)), None)
