@@ -83,6 +83,7 @@ def _only_what_was_there_stays() -> Iterator[None]:
         gc.collect()
         _take_off_plans()
         gc.freeze()
+        assert not _has_hooks_after_updates(), "the plans of this module's models keep hooks after updates"
     assert not (left := _left_in_force()), f"this module leaves {', '.join(left)}: it has to take off its plans"
 
 
