@@ -9,7 +9,7 @@ import lowtide
 from compiled_by_hand import BACKWARD, FORWARD, MASK, SLOTS, STEP, TANGENT, allocate, call
 from joint_graphs import FEW, MANY, masked, node
 from lowtide.errors import RehearsalError
-from lowtide.memory.events import Event, EventStream, Mark
+from lowtide.memory.events import Event, EventStream, Free, Mark
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner.records import Decisions
 from lowtide.planner.simulate.simulator import predict
@@ -46,6 +46,27 @@ def test_the_peak_with_other_compiled_calls_has_the_loss_of_the_step() -> None:
     larger = (*FORWARD, *call(True, allocate(9, 5 * MANY)))
     assert peak_with_calls(STEP, EventStream(larger)) == 3 * MANY + MASK + 6 * MANY - MANY
     assert peak_with_calls(STEP, EventStream(FORWARD)) is None
+
+
+def test_graphs_that_ran_in_earlier_steps_alone_do_not_hinder_a_comparison_of_calls() -> None:
+    """A model of transformers is compiled again after its first call, which sets the kind of its problem or loss."""
+    marks = iter([(where, 1, is_backward, ()) for is_backward in (False, True) for where in ("enter", "leave")])
+    later = tuple(Mark(CALL, next(marks)) if isinstance(event, Mark) else event for event in STEP)
+    assert peak_with_calls(EventStream(later), STEP) == Timeline(STEP).peak_bytes
+
+
+def test_a_batch_that_backward_frees_is_free_for_later_calls_although_the_trial_calls_hold_theirs() -> None:
+    """The trial calls run on copies, which are held until the last one ends."""
+    batch, gradient = -1, allocate(8, MANY)
+    kept = [*BACKWARD[:-1], Free(batch, 2 * MANY), BACKWARD[-1]]
+    rest = [Free(block, MANY) for block in (4, 7)]
+    once = [*FORWARD, *TANGENT, *kept, *rest]
+    trial = EventStream((*FORWARD, *TANGENT, *BACKWARD))
+    step = EventStream((*once, gradient, *FORWARD, *TANGENT, *BACKWARD))
+    assert peak_with_calls(step, trial) == Timeline(EventStream(once)).peak_bytes
+    held = EventStream((*FORWARD, *TANGENT, *BACKWARD, *rest, gradient, *FORWARD, *TANGENT, *BACKWARD))
+    frees = EventStream(tuple(once))
+    assert peak_with_calls(held, frees) == Timeline(held).peak_bytes
 
 
 def test_what_is_computed_again_is_not_held_and_costs_its_time() -> None:

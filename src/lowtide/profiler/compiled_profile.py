@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import bisect
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
@@ -134,6 +134,7 @@ def peak_with_calls(stream: EventStream, calls: EventStream) -> int | None:
     Args:
         stream: The step, with loss, optimizer and all else outside compiled code.
         calls: The same compiled calls, under another partition; calls of one kind may be fewer, and in another order.
+            The program may hold their arguments longer than the step's.
 
     Returns:
         Bytes beyond those that exist when the step begins; None if other calls ran.
@@ -141,21 +142,53 @@ def peak_with_calls(stream: EventStream, calls: EventStream) -> int | None:
     of_kind: dict[object, list[tuple[int, int]]] = {}
     for kind, begin, end in reversed(_spans(calls)):
         of_kind.setdefault(kind, []).append((begin, end))
+    own, own_of_calls = _allocated_inside(stream), _allocated_inside(calls)
     events, done = list[Event](), 0
     for kind, enter, leave in _spans(stream):
         if kind not in of_kind:
             return None
         begin, end = of_kind[kind].pop() if len(of_kind[kind]) > 1 else of_kind[kind][0]
-        events += [*stream.events[done:enter], *calls.events[begin:end]]
+        freed = Counter(event.bytes for event in _frees_of_others(stream.events[enter:leave], own))
+        events += [*stream.events[done:enter], *_with_frees(calls.events[begin:end], own_of_calls, freed)]
         done = leave
     return max(accumulate(map(bytes_added, [*events, *stream.events[done:]])))
 
 
+def _allocated_inside(stream: EventStream) -> set[int]:
+    """Return the blocks that compiled calls allocated."""
+    events = (event for _, enter, leave in _spans(stream) for event in stream.events[enter:leave])
+    return {event.block for event in events if type(event) is Allocate}
+
+
+def _frees_of_others(events: Sequence[Event], own: Collection[int]) -> Iterator[Free]:
+    """Yield the frees of blocks that no compiled call allocated, such as the batch: backward may hold it last."""
+    return (event for event in events if type(event) is Free and event.block not in own)
+
+
+def _with_frees(events: Sequence[Event], own: Collection[int], freed: Counter[int]) -> Iterator[Event]:
+    """Yield the events of a call, of which just the blocks of other code with the sizes `freed` are freed in it."""
+    for event in events:
+        if type(event) is Free and event.block not in own:
+            if not freed[event.bytes]:
+                continue
+            freed[event.bytes] -= 1
+        yield event
+    yield from (Free(-1, n_bytes) for n_bytes in freed.elements())
+
+
 def _spans(stream: EventStream) -> list[tuple[object, int, int]]:
-    """Return graph, direction and sizes of each compiled call, in order, with its first event and the one after it."""
+    """Return graph, direction and sizes of each compiled call, in order, with its first event and the one after it.
+
+    Graphs are numbered anew, in the order of their first calls in the stream: others may have run before it.
+    """
+    numbers: dict[int, int] = {}
     marks = [(at, event.data) for at, event in enumerate(stream.events) if type(event) is Mark and event.label == CALL]
-    pairs = zip(marks[::2], marks[1::2], strict=True)  # no compiled call is inside another
-    return [(data[1:], enter, leave) for (enter, data), (leave, _) in pairs if isinstance(data, tuple)]
+    spans = list[tuple[object, int, int]]()
+    for (enter, data), (leave, _) in zip(marks[::2], marks[1::2], strict=True):  # no compiled call is inside another
+        assert isinstance(data, tuple)
+        _, graph, *rest = data
+        spans.append(((numbers.setdefault(graph, len(numbers)), *rest), enter, leave))
+    return spans
 
 
 @dataclass(frozen=True, slots=True)
