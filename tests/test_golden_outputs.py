@@ -84,7 +84,7 @@ def verdict(**changes: Any) -> Verdict:
 
 def verdicts() -> str:
     wrong = verdict(measured_peak_bytes=runs.PLAN.budget_bytes + 1, differences={"loss": (), "gradients": ("h.0.w",)})
-    unsteady = verdict(differences={"loss": (), "gradients": ("h.0.w",)}, nondeterministic=("gradients",))
+    unsteady = verdict(differences={"loss": (), "gradients": ("h.0.w",)}, nondeterministic={"gradients": ("h.0.w",)})
     return "\n\n".join(map(str, (verdict(), wrong, unsteady)))
 
 

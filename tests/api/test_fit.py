@@ -631,17 +631,21 @@ def test_nondeterministic_results_are_not_held_against_a_plan():
         assert fitted.plan.recompute
         assert verdict.identical
         assert verdict.differences["gradients"]
-        assert verdict.nondeterministic == ("gradients", "parameters")
+        assert tuple(verdict.nondeterministic) == ("gradients", "parameters")
         assert not verdict.differences["loss"]
         varying = [f"{kind} ({len(verdict.differences[kind])} differ)" for kind in verdict.nondeterministic]
         said = f"loss and random numbers; it is not deterministic in its {' and '.join(varying)}"
         assert f"bit-identical to the plain step: {said}" in str(fitted)
     assert Verdict.from_json(verdict.to_json()) == verdict
-    compiled = replace(verdict, audited=False, differences=None, nondeterministic=())
+    compiled = replace(verdict, audited=False, differences=None, nondeterministic={})
     assert not compiled.proven
     assert compiled.proof == "NOT PROVEN: the plain step does not fit"
-    one = replace(verdict, differences={"loss": (), "gradients": ("0.weight",)}, nondeterministic=("gradients",))
+    gradients = {"gradients": ("0.weight",)}
+    one = replace(verdict, differences={"loss": (), **gradients}, nondeterministic=gradients)
     assert one.proof.endswith("it is not deterministic in its gradients (1 differs: 0.weight)")
+    other = replace(one, differences={"loss": (), "gradients": ("0.bias", "0.weight")})
+    assert other.differing == ("gradients",)
+    assert other.proof == "NOT bit-identical to the plain step: gradients"
 
 
 def test_copies_on_several_devices_are_refused():

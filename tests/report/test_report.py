@@ -40,7 +40,7 @@ def test_operators_whose_operands_are_noted_have_their_own_name() -> None:
     assert decisions(made) == "recomputed softmax (3), where (1)"
 
 
-def verdict_on(differences: dict[str, tuple[str, ...]], nondeterministic: tuple[str, ...] = ()) -> Verdict:
+def verdict_on(differences: dict[str, tuple[str, ...]], *varying: str) -> Verdict:
     return Verdict(
         budget_bytes=100,
         predicted_peak_bytes=90,
@@ -48,13 +48,13 @@ def verdict_on(differences: dict[str, tuple[str, ...]], nondeterministic: tuple[
         planned_ms=1.0,
         plain_ms=1.0,
         differences=differences,
-        nondeterministic=nondeterministic,
+        nondeterministic={kind: differences[kind] for kind in varying},
     )
 
 
 def test_a_step_that_is_never_the_same_has_no_proof() -> None:
     kinds = ("loss", "gradients", "random numbers")
-    verdict = verdict_on(dict.fromkeys(kinds, ("0",)), kinds)
+    verdict = verdict_on(dict.fromkeys(kinds, ("0",)), *kinds)
     assert not verdict.proven
     assert verdict.proof.startswith("NOT PROVEN: the plain step is not deterministic, so nothing can be compared")
 
@@ -63,7 +63,7 @@ def test_random_numbers_alone_prove_nothing() -> None:
     verdict = verdict_on({"random numbers": ()})
     assert not verdict.proven
     assert verdict.proof.startswith("NOT PROVEN: the step has no result to compare: no loss, no gradients")
-    drawn = verdict_on({"loss": ("0",), "random numbers": ()}, ("loss",))
+    drawn = verdict_on({"loss": ("0",), "random numbers": ()}, "loss")
     assert not drawn.proven
     assert drawn.proof.startswith("NOT PROVEN: the plain step is not deterministic")
 

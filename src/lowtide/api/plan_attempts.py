@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Final
 
 from lowtide.api.verify import Verdict, compare_with_plain
 from lowtide.errors import Infeasible, OverBudget, RehearsalError
@@ -22,6 +23,8 @@ REPAIRS = 4
 """Largest number of plans that are tried for a budget. Each aims lower by the excess of the one before."""
 FORECAST_MARGIN = 1.2
 """Ratio up to which a peak that is forecast for compiled code may be above the measured one."""
+FORECAST_PEAK: Final = f"peak forecast, within {100 * (FORECAST_MARGIN - 1):.0f} % as a rule"
+"""Name of the predicted peak of compiled code before it was measured."""
 
 
 def plan_for(choice: Choice, aim_bytes: int, budget_bytes: int, offload: bool) -> Plan:
@@ -34,7 +37,7 @@ def plan_for(choice: Choice, aim_bytes: int, budget_bytes: int, offload: bool) -
             else plan(choice.profile, aim_bytes, offload=offload)
         )
         budget, predicted = format_bytes(budget_bytes), format_bytes(attempt.predicted.peak_bytes)
-        stage.result = f"planned for {budget}: {predicted} peak predicted"
+        stage.result = f"planned for {budget}: {predicted} {FORECAST_PEAK if is_compiled else 'peak predicted'}"
     return with_choice(choice, attempt, budget_bytes)
 
 
@@ -104,6 +107,5 @@ def over_budget(
 
 def list_differences(verdict: Verdict) -> str:
     """Return the kinds of results that differ in bits, each with its first name, in words."""
-    differences = (verdict.differences or {}).items()
-    differing = {kind: names for kind, names in differences if names and kind not in verdict.nondeterministic}
-    return ", ".join(f"{kind} ({len(names)}, first {names[0]})" for kind, names in differing.items())
+    differing = verdict.comparable_differences.items()
+    return ", ".join(f"{kind} ({len(names)}, first {names[0]})" for kind, names in differing)

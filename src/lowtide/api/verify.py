@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
@@ -24,7 +24,7 @@ from lowtide.runtime.live_optimizers import Optimizers
 from lowtide.state.observed_changes import describe_unrestored
 from lowtide.state.process_group import check_waits_for_no_process, n_sent
 from lowtide.state.step_arguments import accept_batch
-from lowtide.state.step_outcome import Outcome, is_out_of_memory
+from lowtide.state.step_outcome import Outcome, is_out_of_memory, varying_results, without
 from lowtide.state.step_snapshot import StepSnapshot
 from lowtide.units import format_apart, format_bytes, format_ratio, format_time
 from lowtide.utils.amounts import BudgetFor
@@ -33,11 +33,6 @@ from lowtide.utils.progress import Stage, advance, showing
 
 if TYPE_CHECKING:
     from torch import nn
-
-REPEATED = 5
-"""Largest number of plain steps that are run to check if a difference under the plan also occurs without it. Some CUDA
-kernels add up in another order only now and then.
-"""
 
 DRAWN = "random numbers"
 """Kind of result for the states of random number generators. It proves little alone: a step that draws nothing leaves
@@ -48,12 +43,6 @@ _RUNS: Final = 4
 """Progress of a verification, in units: a planned step to compare, another to measure, a third to time, and the plain
 steps.
 """
-
-_FOLLOWING = {
-    "loss": ("gradients", "parameters", "buffers", "optimizer state", "counters"),
-    "gradients": ("parameters", "optimizer state"),
-}
-"""Kinds computed from other kinds: they differ too, although rounding may hide it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +71,10 @@ class Verdict(Record):
     all differences of a kind, over the norm of the plain step's values. None without such levers, or if the plain step
     does not fit.
     """
-    nondeterministic: tuple[str, ...] = ()
-    """Kinds in which plain steps from the same state differ from each other, too: some CUDA kernels add in any order.
-    These kinds can't be compared; recomputed values were audited.
+    nondeterministic: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Names out of `differences`, by kind, whose bits differ between plain steps from the same state, too, or that are
+    computed from such results: some CUDA kernels add up in any order. They can't be compared; recomputed values were
+    audited.
     """
     audited: bool = True
     """False if the plan is for compiled code, which has no recipes to compare with original tensors."""
@@ -110,8 +100,12 @@ class Verdict(Record):
     @property
     def differing(self) -> tuple[str, ...]:
         """Kinds of result that should be identical and are not."""
-        differences = self.differences or {}
-        return tuple(kind for kind, names in differences.items() if names and kind not in self.nondeterministic)
+        return tuple(self.comparable_differences)
+
+    @property
+    def comparable_differences(self) -> dict[str, tuple[str, ...]]:
+        """The differences, by kind, without results that are not deterministic."""
+        return without(self.differences or {}, self.nondeterministic)
 
     @property
     def proven(self) -> bool:
@@ -166,9 +160,8 @@ class Verdict(Record):
 
     def _varying(self, kind: str) -> str:
         """Return a nondeterministic kind with the results that differ: few of them say that the others are equal."""
-        names = (self.differences or {}).get(kind, ())
-        differing = f"1 differs: {names[0]}" if len(names) == 1 else f"{len(names)} differ"
-        return f"{kind} ({differing})" if names else kind
+        names = self.nondeterministic[kind]
+        return f"{kind} (1 differs: {names[0]})" if len(names) == 1 else f"{kind} ({len(names)} differ)"
 
     def __str__(self) -> str:
         budget, measured = format_apart(self.budget_bytes, self.measured_peak_bytes)
@@ -286,7 +279,7 @@ def compare_with_plain(
                 return outcome(step, batch)
 
         advance()
-        nondeterministic = _nondeterministic(differences or {}, expected, repeat_expected)
+        nondeterministic = {} if expected is None else varying_results(expected, differences or {}, repeat_expected)
         stage.result = f"verified the plan for {name}: {format_bytes(planned.peak_bytes)} peak measured"
     return Verdict(
         budget_bytes=plan.budget_bytes,
@@ -396,22 +389,6 @@ def _differences(plan: Plan, untouched: Outcome, planned: Outcome, expected: Out
     made = {*planned.made(untouched), *expected.made(untouched), DRAWN}
     hidden = {kind for lever in plan.levers for kind in lever_named(lever.name).unavailable_results}
     return {kind: names for kind, names in expected.differences(planned).items() if kind in made - hidden}
-
-
-def _nondeterministic(
-    differences: dict[str, tuple[str, ...]], plain: Outcome | None, once_more: Callable[[], Outcome]
-) -> tuple[str, ...]:
-    """Return the kinds of result that differ between `plain` and a repetition of it, and those computed from them.
-
-    No step is run for kinds that have no `differences` under the plan.
-    """
-    nondeterministic: set[str] = set()
-    for _ in range(REPEATED):
-        if plain is None or not any(names for kind, names in differences.items() if kind not in nondeterministic):
-            break
-        differing = {kind for kind, names in plain.differences(once_more()).items() if names}
-        nondeterministic |= differing.union(*(_FOLLOWING.get(kind, ()) for kind in differing))
-    return tuple(kind for kind in differences if kind in nondeterministic)
 
 
 def _timed(model: nn.Module, step: Callable[[Any], Any], batch: Any) -> float:

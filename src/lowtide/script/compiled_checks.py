@@ -11,7 +11,6 @@ from lowtide._torch.inductor import always_partitioned, kernels_left_out
 from lowtide.api.apply import apply
 from lowtide.api.compiled_fit import SCHEDULED, cheapest_within, compiled_over
 from lowtide.api.differing_bits import differing_addresses
-from lowtide.api.verify import REPEATED
 from lowtide.errors import Infeasible, RehearsalError
 from lowtide.levers.selection import Choice
 from lowtide.profiler.compiled_bits import compiled_bits, scheduled_calls
@@ -19,6 +18,7 @@ from lowtide.profiler.online import PATIENCE
 from lowtide.report.text_table import listed
 from lowtide.runtime.fingerprint import place_of
 from lowtide.script.run_verdict import AUDITED, COMPARED, NOT_COMPARED
+from lowtide.state.step_outcome import varying_results, without
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -117,15 +117,9 @@ def _comparison(
     """
     if (first := compiled_bits(model, code, batch)) is None:
         return None
-    differing, varying = {kind: names for kind, names in plain.differences(first).items() if names}, dict[str, None]()
-    for _ in range(REPEATED):
-        if not differing or (again := compiled_bits(model, code, batch)) is None:
-            break
-        apart = first.differences(again)
-        varying |= dict.fromkeys(kind for kind, names in apart.items() if names)
-        rest = {kind: tuple(name for name in names if name not in apart[kind]) for kind, names in differing.items()}
-        differing = {kind: names for kind, names in rest.items() if names}
-    return differing, tuple(varying)
+    differences = plain.differences(first)
+    varying = varying_results(first, differences, lambda: compiled_bits(model, code, batch))
+    return without(differences, varying), tuple(varying)
 
 
 def addresses_with_other_bits(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -54,6 +54,17 @@ def unless_out_of_memory(run: Callable[[], T], refuse: Callable[[str], LowtideEr
     raise refuse(message)  # outside `except`, where the frames of the failed step and their tensors are freed
 
 
+REPEATED = 5
+"""Largest number of times that a step is repeated to check if a difference also occurs between repetitions. Some CUDA
+kernels add up in another order only now and then.
+"""
+
+FIRST_UPDATE = " (0)"
+"""End of a gradient's name: the number of updates in the step before it was used."""
+
+_FOLLOWING_LOSS = ("gradients", "parameters", "buffers", "optimizer state", "counters")
+"""Kinds of result computed from a loss."""
+
 _PIECE = 1 << 22
 """Number of elements digested at a time."""
 
@@ -65,6 +76,8 @@ class Outcome:
     digests: dict[str, dict[str, str]]
     copies: dict[str, dict[str, Tensor]]
     """Copies of loss, gradients and parameters in host memory, if requested."""
+    arrived: dict[str, str]
+    """Digests of the gradients that backward produced, before anything else changed them, such as clipping."""
 
     @classmethod
     def of(
@@ -103,7 +116,7 @@ class Outcome:
         @never_compiled  # backward may be called in compiled code
         def digest_arrived(name: str, parameter: Tensor) -> None:
             if parameter.grad is not None:  # a lever may have freed the gradient
-                arrived[f"{name} (0)"] = digest(parameter.grad)
+                arrived[f"{name}{FIRST_UPDATE}"] = digest(parameter.grad)
 
         with contextlib.ExitStack() as hooks:
             hooks.callback(register_optimizer_step_pre_hook(this_thread_only(before_step)).remove)
@@ -125,7 +138,7 @@ class Outcome:
             "counters": counts(),
             "random numbers": random_numbers,
         }
-        return cls(digests, copied)
+        return cls(digests, copied, arrived)
 
     def made(self, before: Outcome) -> set[str]:
         """Return the kinds of result that are new or changed since `before`."""
@@ -140,6 +153,22 @@ class Outcome:
                 sorted(n for n in digests.keys() | others.keys() if digests.get(n) != others.get(n))
             )
         return differing
+
+    def following(self, varying: dict[str, set[str]]) -> dict[str, set[str]]:
+        """Return results, by kind and name, that are computed from those in `varying`; rounding may hide a change."""
+        all_of = {kind: set(names) for kind, names in self.digests.items()}
+        if varying.get("loss"):
+            return {kind: all_of[kind] for kind in _FOLLOWING_LOSS}
+        if not varying.get("gradients"):
+            return {}
+        # after clipping, for example, each gradient is computed from all of them; so is each one after the first update
+        bits = self.digests["gradients"]
+        is_changed = any(bits.get(name) != digest for name, digest in self.arrived.items())
+        first = {name.rpartition(" (")[0]: bits[name] for name in bits if name.endswith(FIRST_UPDATE)}
+        later = {name for name in bits if bits[name] != first.get(name.rpartition(" (")[0])}
+        gradients = {*varying["gradients"], *(bits if is_changed else later)}
+        parameters = {name.rpartition(" (")[0] for name in gradients}
+        return {"gradients": gradients, "parameters": parameters, "optimizer state": all_of["optimizer state"]}
 
     def relative_differences(self, other: Outcome) -> dict[str, float]:
         """Return the relative distance of `other` from this outcome, for each kind that both have copies of.
@@ -158,6 +187,37 @@ class Outcome:
                     0.0 if squared_distance == 0 else math.sqrt(squared_distance / norm) if norm else math.inf
                 )
         return distances
+
+
+def varying_results(
+    outcome: Outcome, differences: Mapping[str, tuple[str, ...]], once_more: Callable[[], Outcome | None]
+) -> dict[str, tuple[str, ...]]:
+    """Return the `differences` that can't be compared: repetitions of one step differ in these results as well, or in
+    results from which they are computed. Some kernels add up in any order.
+
+    Args:
+        outcome: The outcome of the step.
+        differences: Names of results that differ from another step's, by kind. No more repetitions are run once all of
+            them are known to vary.
+        once_more: Function that repeats the step; it returns None if there is no room for it.
+    """
+    varying: dict[str, set[str]] = {kind: set() for kind in outcome.digests}
+    for _ in range(REPEATED):
+        if not without(differences, varying) or (again := once_more()) is None:
+            break
+        for kind, names in outcome.differences(again).items():
+            varying[kind].update(names)
+        for kind, following in outcome.following(varying).items():
+            varying[kind] |= following
+    return without(differences, without(differences, varying))
+
+
+def without(
+    differences: Mapping[str, tuple[str, ...]], varying: Mapping[str, Collection[str]]
+) -> dict[str, tuple[str, ...]]:
+    """Return the names in `differences` that are not in `varying`, by kind."""
+    rest = {kind: tuple(n for n in names if n not in varying.get(kind, ())) for kind, names in differences.items()}
+    return {kind: names for kind, names in rest.items() if names}
 
 
 def digest(tensor: Tensor) -> str:
