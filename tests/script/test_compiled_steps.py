@@ -20,6 +20,7 @@ from lowtide.api.compiled_fit import FORECAST
 from lowtide.errors import RehearsalError
 from lowtide.profiler.compiled_bits import compiled_bits
 from lowtide.profiler.compiled_steps import on_parts_only
+from lowtide.report.text_table import decisions
 from lowtide.script.compiled_checks import CompiledChecks, addresses_with_other_bits
 from lowtide.script.compiled_functions import trained_modules
 from lowtide.script.rehearse_steps import WHOLE_IN_PROCESSES
@@ -104,6 +105,8 @@ def test_a_compiled_model_is_planned_and_measured_in_its_loop(caplog: pytest.Log
         trained(as_wrapper, [1024] * 6)
     assert run.plan is not None
     assert any(message.startswith("inductor scheduled ") for message in caplog.messages)
+    assert [message for message in caplog.messages if message.startswith("recomputed")] == [decisions(run.plan)]
+    assert any("MiB peak forecast, within 20 % as a rule (budget" in message for message in caplog.messages)
     (forecast,) = (note for note in run.plan.notes if note.startswith(FORECAST))
     assert abs(float(forecast.rpartition(": ")[2].partition("%")[0])) < 1  # beside the step that was measured
     assert run.plan.recompute

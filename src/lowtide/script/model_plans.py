@@ -17,7 +17,7 @@ import torch
 from lowtide.api.apply import Applied
 from lowtide.api.compiled_fit import as_measured
 from lowtide.api.differing_bits import REFUSED, with_kept
-from lowtide.api.plan_attempts import forecast_plan, with_excess
+from lowtide.api.plan_attempts import FORECAST_PEAK, forecast_plan, with_excess
 from lowtide.errors import Infeasible, LowtideError
 from lowtide.planner import plan
 from lowtide.planner.planning import forecast_peak, smallest_plan
@@ -173,13 +173,16 @@ class ModelPlans:
 
     def announce(self, plan: Plan) -> None:
         """Report a plan that will be in force, once the checks of compiled code, if any, are passed."""
-        when = "tried in the next step" if self.checks.must_compare(plan) else "in force from the next step on"
+        is_tried = self.checks.must_compare(plan)
+        when = "tried in the next step" if is_tried else "in force from the next step on"
         change = format_change(plan.plain.peak_bytes, plan.predicted.peak_bytes)
+        peak = FORECAST_PEAK if is_tried else "peak predicted"
         self._say(
-            f"{self.name}: {change} peak predicted (budget {format_bytes(plan.budget_bytes)}), "
+            f"{self.name}: {change} {peak} (budget {format_bytes(plan.budget_bytes)}), "
             f"{added_time(plan.predicted.extra_ms, plan.step_ms)}; {when}"
         )
-        for line in (decisions(plan), *lever_lines(plan)):
+        decided = () if is_tried else (decisions(plan),)  # another plan may be chosen
+        for line in (*decided, *lever_lines(plan)):
             self._say(line)
         if self.smaller:
             return
@@ -246,10 +249,13 @@ class ModelPlans:
             self.rehearsing.on_stop()
             self._force(self.plan, step.model)
             self.checks.proof, self.checks.compared = NOT_COPIED, self.plan
-            return self.plan
-        return self._try_compiled(self.plan, replace(step, code=trial[0], batch=trial[1]), is_planned=is_planned)
+        else:
+            self._try_compiled(self.plan, replace(step, code=trial[0], batch=trial[1]), is_planned=is_planned)
+        if self.plan is not None:
+            self._say(decisions(self.plan))
+        return self.plan
 
-    def _try_compiled(self, plan: Plan, step: BegunStep, *, is_planned: bool) -> Plan | None:
+    def _try_compiled(self, plan: Plan, step: BegunStep, *, is_planned: bool) -> None:
         """Put a plan for compiled code in force, after its memory and bits were tried on the call that `step` holds.
 
         Memory is tried only if the batch is the one that the plan is for.
@@ -257,7 +263,7 @@ class ModelPlans:
         plain = compiled_bits(step.model, step.code, step.batch)  # the rehearsal still has torch's own partition
         self.rehearsing.on_stop()
         if is_planned and not self._schedule(plan, step):
-            return None
+            return
         assert self.plan is not None
         self._force(self.plan, step.model)
         kinds = self._compare(self.plan, plain, step)
@@ -266,7 +272,6 @@ class ModelPlans:
             kinds = self._compare(following, plain, step)
         if kinds and self.plan is not None:
             self._refuse(kinds, step.model)
-        return self.plan
 
     def _force(self, plan: Plan, model: nn.Module) -> None:
         """Put plans in force, the last of which is `plan`."""
@@ -291,8 +296,6 @@ class ModelPlans:
                 self._say(f"{first_line(why)} {SMALLEST_FOR_LARGER}")
             elif not self._accepts_over(why, step.model):
                 return False
-        if best.decisions != plan.decisions:
-            self._say(decisions(best))
         self.plan = best
         return True
 
