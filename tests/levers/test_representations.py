@@ -109,6 +109,10 @@ def _one_row(model: Pair) -> Encode:
     return lambda part: {name: tensor.mean(0) for name, tensor in model.encode(part).items()}
 
 
+def _nothing(model: Pair) -> Encode:
+    return lambda part: ()
+
+
 def _normalized(model: Pair) -> Encode:
     model.image = nn.Sequential(model.image, nn.BatchNorm1d(8).double())
     return model.encode
@@ -119,6 +123,8 @@ def _normalized(model: Pair) -> Encode:
     [
         (_detached, {}, "no representation has a graph and a gradient"),
         (_one_row, {}, r"a row for each of the 10 rows of its piece.*returned shape \[8\]"),
+        (_nothing, {}, r"returned \(\), which has no tensor"),
+        (lambda model: 3, {}, "takes a function that encodes a piece; found int"),
         (_normalized, {}, "the model normalizes over the batch"),
         (lambda model: model.encode, {"weight": "rows"}, "leave weight and batch_norm out"),
     ],
@@ -127,6 +133,75 @@ def test_what_is_refused(encode_of: Callable[[Pair], Encode], settings: dict[str
     model, batch = made()
     with pytest.raises(lowtide.LowtideError, match=words):
         lowtide.accumulate(model.loss_of, batch, 4, representations=encode_of(model), **settings)
+
+
+def test_a_loss_that_calls_backward_itself_is_refused() -> None:
+    model, batch = made()
+
+    def loss_of(found: dict[str, Tensor]) -> Tensor:
+        loss = model.loss_of(found)
+        loss.backward()
+        return loss
+
+    with pytest.raises(lowtide.LowtideError, match=r"called backward itself.*zero them"):
+        lowtide.accumulate(loss_of, batch, 4, representations=model.encode)
+
+
+def test_keys_without_a_gradient_are_kept_in_a_queue_without_a_graph() -> None:
+    model, batch = made()
+    queue = torch.randn(50, 8).double()
+
+    def encode(part: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            keys = F.normalize(model.text(part["y"]), dim=1)
+        return F.normalize(model.image(part["x"]), dim=1), keys
+
+    def loss_of(found: tuple[Tensor, Tensor]) -> Tensor:  # InfoNCE, as in MoCo
+        nonlocal queue
+        queries, keys = found
+        logits = torch.cat([(queries * keys).sum(1, keepdim=True), queries @ queue.T], 1)
+        queue = torch.cat([queue[len(keys) :], keys])
+        return F.cross_entropy(logits, torch.zeros(len(logits), dtype=torch.long))
+
+    lowtide.accumulate(loss_of, batch, 4, representations=encode)
+    assert not queue.requires_grad
+    assert all(name.startswith("image.") for name in gradients(model))
+
+
+def two_views(found: tuple[Tensor, Tensor]) -> Tensor:
+    """SimCLR's NT-Xent."""
+    rows = F.normalize(torch.cat(found), dim=1)
+    similar = (rows @ rows.T / 0.5).masked_fill(torch.eye(len(rows), dtype=torch.bool), -torch.inf)
+    return F.cross_entropy(similar, torch.arange(len(rows)).roll(len(rows) // 2))
+
+
+def hardest(found: tuple[Tensor, Tensor]) -> Tensor:
+    """Triplets of the hardest rows of a batch; the second representation are labels."""
+    rows, labels = found
+    far, same = torch.cdist(rows, rows), labels[:, None] == labels
+    near = far.masked_fill(same, torch.inf).min(1).values
+    return F.relu((far * same).max(1).values - near + 0.3).mean()
+
+
+@pytest.mark.parametrize("loss_of", [two_views, hardest])
+def test_other_losses_with_negatives_of_the_batch(loss_of: Callable[[Any], Tensor]) -> None:
+    model, batch = made()
+    batch["labels"] = torch.arange(37) // 4
+
+    def encode(part: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        other = model.image(part["y"]) if loss_of is two_views else part["labels"]
+        return model.image(part["x"]), other
+
+    state = torch.get_rng_state()
+    expected = loss_of(tuple(map(torch.cat, zip(*map(encode, lowtide.micro_batches(batch, 8)), strict=True))))
+    expected.backward()
+    wanted = gradients(model)
+    torch.set_rng_state(state)
+    assert torch.equal(lowtide.accumulate(loss_of, batch, 8, representations=encode), expected.detach())
+    for name, found in gradients(model).items():
+        assert (found - wanted[name]).abs().max() <= 1e-12, name
+    with pytest.raises(lowtide.LowtideError, match="representations="):
+        lowtide.accumulate(lambda part: loss_of(encode(part)), batch, 4)
 
 
 def test_a_scaler_scales_all_gradients() -> None:

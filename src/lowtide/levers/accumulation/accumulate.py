@@ -22,6 +22,7 @@ Debts: batch statistics inside reentrant checkpoints and compiled models are not
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -104,7 +105,12 @@ def accumulate(
         raise LowtideError(
             f'weight takes "rows", "sum" or a function that returns the weight of a piece; found {weight!r}.'
         )
+    backward = functools.partial(_run_backward, backward)
     if representations is not None:
+        if not callable(representations):
+            raise LowtideError(
+                f"representations takes a function that encodes a piece; found {type(representations).__name__}."
+            )
         if weight is not None or batch_norm:
             raise LowtideError(
                 "with representations=, one loss is computed for the whole batch: leave weight and batch_norm out."
@@ -157,6 +163,19 @@ def accumulate_weighted(
         del loss  # frees its graph, too, before the next forward
     assert total is not None
     return total
+
+
+def _run_backward(backward: Callable[[Tensor], object], loss: Tensor) -> None:
+    """Run `backward` from the loss. Raises LowtideError if the function that computed the loss has called it, too."""
+    try:
+        backward(loss)
+    except RuntimeError as error:
+        if "through the graph a second time" not in str(error):
+            raise
+        raise LowtideError(
+            "the function given to accumulate called backward itself: accumulate scales the loss first and calls "
+            "backward then. Gradients hold more than the batch's: zero them."
+        ) from error
 
 
 def _check(loss: Any) -> None:

@@ -56,21 +56,25 @@ def accumulated_by_representations(
     before: list[RandomState] = []
     cached: list[list[Tensor]] = []
     outline: Any = None
+    differentiable: list[bool] = []
     for piece in pieces:
         before.append(RandomState.now())
         # The graph of the first piece is only looked at. DistributedDataParallel would await its backward.
-        with torch.set_grad_enabled(not cached and not several_processes()):
+        has_graph = not cached and not several_processes()
+        with torch.set_grad_enabled(has_graph):
             made = encode(piece)
         leaves = _leaves(made, rows_of(piece, shared))
         check_piece(leaves)
+        if not cached:
+            differentiable = [leaf.requires_grad if has_graph else leaf.is_floating_point() for leaf in leaves]
         cached.append([leaf.detach() for leaf in leaves])
         outline = tree_map(lambda _: None, made)
         del made, leaves
     torch.clear_autocast_cache()  # casts of weights that autocast cached without a graph would be used again
 
     whole = [torch.cat(parts) for parts in zip(*cached, strict=True)]
-    for leaf in whole:
-        leaf.requires_grad_(leaf.is_floating_point())
+    for leaf, has_gradient in zip(whole, differentiable, strict=True):
+        leaf.requires_grad_(has_gradient)  # not the keys of a queue, which would keep its graph
     loss = loss_of(_filled(outline, whole))
     check_loss(loss)
     backward(loss)
@@ -114,6 +118,8 @@ def _filled(outline: Any, leaves: Sequence[Tensor]) -> Any:
 def _leaves(made: Any, rows: int) -> list[Tensor]:
     """Return the tensors in a piece's representations. Raises LowtideError if their rows are not the piece's."""
     leaves = tree_leaves(made)
+    if not leaves:
+        raise LowtideError(f"`representations` returned {made!r}, which has no tensor.")
     for leaf in leaves:
         if not isinstance(leaf, Tensor) or not leaf.dim() or len(leaf) != rows:
             returned = f"shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"

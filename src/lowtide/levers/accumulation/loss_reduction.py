@@ -372,5 +372,6 @@ def _unknown_average(why: str) -> LowtideError:
     return LowtideError(
         f"cannot determine how this loss averages: {why}. Wrongly weighted micro-batches give wrong gradients, so "
         'tell lowtide.accumulate: weight="rows" for a mean over rows, weight="sum" for a sum, or weight=lambda part: '
-        '... for what the mean over a piece is divided by, such as (part["labels"] != -100).sum().'
+        '... for what the mean over a piece is divided by, such as (part["labels"] != -100).sum(). For a loss that '
+        "compares rows with each other, as contrastive losses do, pass representations= instead."
     )

@@ -45,8 +45,8 @@ def micro_batches(batch: Batch, n: int, *, shared: Collection[str] = ()) -> list
         >>> [part["x"].shape[0] for part in lowtide.micro_batches(batch, 4)]
         [3, 3, 2, 2]
     """
-    if n < 1:
-        raise LowtideError(f"micro_batches was asked for {n} pieces; give 1 or more.")
+    if not hasattr(n, "__index__") or n < 1:
+        raise LowtideError(f"micro_batches was asked for {n!r} pieces; give a whole number, 1 or more.")
     rows = rows_of(batch, shared)
     cut = _Splitter(rows, frozenset(shared))
     return [cast("Batch", cut.part(batch, span, "")) for span in spans(rows, n)]
