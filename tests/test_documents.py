@@ -2,6 +2,7 @@
 
 import ast
 import re
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -61,6 +62,13 @@ def test_every_link_leads_somewhere(page: Path) -> None:
         target = page.parent / path if path else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_headings_go_down_one_level_at_a_time(page: Path) -> None:  # the site is built with warnings as errors
+    levels = [len(marks) for marks in re.findall(r"^(#+) ", prose(page), re.MULTILINE)]
+    assert levels[0] == 1
+    assert all(below <= above + 1 for above, below in pairwise(levels))
 
 
 def test_each_limit_that_the_index_names_is_in_its_section() -> None:
@@ -186,6 +194,70 @@ def test_the_loop_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
     exec(next(block for block in blocks(ROOT / "README.md", "python") if "lowtide.within" in block), names)
     assert names["run"].plan is not None
     assert capsys.readouterr().out.strip() == str(names["run"])
+
+
+class _Log:
+    """Stand-in for a tracker of experiments: keeps what it is given."""
+
+    def __init__(self) -> None:
+        self.numbers: dict[str, float] = {}
+
+    def log(self, numbers: dict[str, float]) -> None:
+        self.numbers.update(numbers)
+
+    def log_metrics(self, numbers: dict[str, float], step: int) -> None:
+        self.numbers.update(numbers)
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.numbers[name] = value
+
+
+def test_the_loop_and_its_log_run_as_printed_on_the_page_of_loops(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = blocks(ROOT / "docs" / "loops.md", "python")
+    loop, log = (block for block in printed if "lowtide.within(" in block or "run.metrics()" in block)
+    model, tracker = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 8)), _Log()
+    names: dict[str, Any] = {
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters()),
+        "criterion": nn.MSELoss(),
+        "loader": [(torch.randn(64, 32), torch.randn(64, 8)) for _ in range(6)],
+        **dict.fromkeys(("wandb", "mlflow", "writer"), tracker),
+        "step": 6,
+    }
+    exec(loop, names)
+    assert capsys.readouterr().out.strip() == str(names["run"])
+    exec(log, names)
+    assert tracker.numbers == names["run"].metrics()
+    (listed,) = re.findall(
+        r"`run\.metrics\(\)` returns.*?\. TensorBoard", text_of(ROOT / "docs" / "loops.md"), re.DOTALL
+    )
+    assert set(tracker.numbers) <= set(re.findall(r"`(lowtide_\w+)`", listed))
+
+
+def test_a_contrastive_loss_runs_as_printed_on_the_page_of_loops() -> None:
+    (block,) = (each for each in blocks(ROOT / "docs" / "loops.md", "python") if "representations" in each)
+    torch.manual_seed(0)
+    image, text = nn.Linear(16, 8), nn.Linear(12, 8)
+    names: dict[str, Any] = {
+        "lowtide": lowtide,
+        "scale": 2.0,
+        "cross_entropy": nn.functional.cross_entropy,
+        "arange": torch.arange,
+        "image_model": image,
+        "text_model": text,
+        "batch": {"pixels": torch.randn(32, 16), "tokens": torch.randn(32, 12)},
+        "optimizer": torch.optim.SGD([*image.parameters(), *text.parameters()], lr=0.1),
+    }
+    exec(block, names)
+    assert all(p.grad is not None for p in image.parameters())
+    assert torch.equal(names["loss"], names["loss"].detach())
+
+
+def test_the_block_that_explains_an_error_runs_as_printed() -> None:
+    (block,) = blocks(ROOT / "docs" / "explain.md", "python")
+    seen: list[int] = []
+    exec(block, {"lowtide": lowtide, "model": nn.Linear(2, 2), "loader": [1, 2], "step": seen.append})
+    assert seen == [1, 2]
 
 
 @pytest.mark.slow
