@@ -33,7 +33,11 @@ def test_a_cell_is_measured(shell: Any, capsys: pytest.CaptureFixture[str]) -> N
     memory = shell.user_ns["memory"]
     assert memory.peak_bytes >= 2 * 1024 * 256 * 4
     assert torch.equal(shell.user_ns["x"], torch.zeros(1024, 256))
-    assert any(label.category == "gradients" for label in memory.timeline.labels.values())
+    assert {label.category for label in memory.timeline.labels.values()} >= {"activations", "gradients"}
+
+
+def test_a_semicolon_at_the_end_of_the_cell_hides_its_value(shell: Any) -> None:
+    assert shell.run_cell("%%lowtide\n1 + 1;").result is None
 
 
 def test_an_error_in_the_cell_is_the_cells_own(shell: Any) -> None:

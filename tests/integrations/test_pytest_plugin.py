@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,7 @@ def test_a_marked_test_keeps_its_limits(pytester: pytest.Pytester) -> None:
     assert "above its limit of 1 MiB." in report
     assert "largest blocks there:" in report
     assert "what the test uses" in report
+    assert re.search(r"^  activations +\S+ [KM]iB", report, re.MULTILINE)
     assert "lowtide: the test leaves memory behind: 1 finding, at most 0 allowed." in report
     assert "ValueError: its own" in report
 
@@ -114,13 +116,69 @@ def test_the_peak_counts_what_the_test_was_given(pytester: pytest.Pytester) -> N
         ("peaks='512MiB'", "found lowtide(peaks='512MiB')"),
         ("peak='512M'", "512M"),
         ("findings=-1", "takes a number of findings, 0 or more; found -1"),
+        ("peak=None, findings=None", "found lowtide(peak=None, findings=None)"),
     ],
 )
 def test_limits_that_are_none_are_refused(limits: str, words: str, pytester: pytest.Pytester) -> None:
     pytester.makepyfile(f"import pytest\n@pytest.mark.lowtide({limits})\ndef test_nothing():\n    pass\n")
     done = pytester.runpytest_inprocess("-p", "no:cacheprovider", *PLUGIN)
     done.assert_outcomes(failed=1)
-    assert words in done.stdout.str()
+    report = done.stdout.str()
+    assert words in report
+    assert "pytest_plugin.py" not in report  # no traceback through Lowtide
+
+
+def test_a_test_has_the_limits_of_its_class_too(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest, torch
+
+        @pytest.mark.lowtide(peak="1MiB")
+        class TestSteps:
+            @pytest.mark.lowtide(findings=0)
+            def test_peaks(self):
+                torch.zeros(2**20)
+
+            @pytest.mark.lowtide(peak="5MiB")
+            def test_has_its_own(self):
+                torch.zeros(2**20)
+        """
+    )
+    done = pytester.runpytest_inprocess("-p", "no:cacheprovider", *PLUGIN)
+    done.assert_outcomes(passed=1, failed=1)
+    done.stdout.fnmatch_lines(["*TestSteps.test_peaks*", "lowtide: the test peaks at 4 MiB, above its limit of 1 MiB."])
+
+
+def test_what_an_earlier_test_left_is_not_this_tests(pytester: pytest.Pytester) -> None:
+    pytester.makepyfile(
+        """
+        import pytest, torch
+        from torch import nn
+
+        kept = []
+
+        def train(keeps):
+            model = nn.Linear(512, 512)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            for _ in range(4):
+                loss = model(torch.randn(512, 512)).square().mean()
+                loss.backward(retain_graph=keeps)
+                kept.extend([loss] * keeps)
+                optimizer.step()
+                optimizer.zero_grad()
+
+        @pytest.mark.lowtide(findings=0)
+        def test_leaves():
+            train(True)
+
+        @pytest.mark.lowtide(findings=0)
+        def test_leaves_nothing():
+            train(False)
+        """
+    )
+    done = pytester.runpytest_inprocess("-p", "no:cacheprovider", *PLUGIN)
+    done.assert_outcomes(passed=1, failed=1)
+    done.stdout.fnmatch_lines(["FAILED *::test_leaves - *"])
 
 
 def test_tests_without_the_marker_load_no_torch(pytester: pytest.Pytester) -> None:

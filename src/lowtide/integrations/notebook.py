@@ -16,7 +16,9 @@ from lowtide.memory.measure import Memory, measure
 
 def register(shell: Any) -> None:
     """Add the magic to an `InteractiveShell` of IPython."""
+    from IPython.core.magic import output_can_be_silenced
 
+    @output_can_be_silenced  # by a semicolon at the end of the cell
     def lowtide(line: str, cell: str) -> Any:
         """Measure the memory of the cell and print it: the peak, and the tensors alive there.
 

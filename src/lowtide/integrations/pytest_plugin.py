@@ -9,7 +9,7 @@ pytest loads this file at every start where Lowtide is installed, so torch is im
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -36,11 +36,16 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(hookwrapper=True, trylast=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """Run a marked test under its limits."""
-    marker = item.get_closest_marker("lowtide")
-    if marker is None:
+    markers = [*item.iter_markers("lowtide")]
+    if not markers:
         yield
         return
-    limits = _Limits.of(marker)
+    from lowtide.errors import LowtideError
+
+    try:
+        limits = _Limits.of(markers)
+    except LowtideError as error:
+        raise pytest.fail.Exception(str(error), pytrace=False) from error
     objects = _Objects(item)
     with contextlib.ExitStack() as stack:
         watch = stack.enter_context(objects.watch()) if limits.findings is not None else None
@@ -59,20 +64,26 @@ class _Limits:
     findings: int | None
 
     @classmethod
-    def of(cls, marker: pytest.Mark) -> _Limits:
-        """Return a marker's limits. Raises LowtideError if it has none or unknown ones."""
+    def of(cls, markers: Sequence[pytest.Mark]) -> _Limits:
+        """Return the limits of a test's markers, of which the closest come first: a class's hold for a test without its
+        own. Raises LowtideError for a marker without limits, or with others.
+        """
         from lowtide.errors import LowtideError
         from lowtide.utils.amounts import parse_bytes
 
-        known = {"peak", "findings"}
-        if marker.args or not marker.kwargs or marker.kwargs.keys() - known:
-            arguments = ", ".join(
-                [*map(repr, marker.args), *(f"{name}={value!r}" for name, value in marker.kwargs.items())]
-            )
-            raise LowtideError(
-                f'@pytest.mark.lowtide takes peak="512MiB", findings=0 or both, by name; found lowtide({arguments}).'
-            )
-        peak, findings = marker.kwargs.get("peak"), marker.kwargs.get("findings")
+        limits: dict[str, Any] = {}
+        for marker in reversed(markers):
+            given = {name: value for name, value in marker.kwargs.items() if value is not None}
+            if marker.args or not given or given.keys() - {"peak", "findings"}:
+                arguments = ", ".join(
+                    [*map(repr, marker.args), *(f"{name}={value!r}" for name, value in marker.kwargs.items())]
+                )
+                raise LowtideError(
+                    '@pytest.mark.lowtide takes peak="512MiB", findings=0 or both, by name; found '
+                    f"lowtide({arguments})."
+                )
+            limits |= given
+        peak, findings = limits.get("peak"), limits.get("findings")
         if findings is not None and (not isinstance(findings, int) or isinstance(findings, bool) or findings < 0):
             raise LowtideError(f"@pytest.mark.lowtide takes a number of findings, 0 or more; found {findings!r}.")
         return cls(peak, None if peak is None else parse_bytes(peak), findings)
@@ -135,6 +146,6 @@ class _Objects:
         return measure(self.model, self.optimizer)
 
     def watch(self) -> Watch:
-        from lowtide.diagnostics.leaks.watcher import watch
+        from lowtide.diagnostics.leaks.watcher import Watch
 
-        return watch(self.model)
+        return Watch(self.model, ignores_older=True)

@@ -73,7 +73,10 @@ class _Inspection:
 
 @dataclass(slots=True)
 class DelObserver:
-    """Inspections of the variables of `frame` from `begin` to `end`; `mark` puts a mark among the events recorded."""
+    """Inspections of the variables of `frame` from `begin` to `end`; `mark` puts a mark among the events recorded.
+
+    Without a frame, only the moments are marked.
+    """
 
     frame: FrameType | None
     mark: Callable[[str, object], None]
@@ -90,14 +93,16 @@ class DelObserver:
     _spent: float = 0.0
     _is_partial: bool = False
     """True once an inspection was left out; the savings are unknown then."""
+    _is_active: bool = False
 
     def begin(self) -> None:
         """Inspect leftovers of the previous step, and intercept backward passes and optimizer steps."""
+        self._is_active, self._is_partial = True, self.frame is None
         self._inspect("at the end of the step", is_first=True)
 
         def wrap_engine(engine: Callable[..., Any]) -> Callable[..., Any]:
             def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
-                if self.frame is None or threading.get_ident() != self._thread or in_backward():
+                if not self._is_active or threading.get_ident() != self._thread or in_backward():
                     return engine(outputs, *args, **kwargs)
                 self._inspect("before backward")
                 try:
@@ -119,7 +124,7 @@ class DelObserver:
             self._inspect(*moments, "at the end of the step")
         else:
             self._inspections.clear()
-        self.frame = None
+        self.frame, self._is_active = None, False
 
     def result(self, stream: EventStream) -> tuple[Del, ...]:
         """Return the saving of each `del`, by variable and moment; sets of variables that share memory are included."""
@@ -148,11 +153,10 @@ class DelObserver:
             self._inspect("after backward")
 
     def _inspect(self, *moments: Moment, is_first: bool = False) -> None:
-        assert self.frame is not None
         began = time.perf_counter()
         rest = began - self._began - self._spent
         self._is_partial |= len(self._inspections) >= _SURE_LOOKS and self._spent > _MOST_TIME * rest
-        if self._is_partial:
+        if self.frame is None or self._is_partial:
             self.mark(_LABEL, _Inspection(moments, (), []))  # labels the blocks alive at this moment as activations
             return
         held_memory = held_by_variables(self.frame)

@@ -180,9 +180,8 @@ class _Measuring(AbstractContextManager[Memory, None]):
                 torch.cuda.reset_peak_memory_stats(self._device)
                 self._entry_bytes = torch.cuda.memory_allocated(self._device)
         recorder = self._outer or self._recorder
-        frame = _measuring_frame() if self._device.type == "cpu" else None
-        if recorder is not None and frame is not None:
-            self._looks = DelObserver(frame, recorder.mark)
+        if recorder is not None and self._device.type == "cpu":
+            self._looks = DelObserver(_measuring_frame(), recorder.mark)
             self._looks.begin()
         return self._memory
 

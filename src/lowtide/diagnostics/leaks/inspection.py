@@ -74,7 +74,9 @@ class RetainedObject:
     that are not in use.
     """
     is_older: bool = False
-    """True if the object's graph was made before the watch began."""
+    """True if the object's graph began before the watch did."""
+    is_from_before: bool = False
+    """True if all of the object's graph was made before the watch began."""
     is_of_gradients: bool = False
     """True if the `.grad` of a parameter has this graph."""
     buffer: str | None = None
@@ -251,6 +253,7 @@ def _retained_graph(graph: Graph, view: InspectionInput, live: LiveObjects, excu
         is_of_gradients=bool(graph.gradient_of),
         buffer=next((live.buffers[id(t)] for t in tensors if id(t) in live.buffers), None),
         is_older=min(numbers) < view.watched_from,
+        is_from_before=max(numbers) < view.watched_from,
     )
 
 
@@ -264,6 +267,7 @@ def _retained_nodes(graph: Graph, view: InspectionInput) -> RetainedObject:
         storages={-min(numbers): graph.node_bytes},  # no storage has a negative number
         n_tensors=len(graph.tensors),
         subject="nodes",
+        is_from_before=max(numbers) < view.watched_from,
     )
 
 

@@ -45,13 +45,16 @@ class Inspector:
         unread: UnreadGradients,
         arguments: Callable[[], list[Tensor]],
         running_module: Callable[[], int | None],
+        *,
+        ignores_older: bool,
     ) -> None:
         """Begin before any call.
 
-        `arguments` returns the tensors passed to the running module, and `running_module` its id.
+        `arguments` returns the tensors passed to the running module, and `running_module` its id. `ignores_older`
+        leaves out graphs that were made before the first call.
         """
         self._model, self._calls, self._steps, self._log, self._unread = model, calls, steps, log, unread
-        self._arguments, self._running_module = arguments, running_module
+        self._arguments, self._running_module, self._ignores_older = arguments, running_module, ignores_older
         self.boundaries, self.known = StepBoundaries(), KnownStorages()
         self.has_begun = False
         """True once a model was called with gradients."""
@@ -150,6 +153,8 @@ class Inspector:
             live = LiveObjects()
             view = replace(self.view(new_from), in_evaluation=in_evaluation)
             retained = inspect_memory(view, live)
+            if self._ignores_older:
+                retained = [item for item in retained if not item.is_from_before]
             if only is None:
                 record_duplicate_inputs(view, live, self._arguments(), self._log)
                 self._unread.step_begins(live, self._model, self._steps.now, self.least_bytes)

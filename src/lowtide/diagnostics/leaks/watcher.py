@@ -55,7 +55,10 @@ class Watch(Displayed):
     `findings` and `print(watch)` report what was found so far, or in all once it has ended.
     """
 
-    def __init__(self, model: nn.Module | None, batches: Iterable[Any] | None) -> None:
+    def __init__(
+        self, model: nn.Module | None, batches: Iterable[Any] | None = None, *, ignores_older: bool = False
+    ) -> None:
+        """Create a watch; with `ignores_older` it reports no graph that was made before the model's first call."""
         self._model, self._batches = model, batches
         self._calls, self._steps = CallLog(), StepNumbers()
         self._finding_log = FindingLog()
@@ -80,6 +83,7 @@ class Watch(Displayed):
             self._unread,
             self._events.arguments,
             lambda: self._root,
+            ignores_older=ignores_older,
         )
 
     @property
