@@ -1,6 +1,7 @@
 """`--report` of commands that run a script, and `lowtide report` on what they write."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -75,6 +76,40 @@ def test_findings_of_a_watch_are_exported(script: Path, tmp_path: Path, capfd: p
     capfd.readouterr()
     assert cli.main(["report", str(record), "--github"]) == 0
     assert capfd.readouterr().out.count("::warning file=") == len(found.findings)
+
+
+WRITING = {
+    "rehearse": ("rehearse", "--json", "FILE", "SCRIPT"),
+    "frontier": ("frontier", "--budgets", "3", "--json", "FILE", "SCRIPT"),
+    "plan": ("plan", "make", "--budget", "90%", "-o", "FILE", "SCRIPT"),
+    "estimate": ("estimate", "--budget", "1GiB", "--json", "FILE", "SCRIPT"),
+    "estimate for a GPU": ("estimate", "--device", "T4", "--batch", "8", "--json", "FILE", "SCRIPT"),
+    "watch": ("watch", "--json", "FILE", "SCRIPT"),
+    "demo": ("demo", "--layers=1", "--batch-size=1", "--length=16", "--steps=1", "--budget=100%", "--json", "FILE"),
+}
+ANSWERS = {
+    "rehearse": "A step needs",
+    "frontier": r"A step needs .* Plans take it down to",
+    "plan": "It fits: the step is predicted to peak at",
+    "estimate": "It fits: the step is predicted to peak at .*, within the budget of 1 GiB",
+    "estimate for a GPU": "Batch 8 fits on T4",
+    "watch": "Nothing outlives its step",
+    "demo": "It fits: the step peaks at",
+}
+
+
+@pytest.mark.parametrize("kind", WRITING)
+def test_what_a_command_writes_as_json_is_shown_and_made_a_page(
+    kind: str, script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    written, page = tmp_path / "written.json", tmp_path / "page.html"
+    arguments = [{"FILE": str(written), "SCRIPT": str(script)}.get(each, each) for each in WRITING[kind]]
+    assert cli.main(arguments) == 0
+    capfd.readouterr()
+    assert cli.main(["report", str(written)]) == 0
+    assert re.search(ANSWERS[kind], capfd.readouterr().out)
+    assert cli.main(["report", str(written), "-o", str(page)]) == 0
+    assert re.search(ANSWERS[kind], page.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("command", ["run", "rehearse", "estimate", "watch"])

@@ -9,7 +9,8 @@ import pytest
 
 from lowtide import cli
 from lowtide.errors import LowtideError
-from lowtide.report.run_record import RunRecord, read_run
+from lowtide.report.run_files import read_run
+from lowtide.report.run_record import RunRecord
 from report.runs import FINDINGS, PLAN, PROFILE, run
 
 RUN = run()
@@ -49,6 +50,11 @@ def damaged() -> dict[str, str]:
     short["before"]["bytes"]["parameters"].pop()
     beyond = json.loads(RUN.to_json())
     beyond["after"]["tensors"][0]["stop"] = 10**6
+    backwards = json.loads(RUN.to_json())
+    backwards["frontier"]["points"][1]["extra_ms"] = -1
+    without_recipe = json.loads(RUN.to_json())
+    for value in without_recipe["profile"]["values"]:
+        value["refused"] = "x"
     return {
         "cut off": RUN.to_json()[:1000],
         "empty": "",
@@ -57,6 +63,8 @@ def damaged() -> dict[str, str]:
         "another format": json.dumps({**whole, "format": 1}),
         "columns of different lengths": json.dumps(short),
         "a tensor beyond the step": json.dumps(beyond),
+        "a time below zero": json.dumps(backwards),
+        "a plan that is not of its profile": json.dumps(without_recipe),
         "a number that is too large": json.dumps({**whole, "n_steps": 10**30}),
         "a list": "[]",
     }

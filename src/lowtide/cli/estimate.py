@@ -190,7 +190,7 @@ def estimate(
     records = [record(estimate, size, budget_bytes, plan) for size, estimate in estimates.items()]
     _write_files(records, json_to, record_to)
     if report_to is not None:
-        write_report(_record(estimates, target), report_to)
+        write_report(_record(estimates, target, budget_bytes), report_to)
     return 0 if all(is_within(estimate, budget_bytes, strict=strict) for estimate in estimates.values()) else 1
 
 
@@ -243,13 +243,13 @@ def _write_files(records: list[dict[str, Any]], json_to: str | None, record_to: 
         Path(record_to).write_text(text, encoding="utf-8")
 
 
-def _record(estimates: Mapping[int | None, MemoryEstimate], target: str) -> RunRecord:
+def _record(estimates: Mapping[int | None, MemoryEstimate], target: str, budget_bytes: int | None) -> RunRecord:
     """Return the record of all sizes; memory over the step is that of the last one."""
     from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
 
     shown = estimates[[*estimates][-1]].to_record(command_line(), subject=target)
     needs = (estimate.on_gpu(size) for size, estimate in estimates.items() if isinstance(estimate, GpuMemoryEstimate))
-    return replace(shown, needs=tuple(needs))
+    return replace(shown, needs=tuple(needs), plain_budget_bytes=budget_bytes)
 
 
 def _ended(target: str, code: int, size: int | None) -> str:

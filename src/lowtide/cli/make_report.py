@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,6 +12,7 @@ import click
 from lowtide.cli.report_option import PAGES
 from lowtide.cli.script_or_profile import output_option, write
 from lowtide.errors import LowtideError
+from lowtide.memory.untrusted_files import in_one_line
 
 if TYPE_CHECKING:
     from lowtide.report.run_record import RunRecord
@@ -51,15 +53,13 @@ def _share(ctx: click.Context, parameter: click.Parameter, text: str | None) -> 
 def report(file: Path, other: Path | None, to: str | None, github: bool, fail_above: float | None) -> int:
     """Write a run, or the changes between two runs, as a page.
 
-    FILE was written by `--report FILE.json` of `lowtide run`, `rehearse`, `estimate`, `watch` or `demo`, or by `lowtide
-    rehearse --json`, `plan make -o` or `watch --json`. Exit code 1: the second peak is above the limit of --fail-above;
-    2: a file is not the record of a run, or the two runs are of different models.
+    FILE was written by `--report FILE.json` of `lowtide run`, `rehearse`, `estimate`, `watch` or `demo`, by `--json` of
+    `rehearse`, `frontier`, `estimate`, `watch` or `demo`, or by `lowtide plan make -o`. Exit code 1: the second peak is
+    above the limit of --fail-above; 2: a file is not the record of a run, or the two runs are of different models.
     """
-    from lowtide.report.run_record import read_run
-
-    run = read_run(file)
+    run = _read(file)
     if other is not None:
-        return _compare(run, read_run(other), (str(file), str(other)), to, github, fail_above)
+        return _compare(run, _read(other), (str(file), str(other)), to, github, fail_above)
     if fail_above is not None:
         raise click.UsageError("--fail-above needs two runs: lowtide report BEFORE.json AFTER.json.")
     if github:
@@ -67,12 +67,32 @@ def report(file: Path, other: Path | None, to: str | None, github: bool, fail_ab
 
         click.echo(github_annotations(run), nl=bool(run.findings))
         return 0
-    if to in (None, "-"):
-        click.echo(str(run))
-        return 0
-    assert to is not None
-    write(_exporter(to)(run), to)
+    with _refusing_contradictions(file):
+        text = str(run) if to is None or to == "-" else _exporter(to)(run)
+    if to is None or to == "-":
+        click.echo(text)
+    else:
+        write(text, to)
     return 0
+
+
+def _read(file: Path) -> RunRecord:
+    from lowtide.cli.demo.results import Comparison
+    from lowtide.report.run_files import read_run
+
+    return read_run(file, {"Comparison": lambda path, command: Comparison.from_json(path).to_record(command)})
+
+
+@contextlib.contextmanager
+def _refusing_contradictions(*files: Path | str) -> Iterator[None]:
+    """Raise LowtideError, in one line, where the parts of a record contradict each other, as in an edited file."""
+    try:
+        yield
+    except (ArithmeticError, AssertionError, LookupError, ValueError) as error:
+        if isinstance(error, LowtideError):
+            raise
+        named, why = " or ".join(map(str, files)), in_one_line(str(error))
+        raise LowtideError(f"{named} is damaged, for its parts contradict each other: {why}.") from error
 
 
 def _compare(
@@ -81,15 +101,18 @@ def _compare(
     from lowtide.report.exports import github_annotations
     from lowtide.report.run_comparison import RunComparison
 
+    is_page = to not in (None, "-")
+    if is_page and Path(str(to)).suffix.lower() not in PAGES:
+        raise click.UsageError(f"{to} does not end in .html: a comparison of two runs is an HTML page.")
     comparison = RunComparison(first, second, names)
+    with _refusing_contradictions(*names):
+        text, page = str(comparison), comparison.to_html() if is_page else ""
     if github:
         click.echo(github_annotations(second, comparison.new_findings), nl=bool(comparison.new_findings))
     else:
-        click.echo(str(comparison))
-    if to not in (None, "-"):
-        if Path(str(to)).suffix.lower() not in PAGES:
-            raise click.UsageError(f"{to} does not end in .html: a comparison of two runs is an HTML page.")
-        write(comparison.to_html(), str(to))
+        click.echo(text)
+    if is_page:
+        write(page, str(to))
     change = comparison.peak_change
     return 1 if fail_above is not None and change is not None and change > fail_above else 0
 

@@ -104,6 +104,7 @@ _FIELD_OF_KIND = {
     "storages": "Profile",
     "decisions": "Plan",
     "points": "Frontier",
+    "runs": "Comparison",
     "measured_peak_bytes": "Verdict",
 }
 """Kinds of records that are saved in files, each by a field that no other kind has."""

@@ -96,8 +96,8 @@ def _sentence(text: str) -> str:
 def _tiles(run: RunRecord) -> str:
     plain, peak = run.plain_peak_bytes, run.peak_bytes
     tiles: list[tuple[str, str, str, int | None]] = []
-    if run.plan is not None:
-        tiles.append(("budget", format_bytes(run.plan.budget_bytes), "for the peak of a step", run.plan.budget_bytes))
+    if run.budget_bytes is not None:
+        tiles.append(("budget", format_bytes(run.budget_bytes), "for the peak of a step", run.budget_bytes))
     if plain is not None and run.plan is not None:
         is_known = run.profile is not None and run.profile.measured_plain_peak_bytes is not None
         how = "measured" if is_known else "predicted"
@@ -228,6 +228,8 @@ def memory(
         for (key, m), named in zip(tracks, (_heading(word) for word in words), strict=False)
     )
     names = {category for _, memory in tracks for category in memory.bytes}
+    if [len(m.at) for _, m in tracks] == [1]:  # a peak alone
+        return f"{said}<figure>{legend(shown, 0, names)}</figure>"
     how = {
         "predicted": "Predicted from the rehearsed step; sizes are exact unless a note says otherwise.",
         "measured": "Measured: every allocation of one step.",

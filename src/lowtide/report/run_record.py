@@ -11,16 +11,13 @@ import platform
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, Self
 
 import msgspec
 
-from lowtide.errors import LowtideError
-from lowtide.memory.untrusted_files import check_numbers, in_one_line, unpacked
 from lowtide.planner.budget_frontier import Frontier, frontier
 from lowtide.planner.records import Fingerprint, Plan, Profile
-from lowtide.planner.serialization import FORMAT, Record, kind_of
+from lowtide.planner.serialization import FORMAT, Record
 from lowtide.report.finding import Finding
 from lowtide.report.step_memory import StepMemory, predicted_memory
 from lowtide.utils.rendering import text_of
@@ -110,6 +107,8 @@ class RunRecord(Record):
     """The step under the plan."""
     proof: Proof | None = None
     frontier: Frontier | None = None
+    plain_budget_bytes: int | None = None
+    """Budget that a step without a plan is compared with; None if there is none."""
     needs: tuple[GpuNeeds, ...] = ()
     trained: tuple[Trained, ...] = ()
     findings: tuple[Finding, ...] | None = None
@@ -125,14 +124,14 @@ class RunRecord(Record):
 
     @property
     def budget_bytes(self) -> int | None:
-        return None if self.plan is None else self.plan.budget_bytes
+        return self.plain_budget_bytes if self.plan is None else self.plan.budget_bytes
 
     @property
     def requested_budget_bytes(self) -> int | None:
         """Budget in requested bytes, the unit of all memory over the step; None without one, or if it bounds reserved
         bytes.
         """
-        return self.plan.budget_bytes if self.plan is not None and self.plan.budget_for == "requested" else None
+        return self.budget_bytes if self.plan is None or self.plan.budget_for == "requested" else None
 
     @property
     def plain_peak_bytes(self) -> int | None:
@@ -141,7 +140,9 @@ class RunRecord(Record):
             return self.profile.measured_plain_peak_bytes
         if self.plan is not None:
             return self.plan.plain.peak_bytes
-        return None if self.before is None else self.before.peak_bytes
+        if self.before is not None:
+            return self.before.peak_bytes
+        return None if self.frontier is None else self.frontier.plain_bytes
 
     @property
     def peak_bytes(self) -> int | None:
@@ -256,39 +257,3 @@ def versions(made_for: Fingerprint | None = None) -> dict[str, str]:
         with contextlib.suppress(PackageNotFoundError):
             packages["torch"] = version("torch")
     return {**packages, platform.system(): platform.machine()}
-
-
-def read_run(path: Path) -> RunRecord:
-    """Return the run in a file: a RunRecord, or a profile or the findings that another `--json` wrote.
-
-    Raises LowtideError, in one line, for anything else.
-    """
-    try:
-        text = unpacked(path)
-    except (OSError, ValueError) as error:
-        raise LowtideError(f"{path} can't be read: {in_one_line(str(error))}.") from error
-    kind = kind_of(text)
-    if kind == "RunRecord":
-        return RunRecord.from_json(path)
-    if kind == "Profile":
-        return record_of(f"lowtide report {path}", profile=Profile.from_json(path))
-    if kind == "Plan":
-        return record_of(f"lowtide report {path}", plan=Plan.from_json(path))
-    try:
-        watched = msgspec.json.decode(text, type=_Watched)
-        check_numbers(watched.findings)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise LowtideError(
-            f"{path} is not a record of a run: write one with `lowtide run --report FILE.json`, or give the file of "
-            "`lowtide rehearse --json` or `lowtide watch --json`."
-        ) from error
-    return RunRecord(
-        command=f"lowtide report {path}", versions=versions(), findings=watched.findings, n_steps=watched.steps
-    )
-
-
-class _Watched(msgspec.Struct):
-    """The file of `lowtide watch --json`."""
-
-    steps: int
-    findings: tuple[Finding, ...]

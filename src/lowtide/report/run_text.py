@@ -64,19 +64,21 @@ def verdict(run: RunRecord) -> tuple[Answer, str]:
         return "no", f"It does not fit: {run.refusal.splitlines()[0]}"
     if peak_bytes is None:
         return "open", "No step was measured."
-    if run.plan is None:
+    budget_bytes = run.budget_bytes
+    if budget_bytes is None:
         return "plain", f"A step needs {format_bytes(peak_bytes)} at its peak.{_reach(run)}"
-    if run.plan.budget_for == "reserved":
+    is_reserved = run.plan is not None and run.plan.budget_for == "reserved"
+    if is_reserved:
         if run.reserved_peak_bytes is None:
             return "open", "No step was measured, and the budget is for what the allocator reserves."
         peak_bytes = run.reserved_peak_bytes
-    budget, peak = format_bytes(run.plan.budget_bytes), format_bytes(peak_bytes)
-    if peak == budget and peak_bytes > run.plan.budget_bytes:
-        budget, peak = (f"{format_bytes(n)} ({n:,} B)" for n in (run.plan.budget_bytes, peak_bytes))
+    budget, peak = format_bytes(budget_bytes), format_bytes(peak_bytes)
+    if peak == budget and peak_bytes > budget_bytes:
+        budget, peak = (f"{format_bytes(n)} ({n:,} B)" for n in (budget_bytes, peak_bytes))
     is_measured = run.proof is not None and run.proof.measured_peak_bytes is not None
     how = "peaks at" if is_measured else "is predicted to peak at"
-    peak += " reserved" if run.plan.budget_for == "reserved" else ""
-    if peak_bytes <= run.plan.budget_bytes:
+    peak += " reserved" if is_reserved else ""
+    if peak_bytes <= budget_bytes:
         return "yes", f"It fits: the step {how} {peak}, within the budget of {budget}."
     return "no", f"It does not fit: the step {how} {peak}, above the budget of {budget}."
 
