@@ -192,6 +192,17 @@ def test_exchanged_parameters_keep_their_identity() -> None:
     assert (type(held), held.device.type) == (torch.nn.Parameter, "meta")
 
 
+def test_the_lstm_of_onednn_saves_a_workspace_behind_its_results() -> None:
+    packed: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor
+    ):
+        result, _ = torch.nn.LSTM(8, 8)(torch.ones(4, 2, 8, requires_grad=True))
+    if result.grad_fn.name() == nodes.WITH_WORKSPACE:  # which processors without oneDNN lack
+        assert nodes.is_workspace(packed[-1], packed[-2].grad_fn.name())
+        assert not nodes.is_workspace(packed[-2], packed[-2].grad_fn.name())
+
+
 def test_hooks_are_shared() -> None:
     one, other = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     seen: list[str] = []

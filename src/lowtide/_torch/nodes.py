@@ -29,6 +29,15 @@ def packet_of(func: Any) -> Any:
     return func._overloadpacket
 
 
+WITH_WORKSPACE = "MkldnnRnnLayerBackward0"
+"""Node that saves its results, and then a workspace in uint8 of which oneDNN leaves bytes unwritten. Torch 2.13."""
+
+
+def is_workspace(tensor: torch.Tensor, node: str) -> bool:
+    """Return True if a node with this name saves `tensor` as its workspace, which differs from run to run."""
+    return tensor.dtype is torch.uint8 and node == WITH_WORKSPACE
+
+
 SAVED = "_saved_"
 """Prefix of a node's attributes for saved tensors and constants; reading one runs the unpack hook. Torch 2.13, since
 1.9.

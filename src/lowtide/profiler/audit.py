@@ -20,9 +20,9 @@ from torch import nn
 
 from lowtide._torch.backward import in_backward, observe_checkpointed_calls
 from lowtide._torch.device_timing import now_ms
-from lowtide._torch.nodes import next_sequence_number
+from lowtide._torch.nodes import is_workspace, next_sequence_number
 from lowtide._torch.tensors import storage_id
-from lowtide.errors import summarize
+from lowtide.errors import ReplayMismatch, summarize
 from lowtide.profiler import address_checks as addresses
 from lowtide.profiler import fsdp_units as sharding
 from lowtide.profiler import partial_reads as readers
@@ -33,7 +33,7 @@ from lowtide.profiler.differing_modules import CallShape
 from lowtide.profiler.drafts import CallDraft, SlotDraft, describe
 from lowtide.profiler.fsdp_units import AROUND_UNITS, FsdpUnits
 from lowtide.profiler.measure_call import CAN_GO_WRONG, advance, timed
-from lowtide.profiler.repeated_blocks import freed_blocks, repeated_blocks, worth_a_replay
+from lowtide.profiler.repeated_blocks import freed_blocks, is_recurrent, repeated_blocks, worth_a_replay
 from lowtide.profiler.replay_check import Witness
 from lowtide.runtime import saved_values as values
 from lowtide.runtime.batch_tensors import in_words, tensors_in
@@ -104,6 +104,11 @@ class Audit(RecomputeAudit, Observer):
         self._blocks = repeated_blocks(model)
         self._freed = freed_blocks(model) if frugal else frozenset()
         """Blocks whose saved tensors are freed once the block has been audited."""
+        is_surely_alike = frugal and self._place.type == "cpu"  # not proven of cuDNN
+        self._freed_before = frozenset(m for m in model.modules() if is_surely_alike and is_recurrent(m))
+        """Layers whose saved tensors are freed before the trial: one operator saves them all, and its second run would
+        hold them twice.
+        """
         self._around_blocks = frozenset(
             m for m in model.modules() if m not in self._blocks and self._blocks & set(m.modules())
         )
@@ -296,7 +301,8 @@ class Audit(RecomputeAudit, Observer):
         if (why := own.why_not_again()) is not None:
             return why
         frame.held, first, states = [], next_sequence_number(), self._own_draws.states()
-        freed = self.values_to_free(call, module, returned) if module in self._freed else {}
+        is_freed = module in self._freed or module in self._freed_before
+        freed = self.values_to_free(call, module, returned) if is_freed else {}
         self.freed_values.free()
         refused = self.try_replay(call, frame, freed)
         if refused is None and module in self._blocks and module not in self._units.resharded:
@@ -331,7 +337,8 @@ class Audit(RecomputeAudit, Observer):
         """Replay a call and compare all tensors that it saves. Return the reason why it can't be replayed, or None.
 
         Values in `freed`, each with a place among the saved tensors, are freed as soon as the replay has brought them
-        back: so a trial takes little more memory than the call.
+        back: so a trial takes little more memory than the call. Raises ReplayMismatch if they are freed before, and the
+        trial gives other bits.
         """
         packed = range(call.first_slot, call.stop_slot)
         inputs = {slot.value for slot in call.inputs}
@@ -341,6 +348,11 @@ class Audit(RecomputeAudit, Observer):
         brought_back = [n for n in packed if not self.values[self.slots[n].value].is_seed]
         frame.values = {n - call.first_slot: weakref.ref(self._handles[n][0]) for n in brought_back}
         wrong, looked_ms = list[str](), [0.0]
+        is_freed_before = frame.interceptor.module in self._freed_before
+        if is_freed_before:
+            for value, place in freed.items():
+                self._witness.saved(call.first_slot + place, self.slot_tensor(call.first_slot + place))
+                self.freed_values.add(value, frame)
 
         def look(place: int, tensor: Tensor) -> None:
             began, n = now_ms(self._place), call.first_slot + place
@@ -364,6 +376,8 @@ class Audit(RecomputeAudit, Observer):
             )
         except CAN_GO_WRONG as error:
             return f"running it again failed: {summarize(error)}"
+        if wrong and is_freed_before:
+            raise ReplayMismatch(f"{frame.interceptor}: {wrong[0]}, and the step ends before its update.")
         return wrong[0] if wrong else None
 
     def slot_tensor(self, n: int) -> Tensor:
@@ -374,6 +388,8 @@ class Audit(RecomputeAudit, Observer):
     def differs(self, n: int, tensor: Tensor, frame: ReplayFrame) -> str | None:
         """Compare slot `n` with the tensor that a run of `frame` saves there. Return why the two differ, or None."""
         value, view = self._handles[n]
+        if n and is_workspace(tensor, self.values[self.slots[n - 1].value].node):
+            return None  # what the operator returns is compared
         if value in self.freed_values:  # the tensor was freed when it was saved, or by the first run
             tensor = tensor if view is None else tensor.as_strided(*view)
             run = "a third run" if value.maker is frame else "running it again"

@@ -18,6 +18,13 @@ def worth_a_replay(module: nn.Module) -> bool:
     return any(True for _ in module.children()) or not _torch_own(module) or isinstance(module, BARE_LEAVES)
 
 
+def is_recurrent(module: nn.Module) -> bool:
+    """Return True for torch's own recurrent layers, as long as nothing runs around their operator."""
+    return type(module) in (nn.RNN, nn.LSTM, nn.GRU) and not (
+        module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
+    )
+
+
 def is_container(module: nn.Module) -> bool:
     """Return True for torch's containers of modules that are called one by one."""
     return isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.Sequential))
