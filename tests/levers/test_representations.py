@@ -200,8 +200,14 @@ def test_other_losses_with_negatives_of_the_batch(loss_of: Callable[[Any], Tenso
     assert torch.equal(lowtide.accumulate(loss_of, batch, 8, representations=encode), expected.detach())
     for name, found in gradients(model).items():
         assert (found - wanted[name]).abs().max() <= 1e-12, name
-    with pytest.raises(lowtide.LowtideError, match="representations="):
-        lowtide.accumulate(lambda part: loss_of(encode(part)), batch, 4)
+
+    def whole(part: dict[str, Tensor]) -> Tensor:
+        return loss_of(encode(part))
+
+    weights: tuple[Any, ...] = (None, "rows", "rows")
+    for weight in weights:  # a second try is refused, too
+        with pytest.raises(lowtide.LowtideError, match="representations="):
+            lowtide.accumulate(whole, batch, 4, weight=weight)
 
 
 def test_a_scaler_scales_all_gradients() -> None:

@@ -35,7 +35,7 @@ _GPU_TOLERANCE = 1e-3
 
 _MOST_COMPARED = 10_000
 _compared: set[Hashable] = set()
-"""Loss functions that were compared, by their code and the functions and modules that they use."""
+"""Loss functions that were compared and accepted, by their code, what they use, and the weight of their average."""
 
 
 def check_rows_are_independent(
@@ -52,7 +52,7 @@ def check_rows_are_independent(
     Raises LowtideError if they differ, and whatever `check_graph` raises for the loss of the first piece. The state of
     the random number generators is restored.
     """
-    identity = _identity(loss_of)
+    identity = _identity(loss_of), _identity(weight) if callable(weight) else weight
     if identity in _compared:
         return
     pair = parts[:2]
@@ -73,13 +73,12 @@ def check_rows_are_independent(
         except RuntimeError:  # a loss that computes gradients itself
             return
         is_random = has_drawn()
+    expected = sum(shares.of(n) * float(loss) for n, loss in enumerate((first, second)) if shares.of(n))
+    is_other = abs(float(whole) - expected) > _tolerance(whole) * max(abs(float(whole)), abs(expected), 1e-6)
+    if is_other and not is_random:
+        raise _refusal(f"{sum(rows[:2])} rows have loss {float(whole):.4g}, their halves {expected:.4g} together")
     if len(_compared) < _MOST_COMPARED:
         _compared.add(identity)
-    if is_random:
-        return
-    expected = sum(shares.of(n) * float(loss) for n, loss in enumerate((first, second)) if shares.of(n))
-    if abs(float(whole) - expected) > _tolerance(whole) * max(abs(float(whole)), abs(expected), 1e-6):
-        raise _refusal(f"{sum(rows[:2])} rows have loss {float(whole):.4g}, their halves {expected:.4g} together")
 
 
 def _tolerance(loss: Tensor) -> float:
