@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from lowtide.diagnostics.oom.cause import HOST, SHARE, Cause, has_overflowed, held_in_words
-from lowtide.diagnostics.oom.causes_by_numbers import other_process
+from lowtide.diagnostics.oom.causes_by_numbers import device_limit, driver, huge_tensor, other_process
 from lowtide.diagnostics.oom.facts import Facts, Sign
 from lowtide.diagnostics.oom.known_sources import SOURCES
 from lowtide.diagnostics.oom.message import Message
@@ -21,7 +21,11 @@ def source_of(m: Message, f: Facts) -> Source | None:
         return None
     if m.form == "Errno 28" and f.shows(Sign.SHARES_MEMORY):
         return SOURCES["shared memory of workers"]
-    return SOURCES.get(m.form)
+    source = SOURCES.get(m.form)
+    decides = (device_limit, driver, huge_tensor, other_process)
+    if source is not None and source.code == "true-need" and m.total_bytes and any(cause(m, f) for cause in decides):
+        return None  # a program that quotes torch's numbers, which tell more than it does
+    return source
 
 
 def known_source(m: Message, f: Facts) -> Cause | None:

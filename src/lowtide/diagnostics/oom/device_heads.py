@@ -41,6 +41,20 @@ DEVICE_HEADS: tuple[MessageHead, ...] = (
         "cpu",
         "torch 1.0 and later",
     ),
+    head(
+        "内存不足|足够的内存",
+        r"Default(?:Mobile)?CPUAllocator[:\uff1a] ?(?:内存不足|没有足够的内存)",
+        "cpu",
+        "torch, translated",
+    ),
+    head("存不足", r"\bCUDA ?[内显]存不足", "cuda", "torch, translated"),
+    head(
+        "显存",
+        r"(?<!如果)(?<!若)(?<!避免)(?<!防止)(?<!以防)(?<!当)显存(?:不足|不够|溢出)(?!时|的话|的情况|问题)",
+        "cuda",
+        "a program's own words",
+        certain=False,
+    ),
     head("posix_memalign", r"enforce fail at .{0,40}CPUAllocator\.cpp:\d+\] posix_memalign", "cpu", "torch 1.0"),
     head("$ Torch", r"\$ Torch: not enough memory", "cpu", "torch 0.4"),
     head("C10 Out", r"C10 Out of Memory", "cpu", "torch, mobile"),
@@ -123,6 +137,22 @@ DEVICE_HEADS: tuple[MessageHead, ...] = (
         "TensorFlow on the host",
     ),
     head("Dst tensor is not", r"Dst tensor is not initialized", "jax", "copies of TensorFlow"),
+    head("GPU memory is overflow", r"GPU memory is overflow, please reduce your batch_size", "jax", "Jittor"),
+    head(
+        "convolution algorithm|GEMM launch failed|cudnn handle: |cublas handle: ",
+        r"Failed to get convolution algorithm\. This is probably because cuDNN failed"
+        r"|Blas \w{0,8}GEMM\w{0,16} launch failed|[Cc]ould not create cudnn handle: CUDNN_STATUS_INTERNAL_ERROR"
+        r"|failed to create cublas handle: CUBLAS_STATUS_NOT_INITIALIZED",
+        "jax",
+        "libraries of TensorFlow",
+        certain=False,
+    ),
+    head(
+        "Cannot fit all variable",
+        r"Out of memory: Cannot fit all variable data onto one or more tiles",
+        "ipu",
+        "Graphcore",
+    ),
     head("Cannot allocate", r"Cannot allocate \d[\d.]{0,20}[KMG]?B memory on GPU \d{1,4}", "jax", "PaddlePaddle"),
     head("Out of GPU memory", r"Out of GPU memory(?: trying to allocate \d[\d.]{0,20} [KMG]?i?B)?", "jax", "CUDA.jl"),
     head("enough and alloc failed", r"memory isn't enough and alloc failed", "jax", "MindSpore"),
@@ -132,7 +162,18 @@ DEVICE_HEADS: tuple[MessageHead, ...] = (
     ),
     head("prefill tokens", r"Not enough memory to handle \d{1,12} prefill tokens", "cuda", "TGI"),
     head("more system memory", r"model requires more system memory \(\d[\d.]{0,20} [KMG]i?B\)", "system", "Ollama"),
-    head("ErrorOutOfDeviceMemory", r"\bErrorOutOfDeviceMemory|VK_ERROR_OUT_OF_DEVICE_MEMORY", "jax", "Vulkan"),
+    head(
+        "memory allocation limit",
+        r"Requested buffer size exceeds device memory allocation limit",
+        "jax",
+        "Vulkan's largest buffer",
+    ),
+    head(
+        "ErrorOutOfDeviceMemory|_OUT_OF_DEVICE_MEMORY|vkAllocateMemory failed",
+        r"\bErrorOutOfDeviceMemory|VK_ERROR_OUT_OF_DEVICE_MEMORY|\bvkAllocateMemory failed -[12]\b",
+        "jax",
+        "Vulkan",
+    ),
     head("memory in memory space", r"Ran out of memory in memory space (?:hbm|vmem|smem)", "xla", "XLA for TPU"),
     head(
         "That was not possible",
@@ -140,7 +181,14 @@ DEVICE_HEADS: tuple[MessageHead, ...] = (
         "xla",
         "XLA",
     ),
-    head("Out of memory allocating", r"Out of memory allocating \d[\d,]{0,40} bytes", "cuda", "CuPy"),
+    head(
+        "Out of memory allocating|out of memory to allocate",
+        r"Out of memory allocating \d[\d,]{0,40} bytes"
+        r"|out of memory to allocate \d{1,20} bytes \(total \d{1,20} bytes\)",
+        "cuda",
+        "CuPy",
+    ),
+    head("8007000E", r"\b8007000E\b", "directml", "DirectML"),
     head(
         "smaller than requested", r"Available memory of \d{1,20} is smaller than requested bytes of \d", "cuda", "ORT"
     ),
@@ -226,6 +274,38 @@ DEVICE_HEADS: tuple[MessageHead, ...] = (
         "Stable Diffusion web UI",
     ),
     head("dispatched on the CPU", r"[Ss]ome modules are dispatched on the CPU or the disk", "cuda", "device_map"),
+    head(
+        "alloc failed",
+        r"\bds4: \w{1,12} (?:model arena|tensor) alloc failed"
+        r"(?: for \S{1,80} \([\d.]{1,20} MiB chunk\))?: out of memory",
+        "cuda",
+        "ds4",
+    ),
+    head(
+        "in AlignedAl",
+        r"(?:Failed to allocate memory for|Buffer overflow when allocating memory for) \w{1,60} with size \d{1,20} and "
+        r"alignment .{1,60}in AlignedAl|Out of workspace memory in AlignedAl",
+        "cuda",
+        "FlashInfer",
+    ),
+    head(
+        "enough KV cache space",
+        r"is preempted by PreemptionMode\.\w{1,12} mode because there is not enough KV cache space",
+        "cuda",
+        "vLLM's preemptions",
+    ),
+    head(
+        "out of memory. Try to lower|Retract requests",
+        r"(?:Prefill|Decode) out of memory\. Try to lower your batch size|KV cache pool is full\. Retract requests",
+        "cuda",
+        "SGLang's cache",
+    ),
+    head(
+        "Insufficient GPU memory error",
+        r"Insufficient GPU memory error: The available single GPU memory is",
+        "cuda",
+        "MLC-LLM",
+    ),
     head("available memory for the cache", r"No available memory for the cache blocks", "cuda", "vLLM"),
     head(
         "KV cache memory", r"KV cache is needed, which is larger than the available KV cache memory", "cuda", "KV cache"
@@ -250,7 +330,20 @@ DEVICE_HEADS: tuple[MessageHead, ...] = (
         "cuda",
         "SGLang",
     ),
-    head("skipping batch", r"ran out of memory(?: on GPU #\d{1,4})?, skipping batch", "cuda", "fairseq"),
+    head(
+        "an out of memory with exception|skipping batch|recover from OOM",
+        r"(?:OOM: R|WARNING: r)an out of memory with exception:(?: (?:CUDA|HIP) out of memory)?"
+        r"|ran out of memory(?: on GPU #\d{1,4})?, skipping batch"
+        r"|attempting to recover from OOM in forward/backward pass",
+        "cuda",
+        "fairseq",
+    ),
+    head(
+        "allocator cache flushes",
+        r"\d{1,6} pytorch allocator cache flushes since last step",
+        "cuda",
+        "cache flushes of DeepSpeed",
+    ),
     head(
         "OOM during optimization",
         r"OOM during optimization, irrecoverable",
@@ -309,7 +402,7 @@ DEVICE_HEADS: tuple[MessageHead, ...] = (
         "numba.cuda", r"numba\.cuda\.cudadrv\.\S{1,60}: \[2\] Call to cuMem\w{1,30} results in", "cuda driver", "Numba"
     ),
     head(
-        "alloc(|alloc failed",
+        "alloc(|alloc failed|Alloc failed|Alloc(",
         r"cu(?:da)?\w{0,20}[Aa]lloc\w{0,20}(?:\([^)\n]{0,200}\))? failed: out of memory",
         "cuda driver",
         "CUDA",
@@ -319,6 +412,23 @@ DEVICE_HEADS: tuple[MessageHead, ...] = (
         r"hip\w{0,20}[Mm]alloc\w{0,20}(?:\([^)\n]{0,200}\))? failed: out of memory",
         "hip driver",
         "ROCm",
+    ),
+    head(
+        "device memory (|error 2|THCudaCheck FAIL",
+        r"Error allocating \d{1,20} bytes of device memory \((?:CNMEM_STATUS_OUT_OF_MEMORY|out of memory)\)"
+        r"|\.cu \d{1,6} cuda execution failed with error 2\b"
+        r"|THCudaCheck FAIL file=(?!\S{0,300}THC(?:Storage|Tensor|CachingAllocator))\S{1,300} line=\d{1,6} "
+        r"error=2 : out of memory",
+        "cuda driver",
+        "CUDA",
+    ),
+    head("NV_ERR_NO_MEMORY", r"NVRM: .{0,80}Out of memory \[NV_ERR_NO_MEMORY\]", "cuda driver", "CUDA", certain=False),
+    head("for command submission", r"Not enough memory for command submission", "hip driver", "ROCm"),
+    head(
+        "NVLink SHARP",
+        r"Failed to bind NVLink SHARP \(NVLS\) Multicast memory.{0,60}CUDA error 2 'out of memory'",
+        "nccl",
+        "NCCL's multicast memory",
     ),
     head("Failed to CUDA", r"Failed to CUDA (?:host )?\w?[ac]l?loc\w{0,10}(?: async)? \d{1,20} bytes", "nccl", "NCCL"),
     head(

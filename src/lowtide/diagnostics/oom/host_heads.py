@@ -41,6 +41,19 @@ HOST_HEADS: tuple[MessageHead, ...] = (
         "system",
         "Node.js",
     ),
+    head(
+        "os::commit_memory|insufficient memory for the Java",
+        r"os::commit_memory\(0x[0-9a-f]{1,16}, \d{1,20}, \d\) failed|There is insufficient memory for the Java Runtime",
+        "system",
+        "Java's start",
+    ),
+    head("maxResultSize", r"is bigger than .{0,40}spark\.driver\.maxResultSize", "system", "Spark's results"),
+    head(
+        "RangeError: ",
+        r"RangeError: (?:Array buffer allocation failed|WebAssembly\.\w{1,20}\(\): could not allocate memory)",
+        "system",
+        "JavaScript in a browser",
+    ),
     head("Out of Memory Error: ", r"Out of Memory Error: (?:failed to|could not) \w{1,20}", "system", "DuckDB"),
     head(
         "abruptly|unexpectedly terminated|background ",
@@ -70,33 +83,77 @@ HOST_HEADS: tuple[MessageHead, ...] = (
     head("sent SIGKILL!", r"Worker \(pid:\d{1,10}\) was sent SIGKILL!", "system", "gunicorn", certain=False),
     head("fork: ", rf"\bfork: (?:retry: )?{_ENOMEM}", "system", "fork"),
     head(
-        "start new thread|native thread|emporarily unavailable",
-        r"can't start new thread|java\.lang\.OutOfMemoryError: unable to create (?:new )?native thread"
+        "start new thread|native thread|emporarily unavailable|for OMP thread",
+        r"can't start new thread|System unable to allocate necessary resources for OMP thread"
+        r"|java\.lang\.OutOfMemoryError: unable to create (?:new )?native thread"
         r"|(?:pthread_create failed.{0,60}|Thread creation failed|\bfork(?:: retry)?): Resource temporarily unavail",
         "system",
         "threads and processes",
     ),
     # services that end a program at its memory limit
     head(
-        "out-of-memory and exited|emory limit |emory quota|Max Memory Used|Ran out of|over its resource|OOM killed",
+        "out-of-memory and exited|emory limit|emory quota|Max Memory Used|Ran out of|over its resource|OOM killed",
         r"ran out-of-memory and exited with|Ran out of memory \(used over \d{1,6}[KMG]B\) while running your code"
         r"|app has gone over its resource limits|Process appears to have been OOM killed"
         r"|Memory limit of [\d.]{1,20} ?[KMG]i?B exceeded"
+        r"|Container '[^'\n]{1,80}' exceeded memory limit|Error: memory limit exceeded"
         r"|Memory limit exceeded \(\d{1,10}[KMG]i?\)|Error R1[45] \(Memory quota|hit its memory limit"
         r"|Memory Size: (\d{1,6}) MB Max Memory Used: \1 MB",
         "system",
         "a service's limit",
     ),
     head("workers died while", r"all those workers died while running it", "system", "Dask's workers", certain=False),
-    head("memory allocation of", r"memory allocation of \d{1,20} bytes failed", "system", "libraries on the host"),
-    head("Memory exhausted!", r"\[LightGBM\] \[Fatal\] Memory exhausted!", "system", "libraries on the host"),
     head(
-        "Insufficient memory",
-        r"\(-4:Insufficient memory\) Failed to allocate \d{1,20} bytes",
+        "Pausing worker|Unmanaged memory use",
+        r"Worker is at \d{1,3}% memory usage\. Pausing worker|Unmanaged memory use is high",
+        "system",
+        "Dask's warnings",
+    ),
+    head(
+        "memory allocation of|Memory exhausted!|Insufficient memory|Fail to alloc memory|malloc failed|<jemalloc>",
+        r"memory allocation of \d{1,20} bytes failed|\[LightGBM\] \[Fatal\] Memory exhausted!"
+        r"|\(-4:Insufficient memory\) Failed to allocate \d{1,20} bytes"
+        r"|Fail to alloc memory of \d{1,20} size, error code is 12"
+        r"|Out of memory, malloc failed \(tried to allocate \d{1,20} bytes\)|<jemalloc>: .{0,40}: out of memory",
         "system",
         "libraries on the host",
     ),
+    head(
+        "insufficient system resources",
+        r"Model loading (?:was stopped|aborted) due to insufficient system resources",
+        "system",
+        "LM Studio",
+    ),
+    head(
+        "too many memory regions|still failed after",
+        r"you tried to allocate too many memory regions"
+        r"|Memory allocation still failed after \d{1,4} retries, giving up",
+        "system",
+        "regions of OpenBLAS",
+    ),
+    head("static TLS block", r"cannot allocate memory in static TLS block", "system", "thread-local memory"),
+    head(
+        "did not complete successfully",
+        r"failed to solve: (?:ResourceExhausted: )?process .{1,600}? did not complete successfully: "
+        r"cannot allocate memory",
+        "system",
+        "a build of Docker",
+    ),
     # host memory
+    head(
+        "array is too big|size calculation|maybe an overflow|Maximum allowed",
+        r"array is too big; `arr\.size|Storage size calculation overflowed|invalid memory size -- maybe an overflow"
+        r"|Maximum allowed (?:size|dimension) exceeded",
+        "numpy",
+        "a size that overflows",
+    ),
+    head(
+        "mach_vm_map(size=|== (nil)",
+        r"malloc: (?:can't allocate region :)?\*{3} mach_vm_map\(size=\d{1,20}"
+        r"|tcmalloc: large alloc \d{1,20} bytes == \(nil\)",
+        "cpu",
+        "other allocators",
+    ),
     head(
         "for an array with shape",
         r"Unable to allocate \d[\d.]{0,40} (?:bytes|[KMGTPE]iB) for an array with shape",
@@ -112,7 +169,8 @@ HOST_HEADS: tuple[MessageHead, ...] = (
     ),
     head(
         "Too many open files",
-        r"unable to open shared memory object .{0,300}Too many open files",
+        r"unable to open shared memory object .{0,300}Too many open files"
+        r"|Too many open files\. Communication with the workers",
         "system",
         "open files",
     ),
@@ -143,8 +201,29 @@ HOST_HEADS: tuple[MessageHead, ...] = (
         "shared memory",
         _SHM,
     ),
-    head("No space left", r"\[Errno 28\] No space left on device: '(?!/?dev/shm)", "disk", "a full disk"),
-    head("[Errno 28]", r"\[Errno 28\] No space left on device", "shared memory", "Errno 28", certain=False),
+    head(
+        "No space left|StorageFull|OutOfDiskError|ocal disk is full|ephemeral",
+        r"\[Errno 28\] No space left on device: '(?!/?dev/shm)|No space left on device \[Op:|kind: StorageFull"
+        r"|OutOfDiskError|[Ll]ocal disk is full\b|low on resource: ephemeral-storage"
+        r"|ephemeral local storage usage exceeds",
+        "disk",
+        "a full disk",
+    ),
+    head("uota exceeded|[Errno 122]", r"\[Errno 122\]|\bDisk quota exceeded", "disk", "a quota"),
+    head(
+        "PytorchStreamWriter failed|unexpected pos",
+        r"PytorchStreamWriter failed writing file|inline_container\.cc:\d{1,6}\] ?\.? ?unexpected pos \d{1,20} vs \d",
+        "disk",
+        "a checkpoint cut off",
+        certain=False,
+    ),
+    head("No space left", r"(?:\[Errno 28\] )?No space left on device", "shared memory", "Errno 28", certain=False),
+    head(
+        "space for /dev/shm|more available memory",
+        r"not enough space for /dev/shm/|check that /dev/shm .{0,60}has more available memory",
+        "shared memory",
+        _SHM,
+    ),
     head("shared memory segment", r"[Ee]rror while creating shared memory segment", "shared memory", _SHM),
     head("/dev/shm/nccl", r"failed to extend /dev/shm/nccl", "shared memory", _SHM),
     head("shared memory(shm)", r"unable to allocate shared memory\(shm\) for file", "shared memory", _SHM),
@@ -172,6 +251,7 @@ HOST_HEADS: tuple[MessageHead, ...] = (
     ),
     # programs that end a process for its memory, or report its end
     head("System OOM", r"System OOM encountered, victim process: \S", "system", "Kubernetes, the node"),
+    head("MemoryPressure", r"node had condition: \[[^\]]{0,60}MemoryPressure", "system", "Kubernetes, the node"),
     head("low on resource", r"node was low on resource: memory", "system", "Kubernetes, the node"),
     head(
         "lost communication",
@@ -184,8 +264,10 @@ HOST_HEADS: tuple[MessageHead, ...] = (
     head("instance type with more memory", r"use an instance type with more memory", "system", "SageMaker"),
     head("% memory budget", r"[Ww]orker .{0,80}exceeded \d{1,3}% memory budget", "system", "Dask"),
     head(
-        "terminated program|died due to signal 9",
-        r"Killed signal terminated program \w{1,40}|'\w{1,40}' died due to signal 9\b",
+        "terminated program|signal 9|(program |out of memory|error C1060|memory exhausted",
+        r"Killed signal terminated program \w{1,40}|'\w{1,40}' died due to signal 9\b|\bld terminated with signal 9\b"
+        r"|internal compiler error: Killed \(program \w|\bcc1\w{0,8}: out of memory allocating"
+        r"|LLVM ERROR: out of memory|fatal error C1060: compiler is out of heap|final link failed: memory exhausted",
         "system",
         "a compiler",
     ),
@@ -253,12 +335,13 @@ HOST_HEADS: tuple[MessageHead, ...] = (
     head("by the OOM killer", r"killed by the OOM killer", "system", "Linux"),
     head("sending SIG", r"earlyoom.{0,40}: sending SIG(?:TERM|KILL) to process", "system", "a memory daemon"),
     head(
-        "xit|rror 137|return code|status code|returncode|statuscode|SIGKILL|illed|signal 9",
-        r"[Ee]xit(?:ed with)?(?: status| ?_?[Cc]ode)?\"?[:=]* *137\b|[Ee]rror 137\b"
+        "xit|rror 137|return code|status code|returncode|statuscode|SIGKILL|illed|signal 9|status=9/KILL|SIGNAL: 9",
+        r"[Ee]xit(?:ed with)?(?: status| ?_?[Cc]ode)?\"?[:=]* *[('\"]?137\b|[Ee]rror 137\b"
         r"|\b[Ee]xit ?_?[Cc]ode\"? *[:=]? *-9\b|Signal 9 \(SIGKILL\)|Signals\.SIGKILL|(?:return|status) code:? 137\b"
         r"|(?:return|status|exit) ?code *[:=]? *-9\b|non-zero exit \(137\)|\bExited \(137\)|\bSIGKILL\b"
         r"|(?:terminated|killed) by signal 9\b|exited on signal 9\b|signal: killed\b|Received \"killed\" signal"
-        r"|(?:^| )Killed$|\b\d{1,40} Killed\b|zsh: killed\b",
+        r"|(?:^| )Killed$|\b\d{1,40} Killed\b|zsh: killed\b|\bKilled: 9\b|\[\d{1,4}\] (?:[+-] )?\d{2,10} killed \S"
+        r"|code=killed, status=9/KILL|KILLED BY SIGNAL: 9\b",
         "system",
         _SHELLS,
         certain=False,
@@ -278,12 +361,17 @@ HOST_HEADS: tuple[MessageHead, ...] = (
         certain=False,
     ),
     head("[Errno 12]", rf"\[Errno 12\](?: {_ENOMEM})?", "cpu", "the operating system"),
-    head("Cannot allocate memory", r"Cannot allocate memory", "cpu", "the operating system"),
+    head("annot allocate memory", r"\b[Cc]annot allocate memory\b", "cpu", "the operating system"),
     head(
         "std::bad_alloc|: bad allocation",
         r"std::bad_alloc(?!: (?:out_of_memory: )?(?:CUDA|RMM|cuda))|: bad allocation\b",
         "cpu",
         "C++",
     ),
-    head("MemoryError", r"\bMemoryError\b(?!: (?:Unable to allocate|std::bad_alloc))", "cpu", "Python"),
+    head(
+        "MemoryError",
+        r"\bMemoryError\b(?!: (?:Unable to allocate|std::bad_alloc|cuMem|Error allocating \d))",
+        "cpu",
+        "Python",
+    ),
 )

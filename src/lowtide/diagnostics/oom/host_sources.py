@@ -124,6 +124,13 @@ HOST_SOURCES: dict[str, Source] = {
         "this is the instance's main memory, not the GPU's",
         "an instance type with more memory, or input by streaming (FastFile, Pipe mode)",
     ),
+    "Dask's warnings": source(
+        "host-memory",
+        "a worker of Dask nears its memory limit and pauses, or holds memory that Dask does not count: a warning",
+        "at 80 % of memory_limit a worker pauses, at 95 % the nanny ends it",
+        "use smaller partitions, or fewer threads a worker; raise memory_limit if the machine has room",
+        "return freed memory to the system: MALLOC_TRIM_THRESHOLD_=65536 (Linux)",
+    ),
     "Dask": source(
         "host-memory",
         "Dask's nanny restarted a worker: it used more host memory than the worker's limit",
@@ -137,6 +144,13 @@ HOST_SOURCES: dict[str, Source] = {
         "extensions such as flash-attn and DeepSpeed's ops start one job for each core, of some GiB each",
         "MAX_JOBS=2 before pip install or the first use",
         "or a prebuilt wheel for this torch and CUDA",
+    ),
+    "a build of Docker": source(
+        "host-memory",
+        "the machine that builds the image has too little memory for a step",
+        "with Docker Desktop that machine is a virtual one, with a limit of its own",
+        "give the builder more memory: Docker Desktop, Settings, Resources; --memory of docker build",
+        "run fewer jobs in the step: MAX_JOBS=2, pip install --no-cache-dir",
     ),
     "llama.cpp on the host": source(
         "host-memory",
@@ -194,6 +208,13 @@ HOST_SOURCES: dict[str, Source] = {
         "a larger spark.executor.memoryOverhead, or spark.executor.pyspark.memory",
         "fewer cores an executor, smaller partitions, a smaller spark.sql.execution.arrow.maxRecordsPerBatch",
         "look in the executor's own log: a crash in a library looks the same",
+    ),
+    "Java's start": source(
+        "host-memory",
+        "the machine has too little memory left for Java's heap or its own tables",
+        "Java commits its initial heap at once; ulimit -v and the container's limit count",
+        "lower the heap: -Xmx and -Xms, spark.driver.memory, spark.executor.memory",
+        "check free -h, and end what holds the memory",
     ),
     "Java's heap": source(
         "host-memory",

@@ -31,16 +31,18 @@ _CLAUSES = {
     rf"|Attempting to (?:allocate|reserve) {_SHORT_SIZE}|Allocation failed for size::{_PLAIN_BYTES}"
     rf"|Failed to alloc(?:ate)? (?:DEVICE|HOST) memory: {_PLAIN_BYTES}|requested buffer of size {_PLAIN_BYTES}"
     rf"|(?:Attempting to allocate|allocating) {_SIZE}|Failed to CUDA \w{{1,20}}(?: \w{{1,20}})? {_SIZE}"
-    rf"|[Ff]ailed to allocate \S{{1,20}} \({_SIZE}\) from device",
+    rf"|[Ff]ailed to allocate \S{{1,20}} \({_SIZE}\) from device|[Oo]ut of memory to allocate {_SIZE}"
+    rf"|large alloc {_SIZE}|mach_vm_map\(size={_PLAIN_BYTES}|尝试分配了? ?(?:{_SIZE}|{_NUMBER} ?字节())",
     "total": rf"{_SIZE} total capacity|total capaci?ty of {_SIZE}|Device limit *: {_SIZE}|of {_SHORT_SIZE} [hv]"
-    rf"|Free memory on device \S{{0,20}}\([\d.]{{1,20}}/{_SIZE}\)",
+    rf"|Free memory on device \S{{0,20}}\([\d.]{{1,20}}/{_SIZE}\)|总容量为? ?{_SIZE}",
     "free": rf"{_SIZE} free[;)]|of which {_SIZE} is free|Free \(according to CUDA\): {_SIZE}"
-    rf"|There are {_SHORT_SIZE} free|Free memory on device \S{{0,20}}\({_NUMBER}/[\d.]{{1,20}} (GiB)",
+    rf"|There are {_SHORT_SIZE} free|Free memory on device \S{{0,20}}\({_NUMBER}/[\d.]{{1,20}} (GiB)"
+    rf"|(?:{_SIZE}|{_NUMBER} ?字节()) ?(?:空闲|可用)",
     "allocated": rf"{_SIZE} already allocated|{_SIZE} is allocated by PyTorch|MPS allocated: {_SIZE}"
     rf"|Currently allocated *: {_SIZE}|allocated so far: {_SIZE}|Used {_SHORT_SIZE} of"
-    rf"|mem (?:job total )?{_SIZE} exceeded|anon-rss:{_SIZE}",
+    rf"|mem (?:job total )?{_SIZE} exceeded|anon-rss:{_SIZE}|已分配 ?{_SIZE}",
     "cached": rf"{_SIZE} cached\)",
-    "reserved": rf"{_SIZE} reserved in total",
+    "reserved": rf"{_SIZE} reserved in total|总共保留了? ?{_SIZE}",
     "unallocated": rf"{_SIZE} is reserved by PyTorch but unallocated",
     "pools": rf"with {_SIZE} allocated in private pools",
     "process": rf"this process has {_SIZE} memory in use",
