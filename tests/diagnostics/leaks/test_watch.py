@@ -29,6 +29,7 @@ def model() -> nn.Module:
 
 
 BATCHES = 6
+NO_STEPS = "no optimizer has stepped and no weight has changed, so steps cannot be distinguished"
 
 
 def batches() -> list[Tensor]:
@@ -174,7 +175,7 @@ def test_a_loop_without_an_optimizer_is_counted_in_calls(model: nn.Module) -> No
         for batch in batches():
             model(batch).sum().backward()
             model.zero_grad()
-    said = f"nothing found in {BATCHES} calls of the model; no optimizer has stepped, so steps cannot be distinguished"
+    said = f"nothing found in {BATCHES} calls of the model; {NO_STEPS}"
     assert str(watched) == said
 
 
@@ -184,7 +185,7 @@ def test_that_there_is_no_optimizer_is_said_beside_findings(model: nn.Module) ->
         for batch in batches():
             kept.append(model(batch).sum())
     assert [finding.code for finding in watched.findings] == ["LT008"]
-    assert str(watched).endswith("\n\nno optimizer has stepped, so steps cannot be distinguished")
+    assert str(watched).endswith(f"\n\n{NO_STEPS}")
 
 
 SCRIPT = """

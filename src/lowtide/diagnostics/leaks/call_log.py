@@ -74,6 +74,7 @@ class Call:
     def reached(self, backward: Backward) -> None:
         if not self.backwards or self.backwards[-1] is not backward:
             self.backwards.append(backward)
+            self.stats.is_used_again |= self.backwards[0].last_call < backward.last_call
 
 
 @dataclass(slots=True)
@@ -87,8 +88,10 @@ class SiteStats:
     n_reached: int = 0
     n_unreached: int = 0
     n_explained: int = 0
-    module_ids: set[int] = field(default_factory=set)
-    """Ids of the modules that were called; one line may call several modules of the same class."""
+    module_ids: dict[int, int] = field(default_factory=dict)
+    """Ids of called modules -> steps of their last calls; one line may call several modules of the same class."""
+    is_used_again: bool = False
+    """True if the backward pass of a later forward has gone through the graph of an earlier call."""
     unreached_bytes: int = 0
     first_unreached_step: int = 0
     graph_bytes: int = 0
@@ -149,6 +152,7 @@ class CallLog:
         self.stats: dict[tuple[int, str], SiteStats] = {}
         self.alive: dict[int, Call] = {}
         self.n_calls = 0
+        self.n_backwards = 0
         self.last_updates: dict[int, int] = {}
         """Ids of optimizers -> steps of their last updates."""
         self.n_samples = 0
@@ -166,7 +170,7 @@ class CallLog:
         if stats is None:
             stats = self.stats[key] = SiteStats(site, type(model).__name__)
         stats.n_calls += 1
-        stats.module_ids.add(id(model))
+        stats.module_ids[id(model)] = step
         self.last = Call(self.n_calls, step, stats, id(model), next_sequence_number())
         return self.last
 

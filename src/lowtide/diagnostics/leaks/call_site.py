@@ -97,6 +97,19 @@ def _reads_first(code: CodeType, attribute: str) -> bool:
     return bool(used) and not stores[0] and (any(stores) or reads_entries)
 
 
+@lru_cache(maxsize=1024)
+def is_carried_variable(code: CodeType, name: str) -> bool:
+    """Return True if a loop of `code` reads the variable before it assigns it: a state of the loop."""
+    every = list(dis.get_instructions(code))
+    for jump in every:
+        if "JUMP" in jump.opname and isinstance(jump.argval, int) and jump.argval < jump.offset:
+            inside = (one for one in every if jump.argval <= one.offset <= jump.offset)
+            accesses = [one.opname for one in inside if one.argval == name and one.opname.startswith(("LOAD", "STORE"))]
+            if accesses and accesses[0].startswith("LOAD") and any(a in _STORES for a in accesses):
+                return True
+    return False
+
+
 _FILLING = ("append", "extend", "clear", "add", "update", "insert", "setdefault", "pop")
 """Methods of containers that do not need what is in them."""
 

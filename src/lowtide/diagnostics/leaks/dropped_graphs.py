@@ -45,6 +45,17 @@ class _Part:
         return all(end() is None for end in self.ends)
 
 
+_WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module")
+"""Names under which wrappers of a model, such as DistributedDataParallel, keep it."""
+
+
+def _n_wrappers(model: nn.Module) -> int:
+    """Return the number of wrappers around the model proper."""
+    children = dict(model.named_children())
+    inner = next(iter(children.values())) if len(children) == 1 and not children.keys().isdisjoint(_WRAPPED) else None
+    return 0 if inner is None else 1 + _n_wrappers(inner)
+
+
 class DroppedGraphs:
     """Check for modules called by the model's forward whose graph does not outlive that forward.
 
@@ -61,9 +72,9 @@ class DroppedGraphs:
         self._n_dropped: Counter[int] = Counter()
         self._kept: set[int] = set()
 
-    def model_begins(self) -> None:
-        """Observe the forward that begins now."""
-        self.is_observing, self._depth = True, 0
+    def model_begins(self, model: nn.Module) -> None:
+        """Observe the forward of `model`, or of the model that it wraps, which begins now."""
+        self.is_observing, self._depth = True, -_n_wrappers(model)
         self._parts.clear()
 
     def part_begins(self, module: nn.Module) -> None:

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 LEAST_PART = 0.05
 """Share of a container's bytes below which a part of its entries is not named."""
 
+LEAST_PARTS = 3
+"""Smallest number of parts that counts as entries: a pair of tensors gathers nothing."""
+
 _HISTORY = 8
 """Number of earlier inspections of a holder that rules can look back on."""
 
@@ -71,6 +74,9 @@ class Entry:
     has_lasted: bool = False
     is_of_copies: bool = False
     """True if the holder keeps models or optimizers."""
+    idle_since: dict[int, int] = field(default_factory=dict)
+    """Ids of modules that were not in use -> steps of the last inspection; the finding is void if one is called later.
+    """
     is_cycle: bool = False
     """True if the holder keeps its entries for good once they no longer grow."""
 
@@ -92,7 +98,8 @@ class Entry:
             return None
         if self.stats is not None and (refined := rule.refined(self.stats)) is not rule:
             rule, self.fix = refined, refined.fix
-        fix = self.fix.format(
+        is_unreached = self.stats is not None and not (self.stats.n_reached or self.backward)
+        fix = (rule.fix_unreached(self.fix) if is_unreached else self.fix).format(
             name=self.name or "it",
             owner=self.owner or self.name or "it",
             part=self.part or self.name or "it",
@@ -125,7 +132,7 @@ class FindingLog:
     def add(self, retained: Iterable[RetainedObject], *, least_bytes: int, largest_graph_bytes: int, step: int) -> None:
         """Add the objects that one inspection, in step `step`, found, if their holder holds at least `least_bytes`."""
         for key, group in _by_holder(retained).items():
-            for subject in ("nodes", "evaluation", "models", "optimizers"):
+            for subject in ("nodes", "evaluation", "gradients", "models", "optimizers"):
                 others = [item for item in group if item.subject == subject]
                 if _unique_bytes(others) >= least_bytes:
                     self._add(f"{subject} {key}", others, largest_graph_bytes, step)
@@ -182,6 +189,7 @@ class FindingLog:
         """Return all certain findings, the largest first. Forwards without backward are included from `least_bytes`
         on.
         """
+        stats = list(stats)
         found: list[tuple[Entry, Finding]] = []
         explained: set[int] = set()
         reasons = {(e.rule.code, e.backward.place) for e in self.entries.values() if e.rule and e.backward}
@@ -201,6 +209,7 @@ class FindingLog:
             found.append((entry, finding))
             if entry.rule.explains_missing_backward and entry.stats is not None:
                 explained.add(id(entry.stats))
+        found = [(e, finding) for e, finding in found if not _is_in_use(e, stats)]
         lines: dict[tuple[Place, str], list[SiteStats]] = {}
         for s in stats:
             if id(s) not in explained and s.is_never_reached and s.unreached_bytes >= least_bytes:
@@ -233,7 +242,8 @@ class FindingLog:
         if rule.names_holder(main):
             entry.fix = rule.fix_for(main, history)
             n_others = len({item.holder.text for item in group if item.holder is not None}) - 1
-            entry.text = _text(main) + (f" and {n_others} more like it" if n_others else "")
+            of_gradients = ".grad" if main.subject == "gradients" else ""
+            entry.text = _text(main) + of_gradients + (f" and {n_others} more like it" if n_others else "")
             entry.name = _name(main, group)
             entry.owner = main.holder.owner if main.holder else ""
             entry.container = main.holder.container if main.holder else ""
@@ -250,6 +260,7 @@ class FindingLog:
         """Record in `entry` the bytes, entries and storages of this inspection; return them with the earlier ones."""
         storages, n_entries = _storages(group), _n_entries(group)
         entry.is_of_copies = group[0].subject in ("models", "optimizers")
+        entry.idle_since = {number: step for item in group for number in item.idle_ids}
         has_stopped = bool(entry.entries) and entry.has_stopped(n_entries, step)
         if not entry.entries or n_entries > entry.entries[-1]:
             entry.grown_at = step
@@ -301,6 +312,12 @@ class FindingLog:
         entry.pending = unreached if rule.is_refuted_by_backward and not passes else []
 
 
+def _is_in_use(entry: Entry, stats: Iterable[SiteStats]) -> bool:
+    """Return True if a model of the entry was called after the inspection that found it idle: models take turns."""
+    last = {number: step for s in stats for number, step in s.module_ids.items() if number in entry.idle_since}
+    return any(step > entry.idle_since[number] for number, step in last.items())
+
+
 def _unique_bytes(retained: Iterable[RetainedObject]) -> int:
     """Return the bytes of all storages, each counted once."""
     return sum(_storages(retained).values())
@@ -311,12 +328,17 @@ def _storages(retained: Iterable[RetainedObject]) -> dict[int, int]:
 
 
 def _n_entries(retained: Iterable[RetainedObject]) -> int:
-    """Return the total number of entries of all containers through which the holder reaches the tensors."""
+    """Return the total number of entries of all containers through which the holder reaches the tensors.
+
+    Without containers, the number of parts of a tuple, or of attributes whose names differ in numbers, from three on.
+    """
     containers: dict[int, int] = {}
+    parts: set[str] = set()
     for item in retained:
         if item.holder is not None:
             containers = merged(containers, item.holder.containers)
-    return sum(containers.values())
+            parts.add(item.holder.text)
+    return sum(containers.values()) or (len(parts) if len(parts) >= LEAST_PARTS else 0)
 
 
 def _by_holder(retained: Iterable[RetainedObject]) -> dict[str, list[RetainedObject]]:

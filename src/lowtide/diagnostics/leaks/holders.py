@@ -28,6 +28,7 @@ RANK = (
     "variable",
     "gradient",
     "iterator",
+    "cycle",
 )
 """Kinds of holders in order of precedence: the first one that is found is reported."""
 
@@ -80,11 +81,15 @@ class Holder:
     """True for a function with a cache of its results."""
     is_cycle: bool = False
     """True for an `itertools.cycle`, which keeps all that its first round has returned."""
+    is_tee: bool = False
+    """True for an `itertools.tee`, which keeps what another one has returned and it has not."""
     place: Place | None = None
     stored_in: StoredIn | None = None
     """Where the source says what is stored, if known."""
     is_state: bool = False
-    """True for an attribute of a module that a method reads before it assigns it: what one step leaves to the next."""
+    """True for an attribute of a module, or a variable of a loop, that is read before it is assigned: what one step
+    leaves to the next.
+    """
 
     @property
     def is_part_of_entries(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -15,9 +16,11 @@ from lowtide.diagnostics.leaks.live_tensors import (
     LiveObjects,
     arrays_over,
     live_arrays,
+    live_tasks,
     standing_storages,
     storage_bytes,
 )
+from lowtide.diagnostics.leaks.reference_cycles import cycle_holder
 from lowtide.diagnostics.leaks.referrers import HolderSearch
 from lowtide.diagnostics.leaks.registered_hooks import RegisteredHooks
 from lowtide.diagnostics.leaks.tensor_graphs import Graph, computed_by, graphs_of
@@ -70,9 +73,11 @@ class RetainedObject:
     n_tensors: int = 1
     subject: str = "tensors"
     """Kind of the object: "tensors"; "nodes" of a graph whose saved tensors backward has freed; "evaluation" for
-    tensors that are found during an evaluation, between calls without gradients; "models" and "optimizers" for copies
-    that are not in use.
+    tensors that are found during an evaluation, between calls without gradients; "gradients" of tensors that are no
+    parameters; "models" and "optimizers" for copies that are not in use.
     """
+    idle_ids: frozenset[int] = frozenset()
+    """Ids of the modules of a copy that is not in use."""
     is_older: bool = False
     """True if the object's graph began before the watch did."""
     is_from_before: bool = False
@@ -85,7 +90,7 @@ class RetainedObject:
 
     @property
     def is_state(self) -> bool:
-        """True if a module carries these tensors from step to step, without a graph."""
+        """True if a module or a loop carries these tensors from step to step, without a graph."""
         return not self.has_graph and self.holder is not None and self.holder.is_state
 
     @property
@@ -100,9 +105,8 @@ class RetainedObject:
 
     @property
     def is_used_again(self) -> bool:
-        """True if the backward pass of a later forward also went through the graph of an earlier call."""
-        passes = [call.backwards for call in self.calls if call.backwards]
-        return any(sequence[0].last_call < sequence[-1].last_call for sequence in passes)
+        """True if backward passes of later forwards go through the graphs of earlier calls of the same line."""
+        return any(call.stats.is_used_again for call in self.calls)
 
     def is_held_as(self, kind: str) -> bool:
         """Return True if the holder to report is of the kind `kind`."""
@@ -139,6 +143,8 @@ def inspect(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
     held = [index for index in range(len(tensors)) if held_by_python(tensors, index, 1)]  # 1: the list itself
     gradients = [(i, t.grad) for i, t in enumerate(tensors) if t.is_leaf and t.grad is not None]
     graphs = graphs_of(tensors, held, gradients, new_from=view.new_from)
+    of_python = set(held)
+    gradients_of_leaves = [(i, gradient) for i, gradient in gradients if i in of_python and gradient.grad_fn is None]
     gradients.clear()
     in_graphs = {index for graph in graphs if graph.unfreed for index in graph.tensors}
     plain = {
@@ -160,6 +166,16 @@ def inspect(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
         number = storage_id(tensors[index])
         if index not in in_graphs and number in plain and number not in of_user and number not in view.inputs:
             by_storage.setdefault(number, []).append(index)
+    for index, gradient in gradients_of_leaves:
+        number = storage_id(gradient)
+        if number not in excused:
+            item = RetainedObject(
+                held_bytes=storage_bytes(gradient),
+                storages={number: storage_bytes(gradient)},
+                subject="gradients",
+                born=view.last_step,
+            )
+            retained.append((item, [index]))
     outputs = view.calls.of_output(set(by_storage))
     for number, indices in by_storage.items():
         retained.append((_retained_storage(number, indices, outputs.get(number), view, live), indices))
@@ -188,8 +204,9 @@ def _note_data(retained: list[tuple[RetainedObject, list[int]]], view: Inspectio
 
 
 def _idle_copies(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
-    """Return models of one class that are never called, and optimizers of one class that have made no update lately."""
-    called = {number for stats in view.calls.stats.values() for number in stats.module_ids}
+    """Return models of one class that are not called any more, and optimizers of one class without updates lately."""
+    last_calls = (call for stats in view.calls.stats.values() for call in stats.module_ids.items())
+    called = {number for number, step in last_calls if step >= view.last_step}
     models: dict[type, list[nn.Module]] = {}
     for root in roots_of(live.modules):
         models.setdefault(type(root), []).append(root)
@@ -209,8 +226,14 @@ def _idle_copies(view: InspectionInput, live: LiveObjects) -> list[RetainedObjec
     models.clear()
     optimizers.clear()
     items = [
-        RetainedObject(held_bytes=sum(held.values()), storages=held, subject=kind, born=view.last_step)
-        for kind, _, held in found
+        RetainedObject(
+            held_bytes=sum(held.values()),
+            storages=held,
+            subject=kind,
+            born=view.last_step,
+            idle_ids=frozenset(map(id, copy.modules())) if kind == "models" else frozenset(),
+        )
+        for kind, copy, held in found
     ]
     if sum(item.held_bytes for item in items) >= view.least_bytes:
         search = _holder_search(view, live)
@@ -306,10 +329,15 @@ def _find_holders(retained: list[tuple[RetainedObject, list[int]]], view: Inspec
     without = {index: items for index, items in wanted.items() if not items[0].holders}
     if sum(items[0].held_bytes for items in without.values()) >= view.least_bytes:
         arrays, search.unseen = live_arrays()
+        search.unseen += live_tasks()
         search.ignored |= {id(arrays), id(search.unseen)}
         over_memory = arrays_over({id(live.tensors[index]): index for index in without}, arrays)
         tensors = [(index, live.tensors[index]) for index in without] if search.unseen else []
         _assign_holders(without, search, over_memory + tensors)
+    if not gc.isenabled():
+        for index, items in wanted.items():
+            if not items[0].holders and (cycle := cycle_holder(live.tensors[index], search.ignored)) is not None:
+                items[0].holders.append(cycle)
 
 
 def _holder_search(view: InspectionInput, live: LiveObjects) -> HolderSearch:

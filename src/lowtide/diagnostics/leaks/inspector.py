@@ -16,6 +16,7 @@ from lowtide._torch.nodes import next_sequence_number, sequence_number
 from lowtide._torch.tensors import storage_id
 from lowtide.diagnostics.leaks.call_log import CallLog, StepNumbers, is_output_of
 from lowtide.diagnostics.leaks.finding_log import FindingLog
+from lowtide.diagnostics.leaks.hand_updates import HandUpdates
 from lowtide.diagnostics.leaks.inspection import InspectionInput, has_made
 from lowtide.diagnostics.leaks.inspection import inspect as inspect_memory
 from lowtide.diagnostics.leaks.live_tensors import KnownStorages, LiveObjects, storage_bytes
@@ -55,7 +56,7 @@ class Inspector:
         """
         self._model, self._calls, self._steps, self._log, self._unread = model, calls, steps, log, unread
         self._arguments, self._running_module, self._ignores_older = arguments, running_module, ignores_older
-        self.boundaries, self.known = StepBoundaries(), KnownStorages()
+        self.boundaries, self.known, self._by_hand = StepBoundaries(), KnownStorages(), HandUpdates(calls)
         self.has_begun = False
         """True once a model was called with gradients."""
         self.largest_graph_bytes = 0
@@ -98,6 +99,8 @@ class Inspector:
 
     def _begin_step_or_inspect(self, key: int, module: nn.Module, *, has_gradients: bool) -> None:
         """Begin a step if the call does; else inspect what the step so far, or the evaluation, has left."""
+        if has_gradients and self._by_hand.has_updated(module):
+            self.boundaries.stepped(next_sequence_number())
         if self.has_begun and self.boundaries.is_next_step(key):
             self._steps.begin(self.boundaries.first_number)
             if self.boundaries.is_due():

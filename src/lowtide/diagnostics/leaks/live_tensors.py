@@ -55,6 +55,12 @@ def live_arrays() -> tuple[list[Any], list[Any]]:
     return list(arrays.values()), unseen + [array for array in arrays.values() if is_array_of_objects(array)]
 
 
+def live_tasks() -> list[Any]:
+    """Return all tasks of asyncio, which `gc.get_referrers` does not name although they refer to their results."""
+    asyncio = sys.modules.get("_asyncio")
+    return [] if asyncio is None else [obj for obj in gc.get_objects() if type(obj) is asyncio.Task]
+
+
 def arrays_over(tensors: dict[int, int], arrays: Iterable[Any]) -> list[tuple[int, Any]]:
     """Return those of the NumPy arrays that are in the memory of `tensors` (id -> number), each with the number of its
     tensor.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections import deque
 from collections.abc import Mapping
@@ -21,6 +22,9 @@ CONTAINERS = (list, deque, set, frozenset, dict)
 
 CACHED = "cache "
 """Step of a path from a function to the cache of its results."""
+
+TEED = "itertools.tee "
+"""Step of a path from an `itertools.tee` to what another one has returned and it has not."""
 
 CYCLED = "itertools.cycle "
 """Step of a path from an `itertools.cycle` to the list of what it returns again."""
@@ -55,7 +59,8 @@ class ReferencePath:
     def all_containers(self) -> dict[int, int]:
         """The containers on the path, including `obj` itself."""
         is_queue = isinstance(self.obj, deque) and self.obj.maxlen is not None  # bounded
-        if is_queue or not (isinstance(self.obj, list | deque | set | dict) or is_array_of_objects(self.obj)):
+        is_counted = is_array_of_objects(self.obj) or is_block_of_tee(self.obj)
+        if is_queue or not (isinstance(self.obj, list | deque | set | dict) or is_counted):
             return self.containers
         has_names = isinstance(self.obj, dict) and bool(self.path) and self.path[0].startswith("['")
         return merged(self.containers, {_NAMED if has_names else id(self.obj): n_entries(self.obj)})
@@ -84,7 +89,8 @@ class ReferencePath:
 
     def shown(self, name: str, kind: str) -> tuple[str, str, str]:
         """Return three texts for a variable that holds tensors by this path: its description, the name of the part that
-        holds them, and a key that is equal for all entries of one dict, and for all parts of tuples.
+        holds them, and a key that is equal for all entries of one dict, all parts of tuples, and attributes whose names
+        differ in numbers.
         """
         path = self.path
         if self.gathers:
@@ -103,7 +109,7 @@ class ReferencePath:
         keys = tuple(takewhile(lambda step: step.startswith((".", "['")), path))
         leads_to_list = len(attributes) < len(keys) < len(path) and ENTRIES.fullmatch(path[len(keys)])
         grouped = "".join((name, *attributes))
-        return shown, "".join((name, *keys)) if leads_to_list else grouped, grouped
+        return shown, "".join((name, *keys)) if leads_to_list else grouped, without_numbers(grouped)
 
     def outermost_container(self, name: str) -> str:
         """Return the outermost container with entries without names, as code; empty if there is none."""
@@ -133,10 +139,17 @@ def is_array_of_objects(obj: Any) -> bool:
     return type(obj).__name__ == "ndarray" and bool(getattr(getattr(obj, "dtype", None), "hasobject", False))
 
 
+def is_block_of_tee(obj: Any) -> bool:
+    """Return True for a part of the queue of an `itertools.tee`."""
+    return type(obj).__name__ == "_tee_dataobject"
+
+
 def n_entries(container: Any) -> int:
     """Return the number of entries; those of an array that are None do not count."""
     if is_array_of_objects(container):
         return sum(element is not None for element in container.flat)
+    if is_block_of_tee(container):
+        return len(gc.get_referents(container))
     return len(container)
 
 
@@ -151,7 +164,14 @@ def labels_in(container: Any) -> dict[int, str] | None:
         return {id(obj): f".{names[n]}" if n < len(names) else f"[{n}]" for n, obj in enumerate(container)}
     if isinstance(container, dict):
         return {id(obj): f"[{key!r}]" for key, obj in list(dict.items(container)) if isinstance(key, str)}
-    return {} if isinstance(container, CONTAINERS) or is_array_of_objects(container) else None
+    is_container = isinstance(container, CONTAINERS) or is_array_of_objects(container) or is_block_of_tee(container)
+    return {} if is_container else None
+
+
+def without_numbers(path: str) -> str:
+    """Return the path with `*` in place of the numbers in its attributes' names."""
+    name, dot, attributes = path.partition(".")
+    return name + dot + re.sub(r"\d+", "*", attributes)
 
 
 def attribute_name(step: str) -> str:

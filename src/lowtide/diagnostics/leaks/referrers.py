@@ -36,11 +36,13 @@ from torch.autograd.function import BackwardCFunction
 
 from lowtide.diagnostics.leaks.call_site import Place, calling_site, is_carried
 from lowtide.diagnostics.leaks.holders import Holder, class_holder, context_holder, context_variable_holder, stored_in
+from lowtide.diagnostics.leaks.linked_objects import LinkedObjects
 from lowtide.diagnostics.leaks.reference_path import (
     CACHED,
     CONTAINERS,
     CYCLED,
     ENTRIES,
+    TEED,
     ReferencePath,
     attribute_name,
     is_array_of_objects,
@@ -48,8 +50,9 @@ from lowtide.diagnostics.leaks.reference_path import (
     labels_in,
     merged,
     n_entries,
+    without_numbers,
 )
-from lowtide.diagnostics.leaks.running_frames import RunningFrames, name_in_frame
+from lowtide.diagnostics.leaks.running_frames import RunningFrames, Variable, name_in_frame
 from lowtide.diagnostics.leaks.tensor_graphs import is_of_torch
 from lowtide.state.introspection import file_of, is_user_code, origin
 
@@ -93,18 +96,13 @@ class HolderSearch:
     hooks: RegisteredHooks
     ignored: set[int] = field(default_factory=set)
     variables: RunningFrames = field(default_factory=RunningFrames)
-    namespaces: dict[int, str] = field(default_factory=dict)
     has_unnamed_lists: bool = False
     """True if a list that only an expression refers to, such as a comprehension that still runs, counts as a holder."""
+    linked: LinkedObjects = field(default_factory=LinkedObjects)
     unseen: list[Any] = field(default_factory=list)
     """Objects, such as NumPy arrays of objects, that the garbage collector does not name as referrers."""
     gathered: dict[CodeType, bool] = field(default_factory=dict)
     """Code of functions with closures -> True if a container has them as entries."""
-
-    def __post_init__(self) -> None:
-        for name, module in list(sys.modules.items()):
-            if isinstance(module, ModuleType):
-                self.namespaces[id(vars(module))] = name
 
     def holders(self, tensors: Iterable[tuple[int, Any]]) -> dict[int, list[Holder]]:
         """Return the holders of each tensor (by number), nearest first; none for tensors that only C++ holds.
@@ -124,7 +122,7 @@ class HolderSearch:
                 tensors_through.setdefault(id(way.obj), set()).update(way.tensors)
                 for variable in self.variables.referring_to(way.obj):
                     whole = way.including_its_object()
-                    _add(holders_of, way, self._variable(whole, variable.name, variable.place, "local variable"))
+                    _add(holders_of, way, self._variable(whole, variable, "local variable"))
             referrers = _referring_to(tuple(same[0].obj for same in islice(by_id.values(), MOST_TENSORS)))
             referrers += [obj for obj in self.unseen if not by_id.keys().isdisjoint(map(id, _referents(obj)))]
             self.ignored.add(id(referrers))
@@ -177,7 +175,8 @@ class HolderSearch:
             place=place,
         )
 
-    def _variable(self, way: ReferencePath, name: str, place: Place, kind: str) -> Holder:
+    def _variable(self, way: ReferencePath, variable: Variable, kind: str) -> Holder:
+        name, place = variable.name, variable.place
         where = str(place) if place.line else str(place).rpartition(":")[0]
         shown, full_name, grouped = way.shown(name, kind)
         return Holder(
@@ -194,8 +193,10 @@ class HolderSearch:
             part="".join((name, *("[..]" if ENTRIES.fullmatch(step) else step for step in way.path))),
             is_cache=CACHED in way.path,
             is_cycle=CYCLED in way.path,
+            is_tee=TEED in way.path,
             place=place,
             stored_in=stored_in(way, name, place.file),
+            is_state=variable.is_carried,
         )
 
     def _outward(self, referrer: Any, inner: list[ReferencePath]) -> Iterator[tuple[ReferencePath, ReferencePath]]:
@@ -245,7 +246,8 @@ class HolderSearch:
         if isinstance(obj, FunctionType):
             return self._function(way, inner, obj)
         if isinstance(obj, type):
-            return class_holder(way, obj)
+            is_special = bool(way.path) and attribute_name(way.path[0]).startswith("__")  # Python's own, or a mock's
+            return None if is_special else class_holder(way, obj)
         if isinstance(obj, FrameType):
             inside = name_in_frame(obj, inner.obj)
             way.path = (f"['{inside}']", *inner.path) if inside else inner.path
@@ -261,6 +263,8 @@ class HolderSearch:
             return context_variable_holder(way, inner)
         elif isinstance(obj, itertools.cycle):
             way.path = (CYCLED, *way.path)
+        elif type(obj).__name__ == "_tee":
+            way.path = (TEED, *way.path)
         else:
             if getattr(obj, "__dict__", None) is inner.obj and way.path:
                 way.path = (f".{attribute_name(way.path[0])}", *way.path[1:])
@@ -269,8 +273,17 @@ class HolderSearch:
             else:
                 return None
             if is_user_code(type(obj)):
+                self._follow_links(way, inner)
                 way.attribute, way.file = f"{type(obj).__qualname__}{way.text}", file_of(type(obj))
         return None
+
+    def _follow_links(self, way: ReferencePath, inner: ReferencePath) -> None:
+        """Let `way` go on from the head of the linked list that its object is in, if there is one, as from a list."""
+        head = self.linked.head_of(way.obj)
+        if head is not None:
+            path = inner.path if type(inner.obj) is type(way.obj) else way.path
+            way.obj, way.containers = head[0], merged(way.containers, {id(head[0]): head[1]})
+            way.path = (f"[{head[1]} entries]", *path)
 
     def _generator(self, way: ReferencePath, inner: ReferencePath, generator: Any) -> Holder:
         kind, prefix = _GENERATORS[type(generator)]
@@ -322,8 +335,7 @@ class HolderSearch:
             if name == "_":
                 return Holder(kind="notebook", text="'_', the result of the last line", key="notebook _", name="_")
             return None
-        is_module = id(namespace) in self.namespaces or ("__name__" in namespace and "__builtins__" in namespace)
-        if not is_module:
+        if not _is_of_module(namespace):
             return None
         inner = replace(way, obj=None, path=way.path[1:])
         if "__name__" in namespace and namespace["__name__"] == "__main__" and _is_output(name):
@@ -331,7 +343,7 @@ class HolderSearch:
             text = f"notebook history {'Out' + inner.path[0] if is_history else repr(name)}"
             return Holder(kind="notebook", text=text, key=f"notebook {name}", name=name)
         variable = self.variables.of_module(namespace, name)
-        holder = self._variable(inner, name, variable.place, "global variable")
+        holder = self._variable(inner, variable, "global variable")
         hook = self.hooks.using_global(namespace, name)
         if hook is not None:
             return Holder(kind="hook", text=str(hook), key=f"hook {hook.place}", place=hook.place)
@@ -349,7 +361,7 @@ class HolderSearch:
         if hook is not None:
             return Holder(kind="hook", text=str(hook), key=f"hook {hook.place}", place=hook.place)
         text = f"{name}.{attribute}" + "".join(path[1:])
-        alike = re.sub(r"\.\d+(?=\.)", ".*", f"{name}.{attribute}")  # equal layers are one holder
+        alike = without_numbers(f"{name}.{attribute}")  # equal layers are one holder
         gathers = is_container(way.container) and len(path) > 1 and path[1].startswith("[")
         return Holder(
             kind="module",
@@ -390,6 +402,14 @@ class HolderSearch:
         if isinstance(obj, GeneratorType):
             return obj.gi_code is HolderSearch._outward.__code__
         return type(obj) in (ReferencePath, HolderSearch, RunningFrames) or isinstance(obj, BuiltinFunctionType)
+
+
+def _is_of_module(namespace: dict[str, Any]) -> bool:
+    """Return True if the dict holds the global variables of a module, be it imported or not."""
+    if "__name__" not in namespace:
+        return False
+    module = sys.modules.get(namespace["__name__"]) if isinstance(namespace["__name__"], str) else None
+    return "__builtins__" in namespace or (isinstance(module, ModuleType) and vars(module) is namespace)
 
 
 def _handled() -> set[int]:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import inspect
 import sys
 import threading
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from lowtide.diagnostics.leaks.call_site import Place, line_of_store
+from lowtide.diagnostics.leaks.call_site import Place, is_carried_variable, line_of_store
 from lowtide.memory.frame_locals import local_variables
 from lowtide.state.introspection import origin
 from lowtide.utils.frames import frames_from
@@ -24,6 +24,13 @@ class Variable(NamedTuple):
 
     name: str
     place: Place
+    code: CodeType | None = None
+    """Code of the function or module, while it runs."""
+
+    @property
+    def is_carried(self) -> bool:
+        """True if a loop reads the variable before it assigns it."""
+        return self.code is not None and is_carried_variable(self.code, self.name)
 
 
 class RunningFrames:
@@ -65,7 +72,7 @@ class RunningFrames:
         code = frame.f_code
         place = Place(code.co_filename, line_of_store(code, name, frame.f_lineno))
         _module_variables[str(file), name] = place
-        return Variable(name, place)
+        return Variable(name, place, code)
 
     def _read(self, frame: FrameType) -> None:
         code = frame.f_code
@@ -75,7 +82,7 @@ class RunningFrames:
         with local_variables(frame) as variables:
             for name, value in variables.items():
                 line = line_of_store(code, name, frame.f_lineno)
-                variable = Variable(name, Place(code.co_filename, line))
+                variable = Variable(name, Place(code.co_filename, line), code)
                 self._by_object.setdefault(id(value), []).append(variable)
 
 

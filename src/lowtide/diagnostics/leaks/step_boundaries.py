@@ -20,7 +20,7 @@ _BETWEEN = 0.002
 
 
 class StepBoundaries:
-    """Detector of steps: one begins when a line of code calls a model again and an optimizer has stepped in between.
+    """Detector of steps: one begins when a line of code calls a model again and weights were updated in between.
 
     This holds for loops with several models, losses, accumulation or optimizers: a graph may live from one model's call
     to another's, but not around the loop.
@@ -28,10 +28,10 @@ class StepBoundaries:
 
     def __init__(self) -> None:
         self.first_number = 0
-        """Number of the first graph node after the last optimizer step."""
+        """Number of the first graph node after the last update."""
         self.n_updates = 0
-        """Number of updates by optimizers."""
-        self._called: dict[int, int] = {}  # place -> optimizer steps before its last call
+        """Number of updates of weights."""
+        self._called: dict[int, int] = {}  # place -> updates before its last call
         self._n = 0
         self._began = time.perf_counter()
         self._spent = 0.0
@@ -39,13 +39,8 @@ class StepBoundaries:
         self._last_read_s = 0.0
         self._exempt = 0.0
 
-    @property
-    def has_optimizer(self) -> bool:
-        """True if an optimizer has stepped."""
-        return self.n_updates > 0
-
     def stepped(self, next_number: int) -> None:
-        """Record that an optimizer has stepped."""
+        """Record an update of the weights."""
         self.n_updates += 1
         self.first_number = next_number
 

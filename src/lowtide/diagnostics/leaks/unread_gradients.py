@@ -115,7 +115,7 @@ class UnreadGradients:
         place = calls[0].site.place if calls else None
         graph_bytes = _bytes_without_gradients(graph, module)
         if graph_bytes is not None:
-            is_shared = any(s.site.place == place and s.module_ids != {id(module)} for s in stats)
+            is_shared = any(s.site.place == place and s.module_ids.keys() != {id(module)} for s in stats)
             remedy = f"run the forward at {place} under `torch.no_grad()`"
             if place is None or is_shared:
                 also = f" ({place} runs other models, too)" if place else ""

@@ -155,9 +155,9 @@ class Watch(Displayed):
         where = f"{self.n_steps} step{'s' * (self.n_steps != 1)}"
         if not self._inspector.has_begun:
             caveat = "no model was called with gradients on"
-        elif not self._inspector.boundaries.has_optimizer:
+        elif not self._inspector.boundaries.n_updates:
             where = f"{self._calls.n_calls} call{'s' * (self._calls.n_calls != 1)} of the model"
-            caveat = "no optimizer has stepped, so steps cannot be distinguished"
+            caveat = "no optimizer has stepped and no weight has changed, so steps cannot be distinguished"
         if not findings:
             return "; ".join(filter(None, (f"nothing found in {where}", caveat)))
         return "\n\n".join(filter(None, (*map(str, findings), caveat)))
@@ -200,6 +200,7 @@ class Watch(Displayed):
         """Handle the beginning of a backward pass at `roots`."""
         backward = Backward(calling_site().place, self._steps.now, retain, create, partial, self._calls.n_calls)
         self._calls.running_backward = backward
+        self._calls.n_backwards += 1
         self._dropped.backward_begins()
         self._run_guarded(lambda: self._begin_backward(backward, list(roots)))
 
@@ -248,7 +249,7 @@ class Watch(Displayed):
         self._inspector.call_begins(site.key, module, is_evaluation=not self._checkpoints.is_recording)
         self._call = self._calls.begin(site, module, self._steps.now)
         if torch.is_grad_enabled() and self._call.stats.n_measured < _MEASURED_CALLS:
-            self._dropped.model_begins()
+            self._dropped.model_begins(module)
 
     def _end_call(self, call: Call, module: nn.Module, output: Any) -> None:
         nodes = self._calls.end(call, output)

@@ -43,6 +43,10 @@ class ListOfGraphs(Rule):
         "graph, but not the value's storage)"
     )
 
+    def fix_unreached(self, fix: str) -> str:
+        """Return the advice with `no_grad` first: nothing needs these graphs."""
+        return "run the forward at {made} under `torch.no_grad()`, because no backward pass reaches it; and " + fix
+
     fix_of_terms = "; if the loss is computed from the entries, clear them after its backward pass"
 
     def fix_for(self, item: RetainedObject, history: History) -> str:
@@ -103,7 +107,7 @@ class RunningSumOfGraphs(Rule):
 class GrowingList(Rule):
     """Rule for a container whose bytes and entries grow over several inspections in a row."""
 
-    subjects = ("tensors", "models", "optimizers")
+    subjects = ("tensors", "gradients", "models", "optimizers")
     gathers = True
     ends_without_growth = True
     fix_of_cache = "limit the cache of `{name}` (`lru_cache(maxsize=...)`), or call `{name}.cache_clear()` each epoch"
@@ -116,12 +120,25 @@ class GrowingList(Rule):
         "epoch instead (a generator with `while True: yield from loader`)"
     )
 
+    fix_of_tee = (
+        "`itertools.tee` keeps what one of its iterators has returned until the other has, too: advance both, or make "
+        "two iterators of the loader"
+    )
+    fix_of_gradients = (
+        "set `.grad` of the tensors in `{name}` to None after its last use, or compute it with `torch.autograd.grad`, "
+        "which stores nothing"
+    )
+
     def fix_for(self, item: RetainedObject, history: History) -> str:
         """Return the advice; nothing can be put into the cache of a function, or into an iterator."""
         if item.holder is not None and item.holder.is_cycle:
             return self.fix_of_cycle
+        if item.holder is not None and item.holder.is_tee:
+            return self.fix_of_tee
         if item.subject in _FIX_OF_COPIES:
             return _FIX_OF_COPIES[item.subject]
+        if item.subject == "gradients":
+            return self.fix_of_gradients
         if item.holder is not None and item.holder.is_cache:
             return self.fix_of_cache
         is_of_data = item.holder is not None and item.holder.is_keyed and not item.calls
@@ -132,6 +149,8 @@ class GrowingList(Rule):
             return grows(history.held_bytes, 2) and grows(history.entries, 2)
         if item.has_graph or item.is_within_data or not grows(history.held_bytes):
             return False
+        if item.subject == "gradients":
+            return True
         return (grows(history.entries) and not history.has_stopped) or _is_added_to(item, history)
 
 
@@ -208,7 +227,9 @@ class GatheredOutputs(Rule):
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         is_large = history.held_bytes[-1] >= max(LEAST_GATHERED_BYTES, history.largest_graph_bytes // 4)
-        return not item.has_graph and not item.is_input and is_large and grows(history.held_bytes)
+        is_cache_of_keys = item.is_held_as("module") and item.is_state
+        is_candidate = not item.has_graph and not item.is_input and not is_cache_of_keys
+        return is_candidate and is_large and grows(history.held_bytes)
 
 
 @rule(

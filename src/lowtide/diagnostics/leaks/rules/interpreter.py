@@ -1,6 +1,6 @@
 """Objects that Python itself remembers: exceptions with their frames, and results of notebook cells."""
 
-from lowtide.diagnostics.leaks.holder_history import History
+from lowtide.diagnostics.leaks.holder_history import History, grows
 from lowtide.diagnostics.leaks.inspection import RetainedObject
 from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
 
@@ -20,8 +20,37 @@ from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
 class KeptException(Rule):
     """Rule for tensors that an exception holds."""
 
+    fix_of_prompt = (
+        "free it where the prompt or notebook keeps the last exception: `del sys.last_value, sys.last_traceback` (and "
+        "`sys.last_exc`)"
+    )
+
+    def fix_for(self, item: RetainedObject, history: History) -> str:
+        """Return the advice; another one for the exception that a prompt or notebook keeps."""
+        is_last = item.holder is not None and item.holder.name in ("last_value", "last_exc", "last_traceback")
+        return self.fix_of_prompt if is_last else super().fix_for(item, history)
+
     def matches(self, item: RetainedObject, history: History) -> bool:
         return item.is_held_as("exception")
+
+
+@rule(
+    "LT032",
+    priority=15,
+    name="reference cycle with the garbage collector off",
+    what="`gc.disable()` was called, and each step leaves objects that refer to each other and hold its tensors.",
+    why="Without the garbage collector nothing frees such objects: each step's tensors stay in memory.",
+    bad="gc.disable()\n...\nresult.trainer, trainer.result = trainer, result",
+    good="gc.disable()\n...\nresult.trainer, trainer.result = weakref.proxy(trainer), result",
+    fix="break the cycle at `{name}` (a weak reference, or None after the step), or call `gc.collect()` now and then",
+)
+class CycleWithoutCollector(Rule):
+    """Rule for tensors of several steps that only unreachable objects hold, more at each inspection."""
+
+    gathers = True
+
+    def matches(self, item: RetainedObject, history: History) -> bool:
+        return item.is_held_as("cycle") and grows(history.held_bytes)
 
 
 @rule(

@@ -83,6 +83,10 @@ class Rule:
         """Return the bytes that a finding of this rule reports."""
         return history.held_bytes[-1]
 
+    def fix_unreached(self, fix: str) -> str:
+        """Return the advice to give instead of `fix` if no backward pass reaches any graph of the line."""
+        return fix
+
     def refined(self, stats: SiteStats) -> Rule:
         """Return the rule to report, given all calls of the site."""
         return self

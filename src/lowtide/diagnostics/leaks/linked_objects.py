@@ -1,0 +1,49 @@
+"""Chains of objects of one class, each of which an attribute of the next one refers to: linked lists."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+LEAST_LINKS = 3
+"""Smallest number of objects that count as a chain."""
+
+
+class LinkedObjects:
+    """Chains among the living objects. Refers to objects, so it is used once and dropped."""
+
+    def __init__(self) -> None:
+        self._before: dict[type, dict[int, Any]] = {}  # class -> id of an object -> the object that refers to it
+
+    def head_of(self, obj: Any) -> tuple[Any, int] | None:
+        """Return the first object of the chain through `obj`, and the chain's length; None if it is in no chain."""
+        kind = type(obj)
+        if kind not in self._before:
+            self._before[kind] = _links(kind)
+        before = self._before[kind]
+        visited = {id(obj)}
+        while (following := before.get(id(obj))) is not None and id(following) not in visited:
+            obj = following
+            visited.add(id(obj))
+        behind = {id(link): n for n, link in before.items()}
+        number, length = id(obj), 1
+        while (number := behind.get(number, 0)) and length <= len(before):
+            length += 1
+        return (obj, length) if length >= LEAST_LINKS else None
+
+
+def _links(kind: type) -> dict[int, Any]:
+    """Map ids of objects of class `kind` to the object of the same class that has them as an attribute."""
+    links: dict[int, Any] = {}
+    for obj in gc.get_objects():
+        if type(obj) is kind:
+            for value in _attributes(obj):
+                if type(value) is kind and value is not obj:
+                    links.setdefault(id(value), obj)
+    return links
+
+
+def _attributes(obj: Any) -> list[Any]:
+    """Return the objects that `obj` refers to. `__dict__` is not asked for: that would make one where there is none."""
+    referents = gc.get_referents(obj)
+    return [*referents, *(value for r in referents if type(r) is dict for value in r.values())]

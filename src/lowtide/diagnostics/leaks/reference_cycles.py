@@ -1,0 +1,60 @@
+"""Unreachable objects that refer to each other, and so keep tensors alive until the garbage collector runs."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from types import FrameType, ModuleType
+from typing import Any
+
+from lowtide.diagnostics.leaks.holders import Holder
+from lowtide.state.introspection import is_user_code
+
+_LEVELS = 12
+"""Largest number of references that are followed outwards from a tensor."""
+
+
+def cycle_holder(tensor: Any, ignored: Iterable[int]) -> Holder | None:
+    """Return the holder for a reference cycle that keeps `tensor` alive; None if a name may still lead to it.
+
+    Local variables of running functions are no referrers, so a tensor with a named holder must not be passed.
+
+    Args:
+        tensor: The tensor, which the caller's list holds.
+        ignored: Ids of lists that refer to it and are no holders.
+    """
+    level_of, objects = {id(tensor): 0}, [tensor]
+    outermost, own = [tensor], {*ignored, id(level_of), id(objects)}
+    is_cycle = False
+    for level in range(1, _LEVELS):
+        own.add(id(outermost))
+        referrers = [obj for obj in gc.get_referrers(*outermost) if id(obj) not in own and type(obj) is not FrameType]
+        is_cycle |= any(id(obj) in level_of for obj in referrers)
+        outermost = [obj for obj in referrers if id(obj) not in level_of]
+        if any(isinstance(obj, ModuleType) or _is_namespace(obj) for obj in outermost):
+            return None
+        level_of |= {id(obj): level for obj in outermost}
+        objects += outermost
+        own.add(id(referrers))
+        if not outermost:
+            break
+    if outermost or not is_cycle:
+        return None
+    name = next(filter(None, (_link_of(obj, level_of) for obj in objects if is_user_code(type(obj)))), None)
+    if name is None:
+        return None
+    text = f"a reference cycle through {name}, with the garbage collector off"
+    return Holder(kind="cycle", text=text, key=f"cycle {name}", name=name)
+
+
+def _is_namespace(obj: Any) -> bool:
+    return isinstance(obj, dict) and "__name__" in obj and "__builtins__" in obj
+
+
+def _link_of(obj: Any, level_of: dict[int, int]) -> str | None:
+    """Return the attribute of `obj` that closes the cycle: it leads away from the tensor, and so back to `obj`."""
+    attributes = getattr(obj, "__dict__", None)
+    for name, value in attributes.items() if isinstance(attributes, dict) else ():
+        if level_of.get(id(value), 0) >= level_of[id(obj)]:
+            return f"{type(obj).__qualname__}.{name}"
+    return None
