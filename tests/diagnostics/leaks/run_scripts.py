@@ -1,6 +1,7 @@
-"""Runs scripts under `lowtide watch`, each in a process of its own, and prints a line of JSON for each.
+"""Runs scripts under `lowtide watch` and prints a line of JSON for each.
 
-The processes are forks of this one, which has loaded torch and run nothing of it: each starts in no time.
+They run in forks of this process, which has loaded torch and run nothing of it, several scripts in each: a fork costs
+as much as a script. What a script leaves alive is frozen, and so hidden from the watches of those after it.
 """
 
 import gc
@@ -18,28 +19,44 @@ import lowtide.diagnostics.leaks.watcher
 import lowtide.script.runner  # noqa: F401
 from lowtide.cli import main
 
+IN_ONE_PROCESS = 8
+"""Number of scripts that one process runs."""
 
-def run(script: str, report: Path) -> None:
+PUTS_INTO_IMPORTED_MODULES = ("LT016_bad", "last_exception_of_a_prompt")
+"""Scripts that put tensors into modules that are imported here: results of interactive lines, the last exception."""
+
+
+def run(script: str) -> dict[str, object]:
     printed, said = io.StringIO(), io.StringIO()
-    found = report.with_suffix(".found")
-    with redirect_stdout(printed), redirect_stderr(said):
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(printed), redirect_stderr(said):
+        found = Path(folder, "found.json")
         code = main(["watch", "--json", str(found), script])
-    record = json.loads(found.read_text(encoding="utf-8")) if found.exists() else {}
-    report.write_text(json.dumps({**record, "exit": code, "printed": printed.getvalue(), "said": said.getvalue()}))
+        record = json.loads(found.read_text(encoding="utf-8")) if found.exists() else {}
+    return {**record, "script": script, "exit": code, "printed": printed.getvalue(), "said": said.getvalue()}
+
+
+def run_all(scripts: list[str], report: Path) -> None:
+    with report.open("w", encoding="utf-8") as file:
+        for script in scripts:
+            if Path(script).stem.startswith(PUTS_INTO_IMPORTED_MODULES):
+                gc.unfreeze()
+            print(json.dumps(run(script)), file=file, flush=True)
+            gc.enable()
+            gc.collect()
+            gc.freeze()
 
 
 gc.collect()
-gc.freeze()  # no script holds a tensor in what is imported, but for the one whose name is below
+gc.freeze()  # no script holds a tensor in what is imported, but for those named above
 with tempfile.TemporaryDirectory() as folder:
-    for number, script in enumerate(sys.argv[1:]):
-        report = Path(folder, f"{number}.json")
+    for first in range(1, len(sys.argv), IN_ONE_PROCESS):
+        report = Path(folder, f"{first}.json")
         child = os.fork()
         if child == 0:
-            if Path(script).stem == "LT016_bad":
-                gc.unfreeze()  # the result of an interactive line is in `builtins`
             try:
-                run(script, report)
+                run_all(sys.argv[first : first + IN_ONE_PROCESS], report)
             finally:
                 os._exit(0)
         os.waitpid(child, 0)
-        print(json.dumps({"script": script, **json.loads(report.read_text())}), flush=True)  # noqa: T201
+        sys.stdout.write(report.read_text(encoding="utf-8"))
+        sys.stdout.flush()

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
-import sys
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,21 +11,11 @@ import pytest
 from findings_page import page
 from lowtide.diagnostics.leaks.rules import RULES
 
-pytestmark = pytest.mark.xdist_group("findings")  # in one worker, for `reports`
+pytestmark = pytest.mark.xdist_group("watched scripts")  # in one worker, for `reports`
 
 HERE = Path(__file__).parent
 BAD, GOOD, CLEAN = (sorted(HERE.glob(p)) for p in ("scripts/*_bad.py", "scripts/*_good.py", "clean/*.py"))
 REPORTED_BAD, REPORTED_GOOD = (sorted(HERE.glob(f"reported/*_{kind}.py")) for kind in ("bad", "good"))
-
-
-@cache
-def reports(*, of_loops: bool = False) -> dict[str, Any]:
-    """Findings of `lowtide watch` for each script, by name. One run serves all tests, so that torch is loaded once."""
-    scripts = map(str, CLEAN if of_loops else (*BAD, *GOOD, *REPORTED_BAD, *REPORTED_GOOD))
-    command = [sys.executable, str(HERE / "run_scripts.py"), *scripts]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=280)
-    records = [json.loads(line) for line in done.stdout.splitlines()]
-    return {Path(record["script"]).stem: record for record in records}
 
 
 def line_marked(script: Path, mark: str) -> int | None:
@@ -43,8 +29,8 @@ def test_every_code_has_its_two_scripts() -> None:
 
 
 @pytest.mark.parametrize("script", [*BAD, *REPORTED_BAD], ids=lambda path: path.stem)
-def test_a_bad_script_has_exactly_its_finding(script: Path) -> None:
-    report = reports()[script.stem]
+def test_a_bad_script_has_exactly_its_finding(script: Path, reports: dict[str, Any]) -> None:
+    report = reports[script.stem]
     expected = dict(re.findall(r"^(code|holder|bytes|fix) (.*)$", report["printed"], re.MULTILINE))
     assert report["exit"] == 1, report["said"]
     (finding,) = report["findings"]
@@ -61,14 +47,14 @@ def test_a_bad_script_has_exactly_its_finding(script: Path) -> None:
 
 
 @pytest.mark.parametrize("script", [*GOOD, *REPORTED_GOOD], ids=lambda path: path.stem)
-def test_a_good_script_has_none(script: Path) -> None:
-    check_clean(reports()[script.stem])
+def test_a_good_script_has_none(script: Path, reports: dict[str, Any]) -> None:
+    check_clean(reports[script.stem])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("script", CLEAN, ids=lambda path: path.stem)
-def test_an_ordinary_loop_has_none(script: Path) -> None:
-    check_clean(reports(of_loops=True)[script.stem])
+def test_an_ordinary_loop_has_none(script: Path, reports: dict[str, Any]) -> None:
+    check_clean(reports[script.stem])
 
 
 def check_clean(report: dict[str, Any]) -> None:
