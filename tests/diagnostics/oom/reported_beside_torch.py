@@ -159,7 +159,7 @@ REPORTED = [
     Reported(
         "TensorFlow's warning",
         "true-need",
-        "nothing, if the program continues",
+        "do nothing if the program continues",
         "2021-03-02 11:02:14.1: W tensorflow/core/common_runtime/bfc_allocator.cc:314] Allocator (GPU_0_bfc) ran out of memory trying to allocate 3.91GiB with freed_by_count=0. The caller indicates that this is not a failure, but this may mean that there could be performance gains if more memory were available.\n",
         says="no failure",
         never="JAX",

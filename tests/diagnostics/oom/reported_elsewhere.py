@@ -407,7 +407,7 @@ REPORTED = [
     Reported(
         "bnb",
         "not-pytorch",
-        "under WSL: more memory in",
+        "under WSL, set more memory in",
         "Error out of memory at line 380 in file /home/u/bitsandbytes/csrc/pythonInterface.c",
         says="bitsandbytes",
         never="host-memory",
@@ -466,7 +466,7 @@ REPORTED = [
     Reported(
         "oomd",
         "host-memory",
-        "more memory or swap, or",
+        "add memory or swap, or",
         "systemd-oomd[812]: Killed /user.slice/user-1000.slice/user@1000.service/app.slice/python.scope due to memory "
         "pressure for /user.slice being 71.45% > 50.00% for > 20s with reclaim activity",
         never="Ray",
@@ -474,19 +474,19 @@ REPORTED = [
     Reported(
         "systemd",
         "host-memory",
-        "dmesg names the process and",
+        "look in dmesg for the process and",
         "systemd[1]: train.service: A process of this unit has been killed by the OOM killer.",
     ),
     Reported(
         "earlyoom",
         "host-memory",
-        "more memory or swap, or",
+        "add memory or swap, or",
         'earlyoom[731]: sending SIGTERM to process 28471 uid 1000 "python": badness 803, VmRSS 31213 MiB',
     ),
     Reported(
         "kernel log",
         "host-memory",
-        "dmesg names the process and",
+        "look in dmesg for the process and",
         "kernel: Out of memory: Killed process 2311 (python) total-vm:91234512kB, anon-rss:62914560kB, file-rss:0kB, "
         "shmem-rss:0kB, UID:1000",
         says="60 GiB",

@@ -192,7 +192,7 @@ REPORTED = [
     Reported(
         "cgroup in the kernel's log",
         "host-memory",
-        "dmesg names the process",
+        "look in dmesg for the process",
         "Memory cgroup out of memory: Killed process 4711 (python) total-vm:20480000kB, anon-rss:16700000kB, file-rss:1024kB",
     ),
     Reported(

@@ -132,7 +132,7 @@ REPORTED = [
     Reported(
         "tactics that TensorRT skips",
         "cap",
-        "nothing, if the engine was built",
+        "do nothing if the engine was built",
         "[W] UNSUPPORTED_STATESkipping tactic 0 due to insufficient memory on requested size of 11580055552 detected for tactic 0x0000000000000000.Try decreasing the workspace size with IBuilderConfig::setMemoryPoolLimit().",
         certain=False,
     ),

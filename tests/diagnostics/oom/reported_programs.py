@@ -443,7 +443,7 @@ REPORTED = [
     Reported(
         "a host that ends containers",
         "host-memory",
-        "dmesg names the process",
+        "look in dmesg for the process",
         "container was OOM killed, consider raising its memory",
     ),
     Reported(

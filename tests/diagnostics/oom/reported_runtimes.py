@@ -68,7 +68,7 @@ REPORTED = [
     Reported(
         "a tactic of TensorRT",
         "cap",
-        "nothing, if the engine",
+        "do nothing if the engine",
         "[TRT] [W] Tactic Device request: 4672MB Available: 4096MB. Device memory is insufficient to use tactic.",
         certain=False,
     ),
@@ -269,7 +269,7 @@ REPORTED = [
     Reported(
         "the kernel's reaper",
         "host-memory",
-        "dmesg names the process",
+        "look in dmesg for the process",
         "oom_reaper: reaped process 4711 (python3), now anon-rss:0kB, file-rss:0kB, shmem-rss:0kB",
     ),
     Reported(

@@ -5,8 +5,8 @@ from __future__ import annotations
 from lowtide.diagnostics.oom.message_source import Source, source
 
 _LESS_HOST_MEMORY = (
-    "fewer DataLoader workers (num_workers), a smaller prefetch_factor, no copy of the data set per worker",
-    "torch.load(..., mmap=True); checkpoints on one rank; no whole epoch of predictions in a list",
+    "use fewer DataLoader workers (num_workers), a smaller prefetch_factor, no copy of the data set per worker",
+    "use torch.load(..., mmap=True), read checkpoints on one rank, and keep no whole epoch of predictions in a list",
 )
 
 
@@ -29,7 +29,7 @@ HOST_SOURCES: dict[str, Source] = {
     "LSF": host_memory(
         "LSF ended the job: it used more host memory than its limit",
         "TERM_MEMLIMIT is the limit of bsub -M; GPU memory is not affected",
-        'ask for more: bsub -M 64GB -R "rusage[mem=64GB]"; `bhist -l JOBID` shows the peak',
+        'request more: bsub -M 64GB -R "rusage[mem=64GB]"; `bhist -l JOBID` shows the peak',
     ),
     "SGE": host_memory(
         "Grid Engine ended the job: it used more host memory than it requested",
@@ -51,12 +51,12 @@ HOST_SOURCES: dict[str, Source] = {
     "Linux": host_memory(
         "the kernel ended a process to get host memory back: the machine's, or the container's limit, is used up",
         "the kernel's own message: host memory, not the GPU's",
-        "dmesg names the process and its memory (anon-rss); raise the limit of the container if it has one",
+        "look in dmesg for the process and its memory (anon-rss); raise the limit of the container if it has one",
     ),
     "a control group": host_memory(
         "the kernel ended a process: the limit of a container, a job or a unit (its control group) is reached",
         "the rest of the system may have memory free; this is host memory, not the GPU's",
-        "dmesg names the process and its memory (anon-rss); raise the limit: docker run --memory, "
+        "look in dmesg for the process and its memory (anon-rss); raise the limit: docker run --memory, "
         "resources.limits.memory, MemoryMax=, Slurm's --mem",
     ),
     "memory.events": host_memory(
@@ -68,13 +68,13 @@ HOST_SOURCES: dict[str, Source] = {
     "a memory daemon": host_memory(
         "a daemon (systemd-oomd, earlyoom) ended a process before the machine's memory was used up",
         "it goes by memory pressure or free memory, and takes the largest process: host memory, not the GPU's",
-        "more memory or swap, or another limit: ManagedOOMMemoryPressureLimit of the slice, earlyoom -m",
+        "add memory or swap, or set another limit: ManagedOOMMemoryPressureLimit of the slice, earlyoom -m",
     ),
     "pinning": source(
         "pinned-memory",
         "the DataLoader's pin_memory thread has ended: it could not get pinned memory or a context on the GPU",
         "its own error is further up in the log, if it could write one",
-        "DataLoader(pin_memory=False) shows if that is all; then a smaller prefetch_factor and fewer workers",
+        "try DataLoader(pin_memory=False) to see if that is all; then use a smaller prefetch_factor and fewer workers",
         "check with nvidia-smi that the GPU is not full, and raise the limit on locked memory (ulimit -l)",
     ),
     "DataLoader": host_memory(
@@ -89,12 +89,12 @@ HOST_SOURCES: dict[str, Source] = {
     "Colab": host_memory(
         "the machine's RAM is used up: Colab ended the session",
         "this is host memory; the GPU's is reported by PyTorch itself",
-        "load load less at once: stream the data set, or a high-RAM runtime",
+        "load less at once: stream the data set, or a high-RAM runtime",
     ),
     "Kaggle": host_memory(
         "the machine's RAM is used up: Kaggle restarted the notebook",
         "this is host memory; the GPU's is reported by PyTorch itself",
-        "load load less at once: stream the data set, a smaller dtype",
+        "load less at once: stream the data set, a smaller dtype",
     ),
     "HTCondor": host_memory(
         "HTCondor ended or held the job: it used more host memory than it requested",
@@ -111,7 +111,7 @@ HOST_SOURCES: dict[str, Source] = {
         "Windows' commit limit is reached: the paging file is too small (error 1455)",
         "each process that loads CUDA's libraries reserves gigabytes, and so does each DataLoader worker",
         "enlarge the paging file (System, Advanced, Performance, Virtual memory), or let Windows manage its size",
-        "fewer DataLoader workers: num_workers=0 at first, and `if __name__ == '__main__':` around the script",
+        "use fewer DataLoader workers: num_workers=0 at first, and `if __name__ == '__main__':` around the script",
     ),
     "Kubernetes, the node": host_memory(
         "the node ran low on host memory: Kubernetes evicted a pod, or the kernel ended one of its processes",
@@ -122,7 +122,7 @@ HOST_SOURCES: dict[str, Source] = {
     "SageMaker": host_memory(
         "the instance's host memory is used up: SageMaker ended the job",
         "this is the instance's main memory, not the GPU's",
-        "an instance type with more memory, or input by streaming (FastFile, Pipe mode)",
+        "use an instance type with more memory, or input by streaming (FastFile, Pipe mode)",
     ),
     "Dask's warnings": source(
         "host-memory",
@@ -135,14 +135,14 @@ HOST_SOURCES: dict[str, Source] = {
         "host-memory",
         "Dask's nanny restarted a worker: it used more host memory than the worker's limit",
         "the limit is memory_limit of the worker: by default its share of the machine",
-        "smaller partitions, or fewer threads a worker; a larger memory_limit if the machine has room",
+        "use smaller partitions, or fewer threads a worker; a larger memory_limit if the machine has room",
         "do not collect large results on one worker: persist() and write them out",
     ),
     "a compiler": source(
         "host-memory",
         "the system ended a compiler to get host memory back: too many compile jobs run at once",
         "extensions such as flash-attn and DeepSpeed's ops start one job for each core, of some GiB each",
-        "MAX_JOBS=2 before pip install or the first use",
+        "set MAX_JOBS=2 before pip install or the first use",
         "or a prebuilt wheel for this torch and CUDA",
     ),
     "a build of Docker": source(
@@ -156,7 +156,7 @@ HOST_SOURCES: dict[str, Source] = {
         "host-memory",
         "llama.cpp could not allocate host memory for weights, KV cache or scratch memory that is not on a GPU",
         "CPU and host buffers are main memory; GPU memory is not affected",
-        "a smaller or further quantized model, a shorter context (-c), or more layers on the GPU (-ngl)",
+        "use a smaller or further quantized model, a shorter context (-c), or more layers on the GPU (-ngl)",
         "keep memory mapping on (no --no-mmap, no --mlock): mapped weights need no memory of their own",
     ),
     "pinned memory of llama.cpp": source(
@@ -171,42 +171,42 @@ HOST_SOURCES: dict[str, Source] = {
         "the runner stopped answering, most likely because the job took all its memory or all its cores",
         "GitHub cannot tell which: a hosted Linux runner has 7 to 16 GB of memory and no limit for a job",
         "print the memory while the job runs (free -h in a loop), or run it in a container with --memory",
-        "fewer processes at a time (pytest -n, MAX_JOBS), a smaller model or data set, or a larger runner",
+        "use fewer processes at a time (pytest -n, MAX_JOBS), a smaller model or data set, or a larger runner",
     ),
     "Julia": source(
         "host-memory",
         "Julia could not allocate host memory for an array",
         "its OutOfMemoryError is about main memory; for the GPU there is another message",
         "print the array's size: one dimension may be wrong; then blocks, views, or a smaller element type",
-        "a limit: --heap-size-hint lets Julia collect garbage earlier; free -h shows the machine's memory",
+        "set --heap-size-hint, so that Julia collects garbage earlier; free -h shows the machine's memory",
     ),
     "TensorFlow on the host": source(
         "host-memory",
         "TensorFlow asked for main memory and the machine had none left; GPU memory is not affected",
         "the tensor was to be on the CPU",
-        "no whole data set as one tensor: tf.data from files, in batches",
-        "smaller batches, a smaller dtype, fewer prefetched batches and parallel calls",
+        "make no whole data set one tensor: use tf.data from files, in batches",
+        "use smaller batches, a smaller dtype, fewer prefetched batches and parallel calls",
     ),
     "Ollama": source(
         "host-memory",
         "the machine has less free RAM than Ollama estimates for the model",
         "both numbers are in the message; layers that are not on a GPU count as RAM",
-        "a smaller or further quantized model, or a smaller num_ctx",
-        "more layers on the GPU (num_gpu), or free RAM: other programs, a container's limit",
+        "use a smaller or further quantized model, or a smaller num_ctx",
+        "use more layers on the GPU (num_gpu), or free RAM: other programs, a container's limit",
     ),
     "YARN": source(
         "host-memory",
         "YARN ended a container of Spark: it used more host memory than its limit",
         "memory outside Java's heap counts: Python workers and their tensors are there",
-        "a larger spark.executor.memoryOverhead, or spark.executor.pyspark.memory",
-        "fewer cores an executor, smaller partitions",
+        "use a larger spark.executor.memoryOverhead, or spark.executor.pyspark.memory",
+        "use fewer cores an executor, smaller partitions",
     ),
     "Spark's workers": source(
         "host-memory",
         "Spark lost an executor or one of its Python workers, most likely because host memory ran out",
         "Python workers and their tensors are outside Java's heap, and count toward the container's limit",
-        "a larger spark.executor.memoryOverhead, or spark.executor.pyspark.memory",
-        "fewer cores an executor, smaller partitions, a smaller spark.sql.execution.arrow.maxRecordsPerBatch",
+        "use a larger spark.executor.memoryOverhead, or spark.executor.pyspark.memory",
+        "use fewer cores an executor, smaller partitions, a smaller spark.sql.execution.arrow.maxRecordsPerBatch",
         "look in the executor's own log: a crash in a library looks the same",
     ),
     "Java's start": source(
@@ -220,47 +220,47 @@ HOST_SOURCES: dict[str, Source] = {
         "host-memory",
         "Java's heap is full: its limit, not the machine's memory",
         "Spark's driver and executors run in Java, and collect results there",
-        "a larger heap: -Xmx, spark.driver.memory or spark.executor.memory",
+        "use a larger heap: -Xmx, spark.driver.memory or spark.executor.memory",
         "collect less: no toPandas() or collect() of a whole table",
     ),
     "macOS": host_memory(
         "macOS ended a process, or asks to end some, because its memory and swap are used up",
         "on Apple silicon the GPU's memory is part of it",
         "look in Activity Monitor which processes hold memory; free disk space for swap",
-        "smaller batches or a smaller model; lower PYTORCH_MPS_HIGH_ and LOW_WATERMARK_RATIO make torch fail first",
+        "use smaller batches or a smaller model; lower PYTORCH_MPS_HIGH_ and LOW_WATERMARK_RATIO make torch fail first",
     ),
     "Dask's workers": source(
         "host-memory",
         "workers of Dask died while they ran one task, most likely because host memory ran out",
         "the worker's own log says why it ended",
         "look in the workers' logs; a larger memory_limit, or fewer threads a worker",
-        "smaller partitions: the task of one has to fit into a worker",
+        "use smaller partitions: the task of one has to fit into a worker",
     ),
     "pools of processes": source(
         "host-memory",
         "a worker process ended without an error message, most likely because host memory ran out",
         "the kernel ends the largest process; a crash in a library looks the same",
-        "fewer workers (num_proc, n_jobs, max_workers, nnUNet_n_proc_DA): each has its own copy of what it touches",
-        "smaller pieces: writer_batch_size of datasets' map; `dmesg | grep -i oom` tells if it was memory",
+        "use fewer workers (num_proc, n_jobs, max_workers, nnUNet_n_proc_DA): each has its own copy of what it touches",
+        "use smaller pieces: writer_batch_size of datasets' map; `dmesg | grep -i oom` tells if it was memory",
     ),
     "gunicorn": source(
         "host-memory",
         "a worker of the server was ended, most likely because host memory ran out",
         "each worker loads its own model; gunicorn sends SIGKILL after a timeout, too",
-        "one worker with threads, or preload_app with the model loaded before the fork",
-        "a larger limit of the container, and a longer --timeout if no memory was missing (dmesg | grep -i oom)",
+        "use one worker with threads, or preload_app with the model loaded before the fork",
+        "use a larger limit of the container, and a longer --timeout if no memory was missing (dmesg | grep -i oom)",
     ),
     "fork": source(
         "host-memory",
         "the system refused a new process: too little memory is left to promise it a copy of its parent's",
         "a fork needs no memory at once, but the kernel must be able to commit it",
         "check free -h and the container's limit; end what holds the memory, or add swap",
-        "fewer DataLoader workers, started before large arrays are made; or vm.overcommit_memory=1 on your machine",
+        "use fewer DataLoader workers, started before large arrays are made; or vm.overcommit_memory=1 on your machine",
     ),
     "a service's limit": host_memory(
         "the service ended the program at its memory limit: main memory, not the GPU's",
         "the service's own message",
-        "a larger memory size for the job, function or machine",
+        "use a larger memory size for the job, function or machine",
     ),
     "libraries on the host": source(
         "host-memory",
@@ -273,8 +273,8 @@ HOST_SOURCES: dict[str, Source] = {
         "host-memory",
         "Ray ended a worker: the node's host memory went over Ray's threshold",
         "Ray's memory monitor ends workers before the kernel would (95 % of the node by default)",
-        "fewer tasks at a time: a larger num_cpus or memory= for each, or nodes with more memory",
-        "RAY_memory_usage_threshold moves the limit; RAY_memory_monitor_refresh_ms=0 switches the monitor off",
+        "use fewer tasks at a time: a larger num_cpus or memory= for each, or nodes with more memory",
+        "move the limit with RAY_memory_usage_threshold, or switch the monitor off: RAY_memory_monitor_refresh_ms=0",
     ),
 }
 """Sources by the name in `MessageHead.form`."""
