@@ -299,6 +299,21 @@ def test_code_of_another_backend_is_refused_with_what_to_do() -> None:
         train()
 
 
+def test_a_compiled_wrapper_without_a_length_is_begun_for_the_given_model_inside_it() -> None:
+    """As a Trainer's callback does, which is given the model; torch's wrapper raises if it is asked for its truth."""
+    model = nn.Linear(4, 4)
+    compiled: Any = torch.compile(model, backend="eager")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def train() -> None:
+        with lowtide.within("80%", model=model):
+            compiled(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+
+    with pytest.raises(RehearsalError, match='backend="inductor"'):
+        train()
+
+
 def test_settings_that_exclude_a_plan_are_refused_by_name() -> None:
     model: Any = torch.compile(nn.Linear(4, 4), backend="eager")
 

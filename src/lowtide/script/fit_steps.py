@@ -139,7 +139,8 @@ class Fitting(PlanMonitor):
     def on_step_begin(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Rehearse this step, or run it under the plan and measure it."""
         super().on_step_begin(model, batch, optimizers)
-        plans, step = self.plans, BegunStep(model, batch, optimizers, self.compiled or model)
+        code = model if self.compiled is None else self.compiled  # a compiled model without a length has no truth value
+        plans, step = self.plans, BegunStep(model, batch, optimizers, code)
         self._calls.n = 1
         plans.larger.has_optimizers = bool(optimizers)
         if plans.unplanned is not None:
