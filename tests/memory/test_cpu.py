@@ -229,6 +229,21 @@ def test_a_thread_can_record_by_itself() -> None:
     assert found == [[7, "here", -7]]
 
 
+def test_nothing_is_printed_where_a_thread_makes_the_first_recording(run_python: RunPython) -> None:
+    lines = """
+import threading, torch, lowtide
+def record():
+    with lowtide.measure():
+        torch.ones(4)
+thread = threading.Thread(target=record)
+thread.start()
+thread.join()
+"""
+    done = run_python("-c", lines)
+    assert done.returncode == 0
+    assert not done.stderr
+
+
 def test_a_second_recording_at_the_same_time_is_refused() -> None:
     errors: list[BaseException] = []
 

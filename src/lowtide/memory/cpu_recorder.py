@@ -44,11 +44,13 @@ from lowtide.utils.stderr_filter import without_noise
 NOISE = (
     b"USDT:",
     b"gpuGetDeviceCount failed",
+    b"External init callback must run in same thread as registerClient",
     b"Memory block of unknown size was allocated before the profiling started",
 )
 """Lines of torch that are kept off the terminal. The profiler prints the first each time it starts or stops (torch
-2.13), and the second if torch is built for CUDA and there is no GPU. The allocator prints the third at the first
-block, and then at each thousandth, that is freed under a profiler without having been allocated under one.
+2.13), the second if torch is built for CUDA and there is no GPU, and the third if a process starts its first one in a
+thread that did not import torch. The allocator prints the fourth at the first block, and then at each thousandth, that
+is freed under a profiler without having been allocated under one.
 """
 _MARK = "lowtide#"  # first part of the name of each annotation, before its number
 _SPARE_BLOCKS = 4000
