@@ -365,6 +365,15 @@ def test_the_model_that_is_given_is_planned_for_among_several() -> None:
     assert equal(made.model.state_dict(), plain(steps(5)).model.state_dict())
 
 
+def test_another_model_than_the_one_that_is_given_is_trained_plainly(capsys: pytest.CaptureFixture[str]) -> None:
+    other, made = Made(1), Made()
+    with lowtide.within("80%", model=other.model) as run:
+        steps(3)(made)
+    assert made.losses == plain(steps(3)).losses
+    for text in (capsys.readouterr().err, str(run)):
+        assert "the Sequential that was given took no step: another model is trained" in text
+
+
 def test_a_model_that_is_given_may_be_called_through_a_wrapper() -> None:
     class Wrapper(nn.Module):
         def __init__(self, inner: nn.Module) -> None:

@@ -85,6 +85,11 @@ def why_not(program: str, steps: Steps, listener: StepListener) -> str:
             "torch.optim.Optimizer nor the script's own code updated it.\n  Run at least one step of the training loop "
             "to its end."
         )
+    if steps.is_given and not steps.n_steps:
+        return (
+            f"{program} ended, and the {name} that was given took no step: another model is trained.\n  Give that "
+            "one, or leave model out."
+        )
     n_steps = "1 step" if steps.n_steps == 1 else f"{steps.n_steps} steps"
     n_enough = steps.n_steps + listener.n_missing
     return (

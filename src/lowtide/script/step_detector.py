@@ -79,7 +79,7 @@ class Steps:
         self, listener: StepListener, model: nn.Module | None = None, *, when_failed: Callable[[], object] | None = None
     ) -> None:
         self.listener = listener
-        self._is_given, self._when_failed = model is not None, when_failed
+        self.is_given, self._when_failed = model is not None, when_failed
         self.n_steps = 0
         """Number of finished steps of the model."""
         self.model: nn.Module | None = model
@@ -133,7 +133,7 @@ class Steps:
         """Remove all patches and references. Repeated calls do nothing."""
         self._unwatch.close()
         if self.model is not None and (self.listener.done or self.failed is not None):
-            finds_next = self.listener.plans_next and not self._is_given and self.failed is None
+            finds_next = self.listener.plans_next and not self.is_given and self.failed is None
             known = self.updates.optimizers.values()
             self._afterwards = PostPlanMonitor(self.listener, self.model, known, finds_next=finds_next)
             self.model = None
@@ -180,7 +180,7 @@ class Steps:
         self._depth += 1  # also keeps modules from beginning a step when a module with lazy parameters calls them
         try:
             if begins:
-                is_around = self._is_given and module is not self.model and is_compiled(module)
+                is_around = self.is_given and module is not self.model and is_compiled(module)
                 self.listener.compiled = module if is_around else None
                 with self._noting():
                     self._handle_outermost_call(module, (args, kwargs))
@@ -256,7 +256,7 @@ class Steps:
     def _handle_outermost_call(self, module: nn.Module, batch: Any) -> None:
         if self.failed is not None:  # the program has caught the error and goes on
             raise Enough from self.failed
-        if self._is_given and not self._is_ours(module):
+        if self.is_given and not self._is_ours(module):
             return
         check_not_in_zero(module)
         self._thread.begin()
@@ -278,12 +278,12 @@ class Steps:
         if self.model is None:
             self.model = module
             self._prompted.forget()
-        elif not (self._is_given or self._is_ours(module)) and self.listener.is_abandoned(self.model, module):
+        elif not (self.is_given or self._is_ours(module)) and self.listener.is_abandoned(self.model, module):
             self.updates.restart(())
             for held in (self._called, self.updates.in_step):  # their memory may be freed
                 held.clear()
             self._replace(module)
-        elif not self._is_given and self._is_only_guessed() and _n_elements(module) > _n_elements(self.model):
+        elif not self.is_given and self._is_only_guessed() and _n_elements(module) > _n_elements(self.model):
             self._replace(module)  # the first call may have been a trial on a small input
         if not self._is_open and not self._is_ours(module):
             self._note_other_call(module)
@@ -360,7 +360,7 @@ class Steps:
         held = held_by(optimizer)
         if self.model is not None and not held & parameter_ids(self.model):
             self._turns.others_updated(held)
-        elif not self._is_given and self.listener.done and (others := self._turns.model_updated()):
+        elif not self.is_given and self.listener.done and (others := self._turns.model_updated()):
             self._takes_turns(others)
         if self.listener.done:
             if self._waits_until and self.model is not None and held & parameter_ids(self.model):
@@ -444,12 +444,12 @@ class Steps:
         assert self.model is not None
         if not all(self._is_ours(module) for module in trained):
             self._give_up(join_models(trained))
-        elif not self._is_given and (others := self._turns.model_updated()):
+        elif not self.is_given and (others := self._turns.model_updated()):
             self._takes_turns(others)
         else:
             self.listener.on_step_end(self.model)
             if self.listener.done:
-                if not self._is_given and caller_has_other_optimizers(self.model):
+                if not self.is_given and caller_has_other_optimizers(self.model):
                     self._waits_until = self.updates.n + PATIENCE
                 else:
                     self.listener.on_release()
@@ -482,7 +482,7 @@ class Steps:
         """Return True for the model, one of its parts, or a wrapper of a given model."""
         if self.model is None:
             return False
-        if self._is_given and any(self.model is part for part in module.modules()):
+        if self.is_given and any(self.model is part for part in module.modules()):
             return True
         return any(module is ours for ours in self.model.modules())
 
