@@ -196,6 +196,35 @@ def test_measured_steps_take_little_of_the_time(
     assert measured == measured_at
 
 
+@pytest.mark.parametrize(
+    ("step_ms", "counting_ms", "counted_after_20"),
+    [(1000, 1, [21, 22, 23]), (100, 7, [28, 42, 56]), (1, 7, [1400, 2800, 4200]), (1, 150, [])],
+)
+def test_counts_of_tensors_take_little_of_the_time(
+    step_ms: float, counting_ms: float, counted_after_20: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now_s, counted = 0.0, []
+
+    def count(place: torch.device) -> int:
+        nonlocal now_s
+        now_s += counting_ms / 1000
+        return 0
+
+    monkeypatch.setattr(later_steps, "monotonic", lambda: now_s)
+    later = LaterSteps()
+    later.plan_holds(torch.device("cpu"), 0, is_sure=True)
+    monkeypatch.setattr(later_steps, "held_bytes", count)
+    while later.n_updates < 6000:
+        later.n_updates += 1
+        now_s += step_ms / 1000
+        if later.n_updates >= later.counts_at:
+            counted.append(later.n_updates)
+            later.count()
+    assert counted[:16] == [*range(1, 17)]
+    assert [n for n in counted if n > 20][:3] == pytest.approx(counted_after_20, abs=1)
+    assert counting_ms * (len(counted) - 17) <= 0.005 * step_ms * later.n_updates
+
+
 def test_what_is_put_on_the_model_later_is_planned_for(tmp_path: Path) -> None:
     fitting, said = trained(tmp_path, PUT_ON, "75%")
     assert any("has another module at 0.0.parametrizations" in line for line in said)

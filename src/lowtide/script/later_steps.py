@@ -1,10 +1,10 @@
 """The schedule by which steps are measured, or rehearsed again, after a plan was found to hold.
 
 Memory that the program creates later, as for slow copies of the weights, is noticed because tensors are counted after
-each of the first updates, and then less and less often, and because steps are measured now and then, as far as that
-takes little of the loop's time. A step that differs from the rehearsed ones, as in another phase of training, has the
-next steps measured: if one is over the budget, the steps are rehearsed again, as they are at once if the model itself
-has changed.
+each of the first updates, and then less and less often, and because steps are measured now and then; both as far as
+that takes little of the loop's time. A step that differs from the rehearsed ones, as in another phase of training, has
+the next steps measured: if one is over the budget, the steps are rehearsed again, as they are at once if the model
+itself has changed.
 """
 
 from __future__ import annotations
@@ -26,6 +26,10 @@ FIRST_LOOK: Final = 12
 """Number of updates after which a step is measured, then after twice as many each time."""
 COUNTED_UPDATES: Final = 16
 """Number of updates after each of which tensors are counted; later on only after this share of all updates."""
+MOST_COUNTING: Final = 0.005
+"""Time of these later counts, as a share of all other steps' time, above which the next one is put off. Counting takes
+some milliseconds, and a tenth of a second if Python has collected garbage since.
+"""
 MOST_BETWEEN: Final = 500
 """Largest number of updates from one measured step to the next, if `MOST_TIME` allows that."""
 MOST_TIME: Final = 0.1
@@ -60,8 +64,10 @@ class LaterSteps:
         self._place = torch.device("cpu")
         self._room_bytes = self._held_bytes = self._least_held_bytes = 0
         """Bytes between measured peak and budget; bytes of tensors at the last count; the least of all counts."""
-        self._held_since_s = self._measuring_since_s = self._measured_s = 0.0
-        """Time when a plan was first found to hold, time when the step to measure began, and time of all such steps."""
+        self._held_since_s = self._measuring_since_s = self._measured_s = self._counted_s = 0.0
+        """Time when a plan was first found to hold, put off by that of the first counts; time when the step to measure
+        began; time of all such steps, and of the later counts.
+        """
 
     @property
     def is_measuring(self) -> bool:
@@ -70,8 +76,15 @@ class LaterSteps:
 
     def count(self) -> None:
         """Measure the next step if more memory is in use than before, and the budget has no room for it."""
-        self.counts_at = self.n_updates + max(1, self.n_updates // COUNTED_UPDATES)
+        began_s = monotonic()
         self._held_bytes = held_bytes(self._place)
+        self.counts_at = self.n_updates + max(1, self.n_updates // COUNTED_UPDATES)
+        took_s = monotonic() - began_s
+        if self.n_updates <= COUNTED_UPDATES:
+            self._held_since_s += took_s  # which is no time of the steps
+        else:
+            self._counted_s += took_s
+            self.counts_at = max(self.counts_at, self._n_updates_with(MOST_COUNTING, self._counted_s))
         self._least_held_bytes = min(self._least_held_bytes, self._held_bytes)
         if self._held_bytes - self._least_held_bytes > self._room_bytes:
             self.come_soon()
@@ -119,9 +132,13 @@ class LaterSteps:
         self._measuring_since_s = now_s
         if not self._n_to_measure:
             self.is_different = False
-            share = self._measured_s / max(now_s - self._held_since_s - self._measured_s, 1e-9)
-            if share > MOST_TIME and self.due_at:  # 0 if something has changed meanwhile
-                self.due_at = max(self.due_at, self.n_updates * share / MOST_TIME)
+            if self.due_at:  # 0 if something has changed meanwhile
+                self.due_at = max(self.due_at, self._n_updates_with(MOST_TIME, self._measured_s))
+
+    def _n_updates_with(self, most: float, spent_s: float) -> float:
+        """Return the number of updates after which `spent_s` is the share `most` of the other steps' time."""
+        others_s = monotonic() - self._held_since_s - self._measured_s - self._counted_s
+        return self.n_updates * spent_s / (most * max(others_s, 1e-9))
 
     def can_rehearse(self, plan: Plan) -> bool:
         """Return True if changed steps can get a plan in place of `plan`."""
