@@ -312,6 +312,8 @@ set_model_state_dict(model, weights, options=options)
 def test_what_the_first_process_sends_is_made_up_in_the_last(rank: str, estimate: Estimate) -> None:
     code, out, err = estimate(SENT_BY_THE_FIRST, "--rank", rank)
     assert code == 0, err
+    noted = re.findall(r"train\.py:(\d+): what other processes send \(torch\.distributed\.(\w+)\)", out)
+    assert [name for _, name in noted] == ["broadcast_object_list", "scatter_object_list"] * (rank == "1"), out
     assert re.search(r"^  parameters +8.12 KiB  there before$", out, re.MULTILINE), out
 
 
@@ -324,6 +326,20 @@ def test_a_size_that_all_processes_agree_on_is_noted_as_this_ones(estimate: Esti
     code, out, err = estimate(MLP + STEPS.replace("    loss =", agreed), "--rank", "0")
     assert code == 0, err
     assert re.search(r"train\.py:\d+: what .* \(torch\.distributed\.all_reduce\) is this process's own", out), out
+
+
+@pytest.mark.parametrize("gathers", ["all_gather_object(lengths, len(x))", "gather_object(len(x), lengths)"])
+def test_sizes_that_are_gathered_as_objects_are_noted_as_this_ones(gathers: str, estimate: Estimate) -> None:
+    agreed = f"""
+    lengths = [None] * world
+    distributed.{gathers}
+    x = nn.functional.pad(x, (0, 0, 0, max(lengths) - len(x)))
+    loss ="""
+    code, out, err = estimate(MLP + STEPS.replace("    loss =", agreed), "--rank", "0")
+    assert code == 0, err
+    name = gathers.partition("(")[0]
+    noted = rf"train\.py:\d+: what other processes send \(torch\.distributed\.{name}\) is taken as this process's own"
+    assert len(re.findall(noted, out)) == 1, out
 
 
 FROZEN = (

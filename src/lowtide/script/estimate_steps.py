@@ -16,6 +16,7 @@ from lowtide.errors import LowtideError, RehearsalError
 from lowtide.estimator.cuda.absent_gpu_run import AbsentGpuRun
 from lowtide.estimator.cuda.deferred_placement import DeferredCudaModule
 from lowtide.estimator.cuda.placement import is_given
+from lowtide.estimator.cuda.process_groups import taken_as_own
 from lowtide.estimator.fake_step import COMPILED
 from lowtide.estimator.packed_sequences import sizes_in
 from lowtide.estimator.two_step_run import TwoStepRun
@@ -285,6 +286,7 @@ class Estimating(StepListener):
             rehearsal.answers.note(COMPILED)
         if self._processes is not None and not self._has_group:
             rehearsal.answers.note(NO_GROUP)
+        rehearsal.answers.notes.update(taken_as_own)
         if self._has_only:
             rehearsal.finish_only()
         else:

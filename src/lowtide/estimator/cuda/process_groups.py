@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
@@ -15,15 +16,22 @@ from lowtide.errors import RehearsalError
 from lowtide.estimator.absent_processes import AbsentProcesses
 from lowtide.estimator.collectives import replacements as collectives
 from lowtide.estimator.sharded_units import FSDP1, SYMMETRIC
+from lowtide.estimator.values.query_site import where
+from lowtide.utils.frames import module_name
 
 _OWNERS = (torch.distributed, torch.distributed.distributed_c10d) if torch.distributed.is_available() else ()
 _MAKING = ("init_process_group", "new_group")
 _OF_OBJECTS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "barrier")
+
 _BETWEEN_TWO = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
+
+taken_as_own: dict[str, None] = {}
+"""Lines of the current estimate that got objects from absent processes, as notes; the keys are ordered."""
 
 
 def replacements(processes: AbsentProcesses | None = None) -> Iterator[tuple[Any, str, Any]]:
     """Return the stand-ins for functions on process groups, as (owner, name, function)."""
+    taken_as_own.clear()
     yield DistributedDataParallel, "__init__", _anywhere(DistributedDataParallel.__init__)
     yield DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda self, module: None
     if not torch.distributed.is_available():
@@ -53,6 +61,7 @@ def simulated_group(processes: AbsentProcesses) -> Iterator[tuple[Any, str, Any]
     yield from ((owner, "init_process_group", started) for owner in (*_OWNERS, device_mesh))
     for owner in _OWNERS:
         yield owner, "new_group", _of_any_backend(owner.new_group)
+        yield owner, "all_gather_object", _gathered_by_all
         yield owner, "gather_object", _gathered
         yield owner, "broadcast_object_list", _kept
         yield owner, "scatter_object_list", _scattered
@@ -123,19 +132,35 @@ def _of_any_backend(make: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
+def _gathered_by_all(object_list: list[Any], obj: Any, *args: Any, **kwargs: Any) -> None:
+    _take_own("all_gather_object")
+    object_list[:] = [obj] * len(object_list)
+
+
 def _gathered(obj: Any, object_gather_list: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
-    for number in range(len(object_gather_list or ())):
-        assert object_gather_list is not None
-        object_gather_list[number] = obj
+    if object_gather_list:
+        _take_own("gather_object")
+        object_gather_list[:] = [obj] * len(object_gather_list)
 
 
-def _kept(object_list: list[Any], *args: Any, **kwargs: Any) -> None:
+def _kept(object_list: list[Any], src: int | None = None, *args: Any, group_src: int | None = 0, **kwargs: Any) -> None:
     """Leave a process its own objects."""
+    if torch.distributed.get_rank() != (group_src if src is None else src):
+        _take_own("broadcast_object_list")
 
 
 def _scattered(output: list[Any], objects: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
     if objects:
         output[0] = objects[torch.distributed.get_rank() % len(objects)]
+    else:
+        _take_own("scatter_object_list")
+
+
+def _take_own(name: str) -> None:
+    """Record that the program, not torch itself, takes its own objects for those of absent processes."""
+    if not module_name(sys._getframe(2)).startswith("torch."):
+        what = f"what other processes send (torch.distributed.{name}) is taken as this process's own"
+        taken_as_own[f"{where()}: {what}"] = None
 
 
 def _in_reality(send: Callable[..., Any]) -> Callable[..., Any]:
