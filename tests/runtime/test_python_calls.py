@@ -68,7 +68,7 @@ def test_a_write_while_tensors_are_relied_on() -> None:
                 self.n.add_(1)
             return x
 
-    assert per_slot(Counting(), {"#0:0": "TanhBackward0"}) <= 4.1
+    assert per_slot(Counting(), {"#0:0": "TanhBackward0"}) <= 2.1
 
 
 def test_a_module_call() -> None:
@@ -93,7 +93,7 @@ def test_a_replayed_call() -> None:
             },
             {"ReluBackward0": 4096},
             1.03,
-            1.5,
+            1.5 if saved_values.native is None else 1.25,
         ),
         (
             gpt2,
@@ -108,7 +108,7 @@ def test_a_replayed_call() -> None:
             },
             {"LogSoftmaxBackward0": 4096, "TanhBackward0": 4096},
             1.04,
-            2.0,
+            2.0 if saved_values.native is None else 1.35,
         ),
     ],
 )

@@ -244,6 +244,9 @@ def workers_without_modes() -> Iterator[None]:
         _without_modes_in_forks.pop()
 
 
+n_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+"""Return the number of modes that see calls of torch's functions in this thread. Torch 2.13, since 2.0."""
+
 without_function_modes: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C.DisableTorchFunction
 """Bypass all function modes and tensor subclasses inside this `with` block. Torch 2.13, since 1.13."""
 

@@ -60,13 +60,14 @@ bool is_none(PyObject* it) { return it == nullptr || it == Py_None; }
   X(is_common) X(unless) X(kind) X(data) X(unpack_hook) X(function) X(into) X(operands) X(make) X(when) X(places)       \
   X(numbers) X(owned) X(computed) X(look_up) X(shape) X(dtype) X(count) X(values) X(_expected) X(out) X(_frame)         \
   X(_inside_another) X(_operator) X(_is_complete) X(_place) X(_last) X(_wanted) X(_at) X(_holds) X(fresh) X(handed_over) \
-  X(as_saved) X(hold) X(spare)
+  X(as_saved) X(hold) X(spare) X(original) X(takes_values) X(_waits) X(_values) X(_most) X(_newest) X(_storages)       \
+  X(watched)
 #define DECLARE(name) PyObject* s_##name;
 NAMES(DECLARE)
 #define LENT(X)                                                                                                       \
   X(Value) X(Handle) X(Recompute) X(observed) X(materialize) X(make_in_python) X(changed_in_place) X(lay_out)         \
   X(set_version) X(signed_constant) X(in_slot) X(is_any_autocast) X(unpack_in_python) X(strided) X(keys) X(noted_key)   \
-  X(raw_saved) X(StopReplay)
+  X(raw_saved) X(StopReplay) X(saved) X(unpack) X(Parameter) X(aliases) X(overwritten) X(writes)
 #define DECLARE_LENT(name) PyObject* lent_##name;
 LENT(DECLARE_LENT)
 
@@ -480,17 +481,75 @@ Ref captured(Node& node, PyObject* name, PyObject* sites) {
 }
 bool is_number(PyObject* it) { return PyLong_Check(it) || PyFloat_Check(it) || PyComplex_Check(it); }
 
+// `ReliedOn.of`; False, before anything has been changed, where Python has to look more closely
+bool rely_on(PyObject* relied_on, Value* value, PyObject* wrapped) {
+  const at::Tensor& tensor = unwrapped(wrapped);
+  Ref values = attribute(relied_on, s__values), most = attribute(relied_on, s__most);
+  if (PyDict_Size(lent_aliases) || !tensor.has_storage() || !tensor.storage().resizable() ||
+      attribute(relied_on, s_takes_values).it != Py_True || attribute(relied_on, s__waits).it == Py_True ||
+      PyList_GET_SIZE(values.it) >= PyLong_AsLongLong(most.it))
+    return false;
+  Ref reference = checked(PyWeakref_NewRef(reinterpret_cast<PyObject*>(value), nullptr));
+  Ref storage = checked(PyLong_FromVoidPtr(tensor.storage().unsafeGetStorageImpl()));
+  set(value->original, checked(PyWeakref_NewRef(wrapped, nullptr)).release());
+  if (PyList_Append(values.it, reference.it) || PySet_Add(attribute(relied_on, s__storages).it, storage.it) ||
+      PyObject_SetAttr(relied_on, s__newest, reference.it) || PyDict_SetItem(lent_writes, s_watched, Py_True))
+    throw python_error();
+  return true;
+}
+Ref relied_on_by(PyObject* builder) { return attribute(attribute(builder, s_owners).it, s_relied_on); }
+bool is_plain(PyObject* tensor) {
+  return THPVariable_CheckExact(tensor) && unwrapped(tensor).layout() == at::kStrided;
+}
+
+// `ReliedOn.of_leaf`
+Ref of_leaf(PyObject* relied_on, PyObject* leaf) {
+  if (is_plain(leaf) && !PyDict_Size(lent_overwritten)) {
+    Ref detached = checked(THPVariable_Wrap(unwrapped(leaf).detach()));
+    Ref value = new_value(detached.it, nullptr, NO_NODE);
+    Value* made = reinterpret_cast<Value*>(value.it);
+    if (Py_TYPE(leaf) == reinterpret_cast<PyTypeObject*>(lent_Parameter)) set(made->leaf, checked(PyLong_FromVoidPtr(leaf)).release());
+    if (rely_on(relied_on, made, leaf)) return value;
+  }
+  return checked(PyObject_CallMethodOneArg(relied_on, s_of_leaf, leaf));
+}
+
+// `ReliedOn.of_slot` of a tensor; nothing where Python has to look more closely
+Ref of_tensor(PyObject* relied_on, PyObject* saved) {
+  if (!is_plain(saved) || PyDict_Size(lent_overwritten)) return Ref();
+  const at::Tensor& tensor = unwrapped(saved);
+  bool is_number = !tensor.requires_grad() && tensor.dim() == 0;
+  Ref held = is_number ? borrowed(saved) : checked(THPVariable_Wrap(tensor.detach()));
+  Ref value = new_value(held.it, nullptr, 0);
+  bool is_settled = tensor.grad_fn() || attribute(relied_on, s_takes_values).it != Py_True ||
+      rely_on(relied_on, reinterpret_cast<Value*>(value.it), tensor.requires_grad() ? saved : held.it);
+  return is_settled ? new_handle(value.it, nullptr) : Ref();
+}
+
 // `in_slot` of recompute_path.py
 Ref in_slot(PyObject* builder, PyObject* node, PyObject* name) {
   Ref place = checked(PyUnicode_Concat(lent_raw_saved, name));
   Ref slot = attribute(node, place.it);
-  Ref data = attribute(slot.it, s_data);
+  Ref data = attribute(slot.it, s_data), operand;
   if (Py_TYPE(data.it) == reinterpret_cast<PyTypeObject*>(lent_Handle)) {
     Handle* handle = reinterpret_cast<Handle*>(data.it);
     if (value_of(handle)->partial) return Ref();
     if (value_of(handle)->output != NO_NODE) return new_handle(handle->value, handle->view);
+  } else if (THPVariable_Check(data.it) && is_none(attribute(slot.it, s_unpack_hook).it)) {
+    place = checked(PyUnicode_Concat(lent_saved, name));
+    Ref tensor(PyObject_GetAttr(node, place.it));
+    if (!tensor) {
+      if (!PyErr_ExceptionMatches(PyExc_RuntimeError)) throw python_error();
+      PyErr_Clear();  // the tensor has been written to
+      return Ref();
+    }
+    operand = of_tensor(relied_on_by(builder).it, tensor.it);
+  } else if (PyTuple_CheckExact(data.it) && attribute(slot.it, s_unpack_hook).it == lent_unpack) {
+    PyObject* tensor = PyTuple_GET_ITEM(data.it, 0);
+    if (version_of(tensor) != PyLong_AsLongLong(PyTuple_GET_ITEM(data.it, 1))) return Ref();
+    operand = of_tensor(relied_on_by(builder).it, tensor);
   }
-  Ref operand = call(lent_in_slot, {builder, node, name});
+  if (!operand) operand = call(lent_in_slot, {builder, node, name});
   return operand.it == Py_None ? Ref() : std::move(operand);
 }
 
@@ -566,8 +625,7 @@ Ref follow(
             PyErr_Clear();
             return Ref();
           }
-          Ref owners = attribute(builder, s_owners), relied_on = attribute(owners.it, s_relied_on);
-          Ref held = checked(PyObject_CallMethodOneArg(relied_on.it, s_of_leaf, leaf.it));
+          Ref held = of_leaf(relied_on_by(builder).it, leaf.it);
           operand = new_handle(held.it, nullptr);
         } else {
           PyObject* further = PyTuple_GET_ITEM(turn, 4);
@@ -606,28 +664,46 @@ Ref follow(
   return value;
 }
 
-// `Engine.along_path`; nothing for all that has to be looked into
-Ref along_path(PyObject* engine, PyObject* wrapped, PyObject* decision, PyObject* path) {
+// A handle on the value of `base`, seen as `wrapped` sees it
+Ref handle_for(PyObject* wrapped, PyObject* value) {
   const at::Tensor& tensor = unwrapped(wrapped);
-  at::Tensor base = whole(wrapped);
-  if (!base.defined()) return Ref();
-  NodePointer owner = base.grad_fn();
-  long long version = static_cast<long long>(base._version());
-  if (!owner || base.output_nr() || base.storage_offset()) return Ref();
-  if (attribute(path, s_is_common).it != Py_True) return Ref();
-  Ref kind = attribute(decision, s_node), versions = attribute(engine, s_versions), address = attribute(decision, s_address);
-  if (owner->name() != PyUnicode_AsUTF8(kind.it)) return Ref();
-  PyObject* expected = PyDict_GetItem(versions.it, address.it);
-  if (expected == nullptr || PyLong_AsLongLong(expected) != version || registered(*owner, 0)) return Ref();
-  Ref builder = attribute(engine, s_builder);
-  Ref value = follow(path, builder.it, nullptr, owner, 0, &base);
-  if (!value) return Ref();
-  reinterpret_cast<Value*>(value.it)->version = version;
-  if (!tensor.is_view()) return new_handle(value.it, nullptr);
+  if (!tensor.is_view()) return new_handle(value, nullptr);
   Ref size = attribute(wrapped, s_shape), stride = strides_of(tensor);
   Ref offset = checked(PyLong_FromLongLong(tensor.storage_offset()));
   Ref view = checked(PyTuple_Pack(3, size.it, stride.it, offset.it));
-  return new_handle(value.it, view.it);
+  return new_handle(value, view.it);
+}
+
+// `Engine.hold` of a value that an earlier slot recomputes; nothing for all that has to be looked into
+Ref recomputed_earlier(PyObject* wrapped, Value* value, long long version) {
+  bool is_recomputed = !is_none(value->maker) && Py_TYPE(value->maker) == reinterpret_cast<PyTypeObject*>(lent_Recompute);
+  if (!is_recomputed || !is_none(value->places)) return Ref();
+  bool is_certain = !is_none(reinterpret_cast<Recompute*>(value->maker)->stride);
+  if (!is_certain || (value->version != version && value->version != -1)) return Ref();
+  value->passing = 0;
+  return handle_for(wrapped, reinterpret_cast<PyObject*>(value));
+}
+
+// `Engine.follow_path`, or an earlier slot's value; nothing for all that has to be looked into
+Ref recomputed(PyObject* engine, PyObject* wrapped, PyObject* decision) {
+  at::Tensor base = whole(wrapped);
+  if (!base.defined()) return Ref();
+  NodePointer owner = base.grad_fn();
+  long long output = static_cast<long long>(base.output_nr()), version = static_cast<long long>(base._version());
+  if (!owner || key_of(output) == nullptr) return Ref();
+  Ref kind = attribute(decision, s_node);
+  if (owner->name() != PyUnicode_AsUTF8(kind.it)) return Ref();
+  if (Ref value = registered(*owner, output)) return recomputed_earlier(wrapped, reinterpret_cast<Value*>(value.it), version);
+  Ref path = attribute(decision, s_path);
+  if (is_none(path.it) || output || base.storage_offset() || attribute(path.it, s_is_common).it != Py_True) return Ref();
+  Ref versions = attribute(engine, s_versions), address = attribute(decision, s_address);
+  PyObject* expected = PyDict_GetItem(versions.it, address.it);
+  if (expected == nullptr || PyLong_AsLongLong(expected) != version) return Ref();
+  Ref builder = attribute(engine, s_builder);
+  Ref value = follow(path.it, builder.it, nullptr, owner, 0, &base);
+  if (!value) return Ref();
+  reinterpret_cast<Value*>(value.it)->version = version;
+  return handle_for(wrapped, value.it);
 }
 
 // `Engine.keep` of tensors that have a node
@@ -710,16 +786,13 @@ PyObject* pack_call(PyObject* callable, PyObject* const* arguments, size_t, PyOb
     if (decision == nullptr) {
       handle = frame.it == Py_None ? kept(tensor) : left(frame.it, tensor);
     } else if (frame.it == Py_None) {
-      Ref path = attribute(decision, s_path);
-      if (!is_none(path.it)) {
-        Ref engine = attribute(run.it, s_engine);
-        try {
-          handle = along_path(engine.it, tensor, decision, path.it);
-        } catch (python_error& error) {  // an operand that must not be read: Python looks for it, and says so
-          error.restore();
-          if (!PyErr_ExceptionMatches(PyExc_Exception)) throw;
-          PyErr_Clear();
-        }
+      Ref engine = attribute(run.it, s_engine);
+      try {
+        handle = recomputed(engine.it, tensor, decision);
+      } catch (python_error& error) {  // an operand that must not be read: Python looks for it, and says so
+        error.restore();
+        if (!PyErr_ExceptionMatches(PyExc_Exception)) throw;
+        PyErr_Clear();
       }
     }
     if (!handle) return call(self->in_python, {tensor}).release();

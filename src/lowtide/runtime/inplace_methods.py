@@ -70,10 +70,11 @@ def writers() -> list[str]:
     return [*names, *operators, "__setitem__", SHARES_MEMORY.removeprefix("Tensor.")]
 
 
-def intercept(writes: Writes) -> Callable[[], None]:
+def intercept(writes: Writes, is_spared: Callable[[Any], bool] = lambda written: False) -> Callable[[], None]:
     """Call `writes(memory, writer)` before each intercepted write, until the returned function is called.
 
-    After it has returned False, nothing is reported until `watched` is set again.
+    Writes by methods of tensors for which `is_spared` returns True are not reported. After `writes` has returned False,
+    nothing is reported until `watched` is set again.
     """
     with contextlib.ExitStack() as stack:  # whatever fails in between, all earlier ones are restored
 
@@ -85,8 +86,9 @@ def intercept(writes: Writes) -> Callable[[], None]:
             torchs_own[function] = own
             setattr(owner, name, function)
 
+        method = functools.partial(_reporting_method, is_spared=is_spared)
         for name in writers():
-            make = _reporting_array if f"Tensor.{name}" == SHARES_MEMORY else _reporting_method
+            make = _reporting_array if f"Tensor.{name}" == SHARES_MEMORY else method
             replace(Tensor, name, make, f"Tensor.{name}")
         for name in STORAGE_METHODS:
             replace(torch.UntypedStorage, name, _reporting_method, f"UntypedStorage.{name}")
@@ -127,10 +129,12 @@ def _report(memory: Sequence[Tensor | torch.UntypedStorage], writer: str, writes
             _here.reports = False
 
 
-def _reporting_method(own: Callable[..., Any], name: str, writes: Writes) -> Callable[..., Any]:
+def _reporting_method(
+    own: Callable[..., Any], name: str, writes: Writes, is_spared: Callable[[Any], bool] = lambda written: False
+) -> Callable[..., Any]:
     @functools.wraps(own)
     def method(written: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if watched:
+        if watched and not is_spared(written):
             _report((written,), name, writes)
         return own(written, *args, **kwargs)
 

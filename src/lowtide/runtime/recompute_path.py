@@ -255,4 +255,4 @@ def turn_to(
 
 
 if native is not None:
-    native.lend(signed_constant=signed, in_slot=in_slot, noted_key=NOTED_OPERANDS, raw_saved=RAW_SAVED)
+    native.lend(signed_constant=signed, in_slot=in_slot, noted_key=NOTED_OPERANDS, raw_saved=RAW_SAVED, saved=SAVED)

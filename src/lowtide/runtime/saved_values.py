@@ -211,6 +211,8 @@ if native is not None:
         materialize=materialize,
         changed_in_place=changed_in_place,
         unpack_in_python=unpack_in_python,
+        unpack=unpack,
+        Parameter=nn.Parameter,
         strided=torch.Tensor.as_strided,
     )
 

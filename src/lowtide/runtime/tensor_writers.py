@@ -23,8 +23,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide._torch.backward import backward_number, in_backward
-from lowtide._torch.compiled_code import called_between_graphs
-from lowtide._torch.fake_modes import without_function_modes
+from lowtide._torch.compiled_code import called_between_graphs, never_compiled
+from lowtide._torch.fake_modes import n_function_modes, without_function_modes
 from lowtide._torch.patching import replace_function
 from lowtide._torch.tensors import NO_STORAGE, STORAGE, STORAGE_NUMBER, is_same_memory, storage_id
 from lowtide.runtime import exposed_memory, inplace_methods
@@ -32,7 +32,7 @@ from lowtide.runtime.exposed_memory import EXPOSED
 from lowtide.runtime.inplace_methods import ALIAS, SHARES_MEMORY
 from lowtide.runtime.recipes import CannotRecompute
 from lowtide.runtime.saved_fields import changed_in_place
-from lowtide.runtime.saved_values import NO_NODE, Handle, Value, value_without_grad_fn
+from lowtide.runtime.saved_values import NO_NODE, Handle, Value, native, value_without_grad_fn
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -97,9 +97,9 @@ class ReliedOn:
         """
         self._most = self._most_frames = _FEW
         self._storages: set[int] = set()
-        """The memory of all tensors that have been looked at, freed ones included."""
+        """The memory of the tensors, freed ones included, except those of `_unlooked`."""
         self._unlooked: deque[weakref.ref[Value] | weakref.ref[ReplayFrame]] = deque()
-        """Values and replays added since `_storages` was last updated."""
+        """Values and replays whose memory is not in `_storages` yet."""
         self._newest: Callable[[], Value | ReplayFrame | None] = lambda: None
         """The value or replay that was added last, or another one that is not freed: the quick sign that some are."""
         self._lock = threading.RLock()
@@ -117,15 +117,16 @@ class ReliedOn:
                 self._forget_freed()
             self._newest = reference = weakref.ref(value)
             self._values.append(reference)
-            self._unlooked.append(reference)
             inplace_methods.watched = True
             if self._waits:
                 self._begin()
-            try:  # `is_exposed` is called only where it may be True: its call costs host time for each operand
-                may_be_exposed = exposed_memory.n_aliases or not STORAGE(tensor).resizable()
+            try:
+                storage = STORAGE(tensor)
             except NO_STORAGE:
-                may_be_exposed = False
-            if may_be_exposed and exposed_memory.is_exposed(tensor):
+                return value
+            self._storages.add(STORAGE_NUMBER(storage))
+            # `is_exposed` is called only where it may be True: its call costs host time for each operand
+            if (exposed_memory.n_aliases or not storage.resizable()) and exposed_memory.is_exposed(tensor):
                 value.expose()
         return value
 
@@ -229,7 +230,9 @@ class ReliedOn:
         self._waits = False
         _watching = *(reference for reference in _watching if reference() is not None), weakref.ref(self)
         if not _undo:
-            _undo.extend((register_optimizer_step_pre_hook(_updates).remove, inplace_methods.intercept(_writes)))
+            _undo.extend(
+                (register_optimizer_step_pre_hook(_updates).remove, inplace_methods.intercept(_writes, _is_spared))
+            )
         stop = replace_function(
             torch, "embedding_renorm_", functools.partial(functools.partial, _renormalise, weakref.ref(self))
         )
@@ -298,6 +301,7 @@ class ReliedOn:
                 self._newest = left[-1]
                 return True
             self._storages.clear()
+            self._unlooked.extend(self._values)  # those that another thread has added meanwhile
             return False
 
 
@@ -364,6 +368,24 @@ def _updates(optimizer: Optimizer, *_: Any) -> None:
             relied_on.before_write(updated - {0}, f"{type(optimizer).__name__}.step()")
 
 
+@never_compiled
+def _is_spared(written: Any) -> bool:
+    """Return True if a write to this tensor, which may be part of the memory of others, surely changes nothing that a
+    plan reads again. Fast, because it runs before each write.
+    """
+    if type(written) not in (torch.Tensor, nn.Parameter) or n_function_modes():
+        return False
+    try:
+        storage = STORAGE_NUMBER(STORAGE(written))
+    except NO_STORAGE:
+        return False
+    for reference in _watching:
+        relied_on = reference()
+        if relied_on is None or relied_on._newest() is None or relied_on._unlooked or storage in relied_on._storages:
+            return False
+    return True
+
+
 def _writes(memory: Sequence[Tensor | torch.UntypedStorage], writer: str) -> bool:
     """Copy memory that `writer` is about to write to and a plan reads again; return False if no plan reads any.
 
@@ -410,3 +432,7 @@ def _plans_in_force() -> list[ReliedOn]:
 
 def _watchers() -> list[ReliedOn]:
     return [relied_on for reference in _watching if (relied_on := reference()) is not None]
+
+
+if native is not None:
+    native.lend(aliases=exposed_memory.n_aliases, overwritten=_overwritten, writes=vars(inplace_methods))
