@@ -127,3 +127,22 @@ def residual(target: str) -> JointGraph:
         [6],
         "residual",
     )
+
+
+def classified() -> JointGraph:
+    """L = log(sum(x)) of rows; backward reads the logarithms."""
+    return JointGraph(
+        [
+            node("input", root=0),
+            node("extern", (0,), root=1, target="aten.mm", module="fc"),
+            node("pointwise", (1,), root=2, target="aten.exp", module="loss"),
+            node("reduction", (2,), FEW, root=3, target="aten.sum", module="loss"),
+            node("pointwise", (3,), FEW, root=4, target="aten.log", module="loss"),
+            node("extern", (4,), FEW, root=5, target="aten.mm"),
+            node("input", root=6, tangent=True),
+            node("pointwise", (6, 1, 4), root=7, backward=True),
+        ],
+        [5],
+        [7],
+        "classified",
+    )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from joint_graphs import MANY, block, embedded, masked, normalised, residual
+from joint_graphs import MANY, block, classified, embedded, masked, normalised, residual
 from lowtide.profiler.joint_memory import backward_half, forward_half
 from lowtide.runtime.joint_slots import JointSlots
 
@@ -59,6 +59,13 @@ def test_a_tensor_that_is_computed_from_a_block_s_input_is_computed_again_from_i
     assert slots.without(()).given == {0, 1}
     held = JointSlots(block(), frozenset({0, 1}))  # torch holds the input itself
     assert [slot.address for slot in held.slots] == ["norm#0:0"]
+
+
+@pytest.mark.parametrize(("plain", "given"), [({1}, {1}), ({1, 3}, {1, 3}), ({1, 4}, {1, 4})])
+def test_a_reduction_that_torch_computes_again_is_not_saved(plain: set[int], given: set[int]) -> None:
+    """Its readers would be other loops then, vectorised or not, and logarithms round otherwise in such."""
+    slots = JointSlots(classified(), frozenset(plain))
+    assert slots.without(()).given == given
 
 
 def test_addresses_begin_with_the_hash_of_a_graph_whose_paths_another_graph_has() -> None:

@@ -19,6 +19,11 @@ In a graph with convolutions, inductor stores values in the channels-last format
 that eager mode gives them. Several threads share a sum over a channel or not, depending on the format of what the sum
 reads (torch 2.13, `LoopNest.max_parallel_depth` in `torch/_inductor/codegen/cpp.py`). So a value that fused arithmetic
 computes from an output, such as the mask of a last ReLU, is always saved: recomputed, it would have the other format.
+
+Small reductions are always saved, except those that torch computes again in backward, such as the sums of a softmax
+over three labels. Those are fused into the loop over the labels, which is too short to be vectorised on a CPU; read
+from memory, their logarithm would be taken in a vectorised loop, and vectorised logarithms now and then round
+otherwise.
 """
 
 from __future__ import annotations
@@ -80,7 +85,7 @@ class JointSlots:
             i
             for i, n in enumerate(nodes)
             if n.is_forward and n.kind == "reduction" and n.root == i and 0 < n.bytes <= self._small
-        } - held
+        } - held.union(self.as_torch().again)
         outputs = held - plain if any(node.target == "aten.convolution" for node in nodes) else set[int]()
         self._kept: set[int] = set()
         """Slots that any plan keeps."""

@@ -15,12 +15,14 @@ HERE = Path(__file__).parent
 
 
 def scripts_of(items: list[pytest.Item], folder: Path) -> Iterator[Path]:
-    """Yield the scripts of tests with a parameter `script`: a file, or a case, which is written to `folder`."""
+    """Yield the scripts of tests that read `reports`: a file each, or a case, which is written to `folder`."""
     for item in items:
-        script = item.callspec.params.get("script") if hasattr(item, "callspec") else None
+        if "reports" not in getattr(item, "fixturenames", ()):
+            continue
+        script = item.callspec.params["script"]
         if isinstance(script, Path):
             yield script
-        elif script is not None:
+        else:
             path = folder / f"{script.name}.py"
             path.write_text(script.text, encoding="utf-8")
             yield path
