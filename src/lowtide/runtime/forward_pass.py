@@ -21,6 +21,7 @@ from lowtide._torch.modes import (
     saved_tensor_hooks,
     saved_tensor_hooks_off,
 )
+from lowtide._torch.modules import caches_parametrizations
 from lowtide.runtime import saved_values as values
 from lowtide.runtime.advance import left_to_advance
 from lowtide.runtime.offload import OffloadQueue
@@ -280,7 +281,7 @@ class ForwardPass:
             reach = interceptor.reach
             known = reach.as_known()
             is_as_planned = not reach.is_overwritten if known is not None else self.may_replay(interceptor)
-            if not (is_as_planned and torch.is_grad_enabled() and self.hooks_are_active(interceptor)):
+            if not (is_as_planned and torch.is_grad_enabled() and self.runs_alike(interceptor)):
                 replay = advance = False
         if outer is not None:
             outer.nested.append((interceptor, replay))
@@ -333,8 +334,14 @@ class ForwardPass:
             self.engine.relied_on.of(handle.value, tensor)
         return handle
 
-    def hooks_are_active(self, interceptor: CallInterceptor) -> bool:
-        """Return True if saved tensors reach Lowtide's hooks here; report it if they do not."""
+    def runs_alike(self, interceptor: CallInterceptor) -> bool:
+        """Return True if a replay will save the same tensors, and they reach Lowtide's hooks; report it if not."""
+        if caches_parametrizations():
+            self.engine.messages.say(
+                f"the plan replays {interceptor}, which is called inside torch.nn.utils.parametrize.cached(): a replay "
+                "would find weights that the call has computed. What it saves is kept instead. Rehearse again with it."
+            )
+            return False
         hooks = saved_tensor_hooks()
         if hooks is not None and hooks[1] is unpack:
             return True
