@@ -114,6 +114,7 @@ def test_the_peak_counts_what_the_test_was_given(pytester: pytest.Pytester) -> N
         ("", "takes peak="),
         ("'512MiB'", "found lowtide('512MiB')"),
         ("peaks='512MiB'", "found lowtide(peaks='512MiB')"),
+        ("peek=None, findings=0", "found lowtide(peek=None, findings=0)"),
         ("peak='512M'", "512M"),
         ("findings=-1", "takes a number of findings, 0 or more; found -1"),
         ("peak=None, findings=None", "found lowtide(peak=None, findings=None)"),

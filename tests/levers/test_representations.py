@@ -143,7 +143,7 @@ def test_a_loss_that_calls_backward_itself_is_refused() -> None:
         loss.backward()
         return loss
 
-    with pytest.raises(lowtide.LowtideError, match=r"called backward itself.*zero them"):
+    with pytest.raises(lowtide.LowtideError, match=r"called backward itself.*Zero the gradients"):
         lowtide.accumulate(loss_of, batch, 4, representations=model.encode)
 
 

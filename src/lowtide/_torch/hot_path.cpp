@@ -60,7 +60,7 @@ bool is_none(PyObject* it) { return it == nullptr || it == Py_None; }
   X(is_common) X(unless) X(kind) X(data) X(unpack_hook) X(function) X(into) X(operands) X(make) X(when) X(places)       \
   X(numbers) X(owned) X(computed) X(look_up) X(shape) X(dtype) X(count) X(values) X(_expected) X(out) X(_frame)         \
   X(_inside_another) X(_operator) X(_is_complete) X(_place) X(_last) X(_wanted) X(_at) X(_holds) X(fresh) X(handed_over) \
-  X(as_saved) X(hold) X(spare) X(original) X(takes_values) X(_waits) X(_values) X(_most) X(_newest) X(_storages)       \
+  X(as_saved) X(hold) X(spare) X(takes_values) X(_waits) X(_values) X(_most) X(_newest) X(_storages)       \
   X(watched)
 #define DECLARE(name) PyObject* s_##name;
 NAMES(DECLARE)
@@ -674,7 +674,7 @@ Ref handle_for(PyObject* wrapped, PyObject* value) {
   return new_handle(value, view.it);
 }
 
-// `Engine.hold` of a value that an earlier slot recomputes; nothing for all that has to be looked into
+// `Engine.hold` of a value that an earlier slot recomputes; nothing where Python has to look more closely
 Ref recomputed_earlier(PyObject* wrapped, Value* value, long long version) {
   bool is_recomputed = !is_none(value->maker) && Py_TYPE(value->maker) == reinterpret_cast<PyTypeObject*>(lent_Recompute);
   if (!is_recomputed || !is_none(value->places)) return Ref();
@@ -684,7 +684,8 @@ Ref recomputed_earlier(PyObject* wrapped, Value* value, long long version) {
   return handle_for(wrapped, reinterpret_cast<PyObject*>(value));
 }
 
-// `Engine.follow_path`, or an earlier slot's value; nothing for all that has to be looked into
+// `Engine.follow_path`, or a handle on the value that an earlier slot recomputes; nothing where Python has to look
+// more closely
 Ref recomputed(PyObject* engine, PyObject* wrapped, PyObject* decision) {
   at::Tensor base = whole(wrapped);
   if (!base.defined()) return Ref();

@@ -39,7 +39,7 @@ def without_function_mode(kind: type[overrides.TorchFunctionMode]) -> Iterator[N
         yield
 
 
-caches_parametrizations: Callable[[], int] = functools.partial(operator.attrgetter("_cache_enabled"), parametrize)
+n_parametrization_caches: Callable[[], int] = functools.partial(operator.attrgetter("_cache_enabled"), parametrize)
 """Return the number of `parametrize.cached()` blocks that are open, inside which a module computes a weight once for
 all of its calls. Torch 2.13, since 1.9.
 """

@@ -92,7 +92,7 @@ def _refusing_contradictions(*files: Path | str) -> Iterator[None]:
         if isinstance(error, LowtideError):
             raise
         named, why = " or ".join(map(str, files)), in_one_line(str(error))
-        raise LowtideError(f"{named} is damaged, for its parts contradict each other: {why}.") from error
+        raise LowtideError(f"{named} is damaged: its parts contradict each other ({why}).") from error
 
 
 def _compare(

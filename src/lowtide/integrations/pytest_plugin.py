@@ -65,8 +65,8 @@ class _Limits:
 
     @classmethod
     def of(cls, markers: Sequence[pytest.Mark]) -> _Limits:
-        """Return the limits of a test's markers, of which the closest come first: a class's hold for a test without its
-        own. Raises LowtideError for a marker without limits, or with others.
+        """Return the limits of a test's markers, the closest first: a class's limit holds if the test sets none. Raises
+        LowtideError for a marker without limits or with unknown ones.
         """
         from lowtide.errors import LowtideError
         from lowtide.utils.amounts import parse_bytes
@@ -74,7 +74,7 @@ class _Limits:
         limits: dict[str, Any] = {}
         for marker in reversed(markers):
             given = {name: value for name, value in marker.kwargs.items() if value is not None}
-            if marker.args or not given or given.keys() - {"peak", "findings"}:
+            if marker.args or not given or marker.kwargs.keys() - {"peak", "findings"}:
                 arguments = ", ".join(
                     [*map(repr, marker.args), *(f"{name}={value!r}" for name, value in marker.kwargs.items())]
                 )

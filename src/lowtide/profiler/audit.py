@@ -348,7 +348,7 @@ class Audit(RecomputeAudit, Observer):
         brought_back = [n for n in packed if not self.values[self.slots[n].value].is_seed]
         frame.values = {n - call.first_slot: weakref.ref(self._handles[n][0]) for n in brought_back}
         wrong, looked_ms = list[str](), [0.0]
-        is_freed_before = frame.interceptor.module in self._freed_before
+        is_freed_before = bool(freed) and frame.interceptor.module in self._freed_before
         if is_freed_before:
             for value, place in freed.items():
                 self._witness.saved(call.first_slot + place, self.slot_tensor(call.first_slot + place))
@@ -375,7 +375,10 @@ class Audit(RecomputeAudit, Observer):
                 quietly=lambda: frame.look(lambda _place, _tensor: None),
             )
         except CAN_GO_WRONG as error:
-            return f"running it again failed: {summarize(error)}"
+            why = f"running it again failed: {summarize(error)}"
+            if is_freed_before:
+                raise ReplayMismatch(f"{frame.interceptor}: {why}, and the step ends before its update.") from error
+            return why
         if wrong and is_freed_before:
             raise ReplayMismatch(f"{frame.interceptor}: {wrong[0]}, and the step ends before its update.")
         return wrong[0] if wrong else None

@@ -166,7 +166,7 @@ def _frees_of_others(events: Sequence[Event], own: Collection[int]) -> Iterator[
 
 
 def _with_frees(events: Sequence[Event], own: Collection[int], freed: Counter[int]) -> Iterator[Event]:
-    """Yield the events of a call, of which just the blocks of other code with the sizes `freed` are freed in it."""
+    """Yield the events of a call; blocks of other code are freed in it only as often as `freed` counts their size."""
     for event in events:
         if type(event) is Free and event.block not in own:
             if not freed[event.bytes]:

@@ -21,7 +21,7 @@ from lowtide._torch.modes import (
     saved_tensor_hooks,
     saved_tensor_hooks_off,
 )
-from lowtide._torch.modules import caches_parametrizations
+from lowtide._torch.modules import n_parametrization_caches
 from lowtide.runtime import saved_values as values
 from lowtide.runtime.advance import left_to_advance
 from lowtide.runtime.offload import OffloadQueue
@@ -336,10 +336,11 @@ class ForwardPass:
 
     def runs_alike(self, interceptor: CallInterceptor) -> bool:
         """Return True if a replay will save the same tensors, and they reach Lowtide's hooks; report it if not."""
-        if caches_parametrizations():
+        if n_parametrization_caches():
             self.engine.messages.say(
                 f"the plan replays {interceptor}, which is called inside torch.nn.utils.parametrize.cached(): a replay "
-                "would find weights that the call has computed. What it saves is kept instead. Rehearse again with it."
+                "would read the cached weights, and save other tensors. The tensors of this call are kept instead. "
+                "Rehearse again inside cached()."
             )
             return False
         hooks = saved_tensor_hooks()

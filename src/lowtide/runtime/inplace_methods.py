@@ -70,10 +70,14 @@ def writers() -> list[str]:
     return [*names, *operators, "__setitem__", SHARES_MEMORY.removeprefix("Tensor.")]
 
 
-def intercept(writes: Writes, is_spared: Callable[[Any], bool] = lambda written: False) -> Callable[[], None]:
+def _spares_none(written: Any) -> bool:
+    return False
+
+
+def intercept(writes: Writes, is_spared: Callable[[Any], bool] = _spares_none) -> Callable[[], None]:
     """Call `writes(memory, writer)` before each intercepted write, until the returned function is called.
 
-    Writes by methods of tensors for which `is_spared` returns True are not reported. After `writes` has returned False,
+    A method's write to a tensor is not reported if `is_spared(tensor)` is True. After `writes` has returned False,
     nothing is reported until `watched` is set again.
     """
     with contextlib.ExitStack() as stack:  # whatever fails in between, all earlier ones are restored
@@ -130,7 +134,7 @@ def _report(memory: Sequence[Tensor | torch.UntypedStorage], writer: str, writes
 
 
 def _reporting_method(
-    own: Callable[..., Any], name: str, writes: Writes, is_spared: Callable[[Any], bool] = lambda written: False
+    own: Callable[..., Any], name: str, writes: Writes, is_spared: Callable[[Any], bool] = _spares_none
 ) -> Callable[..., Any]:
     @functools.wraps(own)
     def method(written: Any, /, *args: Any, **kwargs: Any) -> Any:

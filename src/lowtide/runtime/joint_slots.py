@@ -22,8 +22,8 @@ computes from an output, such as the mask of a last ReLU, is always saved: recom
 
 Small reductions are always saved, except those that torch computes again in backward, such as the sums of a softmax
 over three labels. Those are fused into the loop over the labels, which is too short to be vectorised on a CPU; read
-from memory, their logarithm would be taken in a vectorised loop, and vectorised logarithms now and then round
-otherwise.
+from memory, their logarithm would be taken in a vectorised loop, and vectorised logarithms sometimes round
+differently.
 """
 
 from __future__ import annotations

@@ -370,8 +370,8 @@ def _updates(optimizer: Optimizer, *_: Any) -> None:
 
 @never_compiled
 def _is_spared(written: Any) -> bool:
-    """Return True if a write to this tensor, which may be part of the memory of others, surely changes nothing that a
-    plan reads again. Fast, because it runs before each write.
+    """Return True if no plan will read the storage of `written` again; False if one may. Fast, because it runs before
+    each write.
     """
     if type(written) not in (torch.Tensor, nn.Parameter) or n_function_modes():
         return False

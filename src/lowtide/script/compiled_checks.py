@@ -108,12 +108,13 @@ def _comparison(
 ) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]] | None:
     """Compare a run of compiled code with `plain`; None if there is no room for it.
 
-    Results that differ between repetitions can't be compared: they are not deterministic without a plan either, which
-    adds no kernel whose order varies. Several threads of a CPU add up an embedding's gradient by atomic additions.
+    Results that differ between repetitions, and those computed from them, can't be compared: they are not deterministic
+    without a plan either, which adds no kernel whose order varies. Several threads of a CPU add up an embedding's
+    gradient by atomic additions.
 
     Returns:
-        The names of the other results whose bits differ from `plain`, by kind; and the kinds that have results which
-        differ between repetitions.
+        The names of the other results whose bits differ from `plain`, by kind; and the kinds with results that differ
+        from `plain` and can't be compared.
     """
     if (first := compiled_bits(model, code, batch)) is None:
         return None

@@ -27,8 +27,8 @@ FIRST_LOOK: Final = 12
 COUNTED_UPDATES: Final = 16
 """Number of updates after each of which tensors are counted; later on only after this share of all updates."""
 MOST_COUNTING: Final = 0.005
-"""Time of these later counts, as a share of all other steps' time, above which the next one is put off. Counting takes
-some milliseconds, and a tenth of a second if Python has collected garbage since.
+"""Largest share of the steps' time that later counts may take; the next count waits until then. Counting takes some
+milliseconds, and a tenth of a second if Python has collected garbage since.
 """
 MOST_BETWEEN: Final = 500
 """Largest number of updates from one measured step to the next, if `MOST_TIME` allows that."""
@@ -65,8 +65,8 @@ class LaterSteps:
         self._room_bytes = self._held_bytes = self._least_held_bytes = 0
         """Bytes between measured peak and budget; bytes of tensors at the last count; the least of all counts."""
         self._held_since_s = self._measuring_since_s = self._measured_s = self._counted_s = 0.0
-        """Time when a plan was first found to hold, put off by that of the first counts; time when the step to measure
-        began; time of all such steps, and of the later counts.
+        """Time when a plan was first found to hold, plus the duration of the first counts; time when the step to
+        measure began; time of all such steps, and of the later counts.
         """
 
     @property

@@ -87,8 +87,8 @@ def why_not(program: str, steps: Steps, listener: StepListener) -> str:
         )
     if steps.is_given and not steps.n_steps:
         return (
-            f"{program} ended, and the {name} that was given took no step: another model is trained.\n  Give that "
-            "one, or leave model out."
+            f"{program} ended, and the {name} that was given took no step, although a model was updated.\n  Give the "
+            "model that the loop trains, or leave model out."
         )
     n_steps = "1 step" if steps.n_steps == 1 else f"{steps.n_steps} steps"
     n_enough = steps.n_steps + listener.n_missing

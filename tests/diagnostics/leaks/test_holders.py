@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
@@ -12,6 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from lowtide.diagnostics.leaks.call_site import is_carried_variable
+from lowtide.diagnostics.leaks.linked_objects import LinkedObjects
+from lowtide.diagnostics.leaks.reference_cycles import cycle_holder
 from lowtide.report.finding import Finding
 
 STEPS, ROWS, WIDTH = 6, 64, 256
@@ -207,3 +211,40 @@ def test_an_object_with_only_freed_graphs_is_no_holder() -> None:
     assert "loss" not in found.holder
     assert "`del out`" in found.fix
     assert loss.item() > 0
+
+
+class Other:
+    """An object that refers to another one."""
+
+    def __init__(self) -> None:
+        self.other: Other | None = None
+        self.tensor: Tensor | None = None
+
+
+def test_two_objects_that_refer_to_each_other_are_no_chain() -> None:
+    pairs = [(Other(), Other()) for _ in range(10)]
+    for one, two in pairs:
+        one.other, two.other = two, one
+    assert LinkedObjects().head_of(pairs[0][0]) is None
+
+
+def test_objects_that_something_else_holds_are_no_cycle() -> None:
+    """Both ways lead to one tensor, and an iterator, which has no name, holds their beginning."""
+    tensor, first, second = torch.zeros(4), Other(), Other()
+    first.tensor, first.other, second.tensor = tensor, second, tensor
+    holder = iter([first])
+    del first, second
+    gc.collect()
+    assert cycle_holder(tensor, ()) is None
+    assert next(holder).tensor is tensor
+
+
+@pytest.mark.parametrize(
+    ("line", "is_state"),
+    [("loss = out.loss", False), ("h = out['h']", False), ("h = step(h)", True), ("total = total + out", True)],
+)
+def test_what_a_loop_reads_before_it_assigns_it_is_its_state(line: str, is_state: bool) -> None:
+    name = line.partition(" ")[0]
+    names: dict[str, Any] = {}
+    exec(f"def run(step, out, h, total):\n    for _ in range(3):\n        {line}\n    return {name}\n", names)
+    assert is_carried_variable(names["run"].__code__, name) is is_state

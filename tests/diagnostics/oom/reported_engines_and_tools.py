@@ -191,6 +191,19 @@ REPORTED = [
         certain=False,
     ),
     Reported(
+        "batched products that TensorFlow cannot start",
+        "other-process",
+        "nvidia-smi",
+        "InternalError: Blas xGEMMBatched launch failed : a.shape=[96,128,64], b.shape=[96,128,64], m=128, n=128, k=64",
+        certain=False,
+    ),
+    Reported(
+        "buffers of OpenBLAS",
+        "host-memory",
+        "ulimit -v",
+        "OpenBLAS error: Memory allocation still failed after 10 retries, giving up.",
+    ),
+    Reported(
         "PaddlePaddle on the host",
         "host-memory",
         "free -h",
@@ -521,6 +534,13 @@ REPORTED = [
         "torch.cuda.OutOfMemoryError: CUDA 内存不足。尝试分配 20.00 MiB（GPU 0；总容量 8.00 GiB；已分配 6.79 GiB；0 字节空闲；"
         "PyTorch 总共保留 6.95 GiB）",
         says="6\\.79 GiB",
+    ),
+    Reported(
+        "torch's message in Chinese, without spaces",
+        "true-need",
+        "lowtide.fit(",
+        "运行时发生CUDA内存不足。尝试分配2.00GiB（GPU 0；总容量8.00GiB；已分配6.79GiB；512.00MiB空闲；PyTorch总共保留6.95GiB）",
+        says="512 MiB",
     ),
     Reported(
         "a program's own words in Chinese",

@@ -19,6 +19,7 @@ DEPTH = 16
 origin = lru_cache(maxsize=4096)(introspection.origin)
 
 _STORES = ("STORE_FAST", "STORE_NAME", "STORE_GLOBAL", "STORE_DEREF")
+_LOADS = ("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW", "LOAD_NAME", "LOAD_GLOBAL", "LOAD_DEREF")
 
 
 class Place(NamedTuple):
@@ -104,8 +105,8 @@ def is_carried_variable(code: CodeType, name: str) -> bool:
     for jump in every:
         if "JUMP" in jump.opname and isinstance(jump.argval, int) and jump.argval < jump.offset:
             inside = (one for one in every if jump.argval <= one.offset <= jump.offset)
-            accesses = [one.opname for one in inside if one.argval == name and one.opname.startswith(("LOAD", "STORE"))]
-            if accesses and accesses[0].startswith("LOAD") and any(a in _STORES for a in accesses):
+            accesses = [one.opname for one in inside if one.argval == name and one.opname in (*_LOADS, *_STORES)]
+            if accesses and accesses[0] in _LOADS and any(a in _STORES for a in accesses):
                 return True
     return False
 

@@ -82,7 +82,7 @@ class Holder:
     is_cycle: bool = False
     """True for an `itertools.cycle`, which keeps all that its first round has returned."""
     is_tee: bool = False
-    """True for an `itertools.tee`, which keeps what another one has returned and it has not."""
+    """True for an `itertools.tee`, which keeps the items that its sibling has returned and it has not."""
     place: Place | None = None
     stored_in: StoredIn | None = None
     """Where the source says what is stored, if known."""

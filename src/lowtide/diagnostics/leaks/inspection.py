@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from lowtide._torch.nodes import sequence_number
@@ -21,7 +22,7 @@ from lowtide.diagnostics.leaks.live_tensors import (
     storage_bytes,
 )
 from lowtide.diagnostics.leaks.reference_cycles import cycle_holder
-from lowtide.diagnostics.leaks.referrers import HolderSearch
+from lowtide.diagnostics.leaks.referrers import MOST_TENSORS, HolderSearch
 from lowtide.diagnostics.leaks.registered_hooks import RegisteredHooks
 from lowtide.diagnostics.leaks.tensor_graphs import Graph, computed_by, graphs_of
 
@@ -335,8 +336,10 @@ def _find_holders(retained: list[tuple[RetainedObject, list[int]]], view: Inspec
         tensors = [(index, live.tensors[index]) for index in without] if search.unseen else []
         _assign_holders(without, search, over_memory + tensors)
     if not gc.isenabled():
-        for index, items in wanted.items():
-            if not items[0].holders and (cycle := cycle_holder(live.tensors[index], search.ignored)) is not None:
+        without = {index: items for index, items in without.items() if not items[0].holders}
+        looked_for = without if sum(items[0].held_bytes for items in without.values()) >= view.least_bytes else {}
+        for index, items in islice(looked_for.items(), MOST_TENSORS):
+            if (cycle := cycle_holder(live.tensors[index], search.ignored)) is not None:
                 items[0].holders.append(cycle)
 
 

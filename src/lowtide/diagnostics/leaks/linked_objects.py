@@ -26,10 +26,10 @@ class LinkedObjects:
             obj = following
             visited.add(id(obj))
         behind = {id(link): n for n, link in before.items()}
-        number, length = id(obj), 1
-        while (number := behind.get(number, 0)) and length <= len(before):
-            length += 1
-        return (obj, length) if length >= LEAST_LINKS else None
+        number, chain = id(obj), {id(obj)}
+        while (number := behind.get(number, 0)) and number not in chain:
+            chain.add(number)
+        return (obj, len(chain)) if len(chain) >= LEAST_LINKS else None
 
 
 def _links(kind: type) -> dict[int, Any]:

@@ -25,11 +25,9 @@ def cycle_holder(tensor: Any, ignored: Iterable[int]) -> Holder | None:
     """
     level_of, objects = {id(tensor): 0}, [tensor]
     outermost, own = [tensor], {*ignored, id(level_of), id(objects)}
-    is_cycle = False
     for level in range(1, _LEVELS):
         own.add(id(outermost))
         referrers = [obj for obj in gc.get_referrers(*outermost) if id(obj) not in own and type(obj) is not FrameType]
-        is_cycle |= any(id(obj) in level_of for obj in referrers)
         outermost = [obj for obj in referrers if id(obj) not in level_of]
         if any(isinstance(obj, ModuleType) or _is_namespace(obj) for obj in outermost):
             return None
@@ -38,8 +36,9 @@ def cycle_holder(tensor: Any, ignored: Iterable[int]) -> Holder | None:
         own.add(id(referrers))
         if not outermost:
             break
-    if outermost or not is_cycle:
-        return None
+    referred = {id(referent) for obj in objects for referent in gc.get_referents(obj)}
+    if outermost or len(objects) == 1 or not all(id(obj) in referred for obj in objects[1:]):
+        return None  # something else holds an object to which none of these refers
     name = next(filter(None, (_link_of(obj, level_of) for obj in objects if is_user_code(type(obj)))), None)
     if name is None:
         return None
@@ -52,7 +51,7 @@ def _is_namespace(obj: Any) -> bool:
 
 
 def _link_of(obj: Any, level_of: dict[int, int]) -> str | None:
-    """Return the attribute of `obj` that closes the cycle: it leads away from the tensor, and so back to `obj`."""
+    """Return the attribute of `obj` through which the cycle leads away from the tensor; None if there is none."""
     attributes = getattr(obj, "__dict__", None)
     for name, value in attributes.items() if isinstance(attributes, dict) else ():
         if level_of.get(id(value), 0) >= level_of[id(obj)]:

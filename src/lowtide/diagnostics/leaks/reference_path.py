@@ -24,7 +24,7 @@ CACHED = "cache "
 """Step of a path from a function to the cache of its results."""
 
 TEED = "itertools.tee "
-"""Step of a path from an `itertools.tee` to what another one has returned and it has not."""
+"""Step of a path from an `itertools.tee` to the items that its sibling has returned and it has not."""
 
 CYCLED = "itertools.cycle "
 """Step of a path from an `itertools.cycle` to the list of what it returns again."""
@@ -149,7 +149,8 @@ def n_entries(container: Any) -> int:
     if is_array_of_objects(container):
         return sum(element is not None for element in container.flat)
     if is_block_of_tee(container):
-        return len(gc.get_referents(container))
+        referents = gc.get_referents(container)  # the source, the next part of the queue, and the entries
+        return len(referents) - 1 - any(map(is_block_of_tee, referents))
     return len(container)
 
 

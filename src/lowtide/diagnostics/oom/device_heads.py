@@ -47,7 +47,7 @@ DEVICE_HEADS: tuple[MessageHead, ...] = (
         "cpu",
         "torch, translated",
     ),
-    head("存不足", r"\bCUDA ?[内显]存不足", "cuda", "torch, translated"),
+    head("存不足", r"(?<![A-Za-z0-9_])CUDA ?[内显]存不足", "cuda", "torch, translated"),
     head(
         "显存",
         r"(?<!如果)(?<!若)(?<!避免)(?<!防止)(?<!以防)(?<!当)显存(?:不足|不够|溢出)(?!时|的话|的情况|问题)",
@@ -139,7 +139,7 @@ DEVICE_HEADS: tuple[MessageHead, ...] = (
     head("Dst tensor is not", r"Dst tensor is not initialized", "jax", "copies of TensorFlow"),
     head("GPU memory is overflow", r"GPU memory is overflow, please reduce your batch_size", "jax", "Jittor"),
     head(
-        "convolution algorithm|GEMM launch failed|cudnn handle: |cublas handle: ",
+        "convolution algorithm|launch failed|cudnn handle: |cublas handle: ",
         r"Failed to get convolution algorithm\. This is probably because cuDNN failed"
         r"|Blas \w{0,8}GEMM\w{0,16} launch failed|[Cc]ould not create cudnn handle: CUDNN_STATUS_INTERNAL_ERROR"
         r"|failed to create cublas handle: CUBLAS_STATUS_NOT_INITIALIZED",

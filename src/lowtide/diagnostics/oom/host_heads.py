@@ -110,11 +110,13 @@ HOST_HEADS: tuple[MessageHead, ...] = (
         "Dask's warnings",
     ),
     head(
-        "memory allocation of|Memory exhausted!|Insufficient memory|Fail to alloc memory|malloc failed|<jemalloc>",
+        "memory allocation of|Memory exhausted!|Insufficient memory|Fail to alloc memory|malloc failed|<jemalloc>"
+        "|still failed after",
         r"memory allocation of \d{1,20} bytes failed|\[LightGBM\] \[Fatal\] Memory exhausted!"
         r"|\(-4:Insufficient memory\) Failed to allocate \d{1,20} bytes"
         r"|Fail to alloc memory of \d{1,20} size, error code is 12"
-        r"|Out of memory, malloc failed \(tried to allocate \d{1,20} bytes\)|<jemalloc>: .{0,40}: out of memory",
+        r"|Out of memory, malloc failed \(tried to allocate \d{1,20} bytes\)|<jemalloc>: .{0,40}: out of memory"
+        r"|Memory allocation still failed after \d{1,4} retries, giving up",
         "system",
         "libraries on the host",
     ),
@@ -125,9 +127,8 @@ HOST_HEADS: tuple[MessageHead, ...] = (
         "LM Studio",
     ),
     head(
-        "too many memory regions|still failed after",
-        r"you tried to allocate too many memory regions"
-        r"|Memory allocation still failed after \d{1,4} retries, giving up",
+        "too many memory regions",
+        r"you tried to allocate too many memory regions",
         "system",
         "regions of OpenBLAS",
     ),

@@ -19,7 +19,7 @@ from lowtide.diagnostics.oom.message_heads import HEADS
 from lowtide.diagnostics.oom.text_stream import LONGEST, LineJoiner, PatternFinder
 
 _NUMBER = r"(?<!\d)(\d{1,3}(?:,\d{3}){1,6}|\d{1,20}(?:\.\d{0,20})?)"
-_SIZE = rf"{_NUMBER} ?(bytes|[KMGTPE]i?B|[kmg][bB]|B)\b"
+_SIZE = rf"{_NUMBER} ?(bytes|[KMGTPE]i?B|[kmg][bB]|B)(?![A-Za-z0-9_])"
 _SHORT_SIZE = rf"{_NUMBER}([KMGT])\b"
 _PLAIN_BYTES = r"(?<!\d)(\d{1,20})(?!\.?\d)()"
 _UNIT = {"b": 0, "k": 1, "m": 2, "g": 3, "t": 4, "p": 5, "e": 6, "": 0}

@@ -22,7 +22,6 @@ from lowtide.utils.frames import module_name
 _OWNERS = (torch.distributed, torch.distributed.distributed_c10d) if torch.distributed.is_available() else ()
 _MAKING = ("init_process_group", "new_group")
 _OF_OBJECTS = ("all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list", "barrier")
-
 _BETWEEN_TWO = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
 
 taken_as_own: dict[str, None] = {}

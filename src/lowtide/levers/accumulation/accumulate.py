@@ -166,15 +166,16 @@ def accumulate_weighted(
 
 
 def _run_backward(backward: Callable[[Tensor], object], loss: Tensor) -> None:
-    """Run `backward` from the loss. Raises LowtideError if the function that computed the loss has called it, too."""
+    """Run `backward` from the loss. Raises LowtideError if a part of its graph is freed already."""
     try:
         backward(loss)
     except RuntimeError as error:
         if "through the graph a second time" not in str(error):
             raise
         raise LowtideError(
-            "the function given to accumulate called backward itself: accumulate scales the loss first and calls "
-            "backward then. Gradients hold more than the batch's: zero them."
+            "backward went through a graph twice. Either the function given to accumulate called backward itself, "
+            "which accumulate does after it has scaled the loss; or the pieces share a graph that was made outside the "
+            "function: compute it inside. Zero the gradients, which are incomplete or too large."
         ) from error
 
 

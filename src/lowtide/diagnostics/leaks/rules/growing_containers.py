@@ -43,11 +43,11 @@ class ListOfGraphs(Rule):
         "graph, but not the value's storage)"
     )
 
+    fix_of_terms = "; if the loss is computed from the entries, clear them after its backward pass"
+
     def fix_unreached(self, fix: str) -> str:
         """Return the advice with `no_grad` first: nothing needs these graphs."""
         return "run the forward at {made} under `torch.no_grad()`, because no backward pass reaches it; and " + fix
-
-    fix_of_terms = "; if the loss is computed from the entries, clear them after its backward pass"
 
     def fix_for(self, item: RetainedObject, history: History) -> str:
         """Return the advice: `.item()` is for scalars alone, and not for terms of a loss."""
