@@ -83,7 +83,7 @@ def test_every_block_of_python_is_python(section: str) -> None:
 
 
 def test_every_file_that_is_to_be_changed_exists() -> None:
-    new = {"tests/diagnostics/leaks/scripts/LT032_bad.py", "tests/diagnostics/leaks/scripts/LT032_good.py"}
+    new = {"tests/diagnostics/leaks/scripts/LT033_bad.py", "tests/diagnostics/leaks/scripts/LT033_good.py"}
     new |= {"src/lowtide/levers/optimizer_loop.py", "tests/levers/test_one_by_one.py"}
     named = set(re.findall(r"`((?:src|tests|tools|docs)/[\w/.]+\.(?:py|md))`", PAGE.read_text("utf-8")))
     assert {name for name in named if not (ROOT / name).exists()} == new
@@ -108,11 +108,11 @@ class TestFollowed:
         good = bad.replace(".detach()", ".item()").split('\nprint("holder"')[0]
         good = good.replace(bad.splitlines()[0], '"""A list of numbers."""')
         repository.append("src/lowtide/diagnostics/leaks/rules/small_views.py", rule)
-        repository.write("tests/diagnostics/leaks/scripts/LT032_bad.py", bad)
-        repository.write("tests/diagnostics/leaks/scripts/LT032_good.py", good)
+        repository.write("tests/diagnostics/leaks/scripts/LT033_bad.py", bad)
+        repository.write("tests/diagnostics/leaks/scripts/LT033_good.py", good)
         commands = blocks("Add a watch rule", "console")[0]
-        repository.run(commands.replace("test_findings.py", "test_findings.py -k LT032"))
-        assert "LT032" in (repository.root / "docs/findings.md").read_text("utf-8")
+        repository.run(commands.replace("test_findings.py", "test_findings.py -k LT033"))
+        assert "LT033" in (repository.root / "docs/findings.md").read_text("utf-8")
 
     def test_add_a_gpu(self, repository: Copy) -> None:
         (row,) = blocks("Add a GPU", "toml")

@@ -113,7 +113,7 @@ def test_each_category_has_its_colour(category: str) -> None:
 def test_a_recording_without_events_is_shown() -> None:
     found = recorded_memory(Timeline(EventStream(())), "measured")
     assert found.peak_bytes == 0
-    assert "lt-plot" in picture(found, None)
+    assert "all together" in picture(found, None)
 
 
 @pytest.mark.slow
