@@ -16,9 +16,8 @@ from lowtide.memory.measure import Memory, measure
 
 def register(shell: Any) -> None:
     """Add the magic to an `InteractiveShell` of IPython."""
-    from IPython.core.magic import output_can_be_silenced
+    from IPython.core import magic
 
-    @output_can_be_silenced  # by a semicolon at the end of the cell
     def lowtide(line: str, cell: str) -> Any:
         """Measure the memory of the cell and print it: the peak, and the tensors alive there.
 
@@ -35,7 +34,9 @@ def register(shell: Any) -> None:
         print(memory)  # noqa: T201
         return value
 
-    shell.register_magic_function(lowtide, magic_kind="cell", magic_name="lowtide")
+    # a semicolon at the end of the cell hides its value; older versions lack this
+    may_be_silenced = getattr(magic, "output_can_be_silenced", lambda function: function)
+    shell.register_magic_function(may_be_silenced(lowtide), magic_kind="cell", magic_name="lowtide")
 
 
 def measured(shell: Any, cell: str) -> tuple[Any, Memory]:
