@@ -17,8 +17,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.utils import parametrize
-from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, DynamicCache, GPT2Config, GPT2LMHeadModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
@@ -1047,19 +1045,6 @@ def test_the_switch_of_transformers_is_respected_and_that_is_said():
     plain = outcome(model, lambda: model(input_ids=ids, labels=ids).loss.backward())
     with in_force(model, "nest", GPT2Block), pytest.warns(UserWarning, match="gradient_checkpointing_enable"):
         assert differences(plain, outcome(model, lambda: model(input_ids=ids, labels=ids).loss.backward())) == []
-
-
-def test_a_replay_of_cached_parametrizations_is_left_out_and_that_is_said():
-    """In backward a replay would find the weight that forward has computed, and save less than forward did."""
-    model = Around(lambda m, x: nonlinear(m.wide(x)), wide=weight_norm(nn.Linear(4, 4)))
-
-    def step():
-        with parametrize.cached():
-            model(X).backward()
-
-    plain = outcome(model, step)
-    with in_force(model, "replay", Replayed), pytest.warns(UserWarning, match=r"parametrize.cached\(\)"):
-        assert differences(plain, outcome(model, step)) == []
 
 
 @pytest.mark.parametrize("way", ["keep", "recompute", "replay", "both"])

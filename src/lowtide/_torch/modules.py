@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,7 +12,6 @@ from torch.nn.modules import module as _module
 from torch.nn.modules._functions import SyncBatchNorm as SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
-from torch.nn.utils import parametrize
 
 BatchNorm = _BatchNorm
 """Base class of all batch norms, for any number of dimensions. Torch 2.13, since 0.4."""
@@ -37,12 +34,6 @@ def without_function_mode(kind: type[overrides.TorchFunctionMode]) -> Iterator[N
             yield
     else:
         yield
-
-
-n_parametrization_caches: Callable[[], int] = functools.partial(operator.attrgetter("_cache_enabled"), parametrize)
-"""Return the number of `parametrize.cached()` blocks that are open, inside which a module computes a weight once for
-all of its calls. Torch 2.13, since 1.9.
-"""
 
 
 def has_backward_hooks(module: torch.nn.Module) -> bool:

@@ -21,7 +21,6 @@ from lowtide._torch.modes import (
     saved_tensor_hooks,
     saved_tensor_hooks_off,
 )
-from lowtide._torch.modules import n_parametrization_caches
 from lowtide.runtime import saved_values as values
 from lowtide.runtime.advance import left_to_advance
 from lowtide.runtime.offload import OffloadQueue
@@ -281,7 +280,7 @@ class ForwardPass:
             reach = interceptor.reach
             known = reach.as_known()
             is_as_planned = not reach.is_overwritten if known is not None else self.may_replay(interceptor)
-            if not (is_as_planned and torch.is_grad_enabled() and self.runs_alike(interceptor)):
+            if not (is_as_planned and torch.is_grad_enabled() and self.hooks_are_active(interceptor)):
                 replay = advance = False
         if outer is not None:
             outer.nested.append((interceptor, replay))
@@ -334,15 +333,8 @@ class ForwardPass:
             self.engine.relied_on.of(handle.value, tensor)
         return handle
 
-    def runs_alike(self, interceptor: CallInterceptor) -> bool:
-        """Return True if a replay will save the same tensors, and they reach Lowtide's hooks; report it if not."""
-        if n_parametrization_caches():
-            self.engine.messages.say(
-                f"the plan replays {interceptor}, which is called inside torch.nn.utils.parametrize.cached(): a replay "
-                "would read the cached weights, and save other tensors. The tensors of this call are kept instead. "
-                "Rehearse again inside cached()."
-            )
-            return False
+    def hooks_are_active(self, interceptor: CallInterceptor) -> bool:
+        """Return True if saved tensors reach Lowtide's hooks here; report it if they do not."""
         hooks = saved_tensor_hooks()
         if hooks is not None and hooks[1] is unpack:
             return True
