@@ -17,6 +17,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.utils import parametrize
+from torch.nn.utils.parametrizations import weight_norm
 from torch.utils.checkpoint import checkpoint
 from transformers import Cache, DynamicCache, GPT2Config, GPT2LMHeadModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
@@ -1045,6 +1047,23 @@ def test_the_switch_of_transformers_is_respected_and_that_is_said():
     plain = outcome(model, lambda: model(input_ids=ids, labels=ids).loss.backward())
     with in_force(model, "nest", GPT2Block), pytest.warns(UserWarning, match="gradient_checkpointing_enable"):
         assert differences(plain, outcome(model, lambda: model(input_ids=ids, labels=ids).loss.backward())) == []
+
+
+@pytest.mark.parametrize("is_backward_inside", [False, True])
+def test_parametrizations_that_forward_caches_are_computed_again(is_backward_inside):
+    """A replay that found the weight would save less than forward did."""
+    model = Around(lambda m, x: nonlinear(m.wide(x)), wide=weight_norm(nn.Linear(4, 4)))
+
+    def step():
+        with parametrize.cached():
+            loss = model(X)
+            if is_backward_inside:
+                loss.backward()
+            assert parametrize._cache
+        if not is_backward_inside:
+            loss.backward()
+
+    same_bits(model, step)
 
 
 @pytest.mark.parametrize("way", ["keep", "recompute", "replay", "both"])

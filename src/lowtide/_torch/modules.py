@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +14,7 @@ from torch.nn.modules import module as _module
 from torch.nn.modules._functions import SyncBatchNorm as SyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.utils import parametrize
 
 BatchNorm = _BatchNorm
 """Base class of all batch norms, for any number of dimensions. Torch 2.13, since 0.4."""
@@ -34,6 +37,15 @@ def without_function_mode(kind: type[overrides.TorchFunctionMode]) -> Iterator[N
             yield
     else:
         yield
+
+
+n_parametrization_caches: Callable[[], int] = functools.partial(operator.attrgetter("_cache_enabled"), parametrize)
+"""Return the number of open `parametrize.cached()` blocks, in which a module computes a weight once for all of its
+calls. Torch 2.13, since 1.9.
+"""
+
+set_parametrization_caches: Callable[[int], None] = functools.partial(setattr, parametrize, "_cache_enabled")
+"""Set that number; with 0, weights are computed at each use, and cached ones stay for later. Torch 2.13."""
 
 
 def has_backward_hooks(module: torch.nn.Module) -> bool:

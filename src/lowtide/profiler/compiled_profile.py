@@ -177,9 +177,9 @@ def _with_frees(events: Sequence[Event], own: Collection[int], freed: Counter[in
 
 
 def _spans(stream: EventStream) -> list[tuple[object, int, int]]:
-    """Return graph, direction and sizes of each compiled call, in order, with its first event and the one after it.
+    """Return the span of each compiled call, in order: graph, direction and sizes; first event; event after the last.
 
-    Graphs are numbered anew, in the order of their first calls in the stream: others may have run before it.
+    Graphs are numbered by their first calls in the stream, because other graphs may have run before it.
     """
     numbers: dict[int, int] = {}
     marks = [(at, event.data) for at, event in enumerate(stream.events) if type(event) is Mark and event.label == CALL]

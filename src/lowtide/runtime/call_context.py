@@ -20,6 +20,7 @@ import torch
 
 from lowtide._torch.fake_modes import bytes_of, is_fake
 from lowtide._torch.modes import ATTENTION_KERNELS, set_grad_enabled
+from lowtide._torch.modules import n_parametrization_caches, set_parametrization_caches
 from lowtide._torch.pytree import tree_leaves
 from lowtide._torch.tensors import as_kind, is_plain, storage_id
 from lowtide.runtime import exposed_memory, host_rng
@@ -461,6 +462,9 @@ class Again:
             context.restore_rng_states(undo)
             if context.modes != _modes(context.kinds):
                 context.restore_modes(undo)
+            if n_caches := n_parametrization_caches():  # with the weights that the call itself has computed
+                undo.append(partial(set_parametrization_caches, n_caches))
+                set_parametrization_caches(0)
         except BaseException:
             self.__exit__()
             raise
