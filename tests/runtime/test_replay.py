@@ -1049,14 +1049,15 @@ def test_the_switch_of_transformers_is_respected_and_that_is_said():
         assert differences(plain, outcome(model, lambda: model(input_ids=ids, labels=ids).loss.backward())) == []
 
 
+@pytest.mark.parametrize("n_calls", [1, 2])
 @pytest.mark.parametrize("is_backward_inside", [False, True])
-def test_parametrizations_that_forward_caches_are_computed_again(is_backward_inside):
-    """A replay that found the weight would save less than forward did."""
+def test_parametrizations_that_forward_caches_are_computed_again(is_backward_inside, n_calls):
+    """A replay that found the weight where the call itself computed it would save less than forward did."""
     model = Around(lambda m, x: nonlinear(m.wide(x)), wide=weight_norm(nn.Linear(4, 4)))
 
     def step():
         with parametrize.cached():
-            loss = model(X)
+            loss = sum(model(n * X) for n in range(1, n_calls + 1))
             if is_backward_inside:
                 loss.backward()
             assert parametrize._cache

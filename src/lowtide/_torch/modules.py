@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import operator
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -41,11 +41,32 @@ def without_function_mode(kind: type[overrides.TorchFunctionMode]) -> Iterator[N
 
 n_parametrization_caches: Callable[[], int] = functools.partial(operator.attrgetter("_cache_enabled"), parametrize)
 """Return the number of open `parametrize.cached()` blocks, in which a module computes a weight once for all of its
-calls. Torch 2.13, since 1.9.
+calls; without a call of a Python function. Torch 2.13, since 1.9.
 """
 
-set_parametrization_caches: Callable[[int], None] = functools.partial(setattr, parametrize, "_cache_enabled")
-"""Set that number; with 0, weights are computed at each use, and cached ones stay for later. Torch 2.13."""
+
+def cached_weights(modules: Iterable[torch.nn.Module]) -> dict[tuple[int, str], torch.Tensor]:
+    """Return the weights of `modules` that an open `parametrize.cached()` block has computed, by `id` of their module
+    and name. Torch 2.13, since 1.9.
+    """
+    owners = {id(module) for module in modules}
+    return {key: weight for key, weight in parametrize._cache.items() if key[0] in owners and weight is not None}
+
+
+def bind_cached_weights(weights: dict[tuple[int, str], torch.Tensor]) -> Callable[[], None]:
+    """Let calls read `weights` as if a `parametrize.cached()` block had computed them, and compute all others. Return
+    the function that brings back the present state. Torch 2.13, since 1.9.
+    """
+
+    def restore(n_open: int, cache: dict[tuple[int, str], torch.Tensor | None]) -> None:
+        parametrize._cache_enabled, parametrize._cache = n_open, cache
+
+    undo = functools.partial(restore, parametrize._cache_enabled, parametrize._cache)
+    restore(
+        1 if weights else 0,
+        {key: weight.detach().requires_grad_(weight.requires_grad) for key, weight in weights.items()},
+    )
+    return undo
 
 
 def has_backward_hooks(module: torch.nn.Module) -> bool:

@@ -20,7 +20,7 @@ import torch
 
 from lowtide._torch.fake_modes import bytes_of, is_fake
 from lowtide._torch.modes import ATTENTION_KERNELS, set_grad_enabled
-from lowtide._torch.modules import n_parametrization_caches, set_parametrization_caches
+from lowtide._torch.modules import bind_cached_weights, cached_weights, n_parametrization_caches
 from lowtide._torch.pytree import tree_leaves
 from lowtide._torch.tensors import as_kind, is_plain, storage_id
 from lowtide.runtime import exposed_memory, host_rng
@@ -132,6 +132,7 @@ class CallContext:
         "_memory",
         "attributes",
         "buffers",
+        "cached_weights",
         "contents",
         "copied",
         "generators",
@@ -172,6 +173,8 @@ class CallContext:
         self.kinds = ("cpu", *{gpu.type for gpu in in_use}) if in_use else _CPU
         self.modes = _modes(self.kinds)
         """Autocast and attention's kernels: see `_modes`."""
+        self.cached_weights = cached_weights(reach.modules) if n_parametrization_caches() else {}
+        """Weights that `parametrize.cached()` has computed before the call."""
         self.copied: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
         """Parameters and buffers that were written to since, with copies of their contents before: table, name,
         tensor, copy.
@@ -462,9 +465,8 @@ class Again:
             context.restore_rng_states(undo)
             if context.modes != _modes(context.kinds):
                 context.restore_modes(undo)
-            if n_caches := n_parametrization_caches():  # with the weights that the call itself has computed
-                undo.append(partial(set_parametrization_caches, n_caches))
-                set_parametrization_caches(0)
+            if context.cached_weights or n_parametrization_caches():
+                undo.append(bind_cached_weights(context.cached_weights))
         except BaseException:
             self.__exit__()
             raise
