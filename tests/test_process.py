@@ -18,7 +18,7 @@ from comparing import equal
 from conftest import RunPython
 from lowtide._torch import patching as _standins
 from lowtide._torch.modes import saved_tensor_hooks
-from lowtide._torch.privateuse1 import OVERRIDE_KEY
+from lowtide._torch.privateuse1 import GATED_KEY, OVERRIDE_KEY
 from lowtide.cli import lowtide as command
 from lowtide.planner.inplace_savings import without_in_place
 from lowtide.planner.records import Plan
@@ -93,7 +93,7 @@ def of_torch() -> dict[str, object]:
         "before updates": [*optimizers._global_optimizer_pre_hooks],
         "of modules": (nn.modules.module._global_forward_hooks, nn.modules.module._global_backward_hooks),
         "modes": (torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()),
-        "kernels": frozenset(key for key in torch.library._impls if not key.endswith(OVERRIDE_KEY)),
+        "kernels": frozenset(key for key in torch.library._impls if not key.endswith((OVERRIDE_KEY, GATED_KEY))),
         "hooks of saved tensors": saved_tensor_hooks(),
         "clip": (nn.utils.clip_grad_norm_, torch.save, torch.compile, torch.Generator),
     }

@@ -42,6 +42,7 @@ from lowtide._torch import (
     tensors,
 )
 from lowtide.runtime.call_interceptor import OuterInterceptor
+from lowtide.runtime.saved_values import native
 
 # --- tensors and their memory ---------------------------------------------------------------------------------------
 
@@ -554,11 +555,10 @@ def test_kernel_overrides_run_only_inside_their_block() -> None:
         return torch.autograd.grad(nn.functional.hardswish(x).sum(), x, create_graph=create_graph)[0]
 
     plain, second = gradient(), torch.autograd.grad(gradient(create_graph=True).sum(), x)[0]
-    least = privateuse1.LeastBytes(x.nbytes + 1)
-    library = privateuse1.override_kernels({"hardswish_backward": kernel}, least)
+    override = privateuse1.OverrideKernel("hardswish_backward", kernel, x.nbytes + 1, native and native.Gate)
     with privateuse1.with_overrides():
         assert torch.equal(gradient(), plain)  # its gradient is smaller
-    least.value = x.nbytes
+    override.let_pass(x.nbytes)
     assert torch.equal(gradient(), plain)
     assert calls == []
     with privateuse1.with_overrides():
@@ -574,7 +574,10 @@ def test_kernel_overrides_run_only_inside_their_block() -> None:
         assert len(calls) == 2
     gradient()
     assert len(calls) == 2
-    privateuse1.remove_kernels(library)
+    override.remove()
+    with privateuse1.with_overrides():
+        assert torch.equal(gradient(), plain)
+    assert len(calls) == 2
 
 
 def test_a_tensor_with_bits_of_its_own_or_under_a_mode_is_not_dispatched_plainly() -> None:
@@ -935,6 +938,7 @@ from torch.optim import optimizer
 from lowtide._torch import backward, compiled_code, cpu_profiler, cuda_history, distributed, fake_modes, fsdp
 from lowtide._torch import modes, modules, nodes, operators, optim, privateuse1, tensors
 from lowtide.runtime.call_interceptor import OuterInterceptor
+from lowtide.runtime.saved_values import native
 
 torch.ones(2, requires_grad=True).sum().backward()  # the engine has its threads before there is another device
 assert privateuse1.device_place() is None

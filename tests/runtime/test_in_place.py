@@ -18,7 +18,7 @@ from torch.nn import functional
 
 import lowtide
 from comparing import equal
-from lowtide._torch.privateuse1 import OVERRIDE_KEY, is_replaced, remove_kernels
+from lowtide._torch.privateuse1 import GATED_KEY, OVERRIDE_KEY, is_replaced, remove_kernels
 from lowtide.memory.cpu_recorder import CpuRecorder
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner import smallest_peak
@@ -26,6 +26,7 @@ from lowtide.runtime import inplace_gradients as in_place
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.inplace_gradients import InPlace
 from lowtide.runtime.inplace_kernels import OPERATORS, _pieces
+from lowtide.runtime.saved_values import native
 from lowtide.runtime.static_memory import static_bytes
 
 NODES = sorted(OPERATORS)
@@ -819,6 +820,10 @@ def test_gradients_are_written_in_place_after_a_step_was_estimated_under_the_pla
     assert memory.peak_bytes <= estimated.timeline.peak_bytes
 
 
+def is_overridden(name: str) -> bool:
+    return is_replaced(name, OVERRIDE_KEY) or is_replaced(name, GATED_KEY)
+
+
 def test_kernels_are_registered_only_while_a_plan_asks_for_them():
     """A kernel in Python costs each call of its operator some 10 us, in every backward pass of a planned model."""
     model = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 1))
@@ -826,11 +831,25 @@ def test_kernels_are_registered_only_while_a_plan_asks_for_them():
     engine = Engine(model, {}, in_place=[{"ReluBackward0": 4096}])
     engine.install()
     loss = model(x).sum()
-    assert is_replaced("threshold_backward", OVERRIDE_KEY)
-    assert not is_replaced("native_batch_norm_backward", OVERRIDE_KEY)
+    assert is_overridden("threshold_backward")
+    assert not is_overridden("native_batch_norm_backward")
     loss.register_hook(lambda gradient: engine.remove())  # its pass may call the kernel yet
     loss.backward()
-    assert is_replaced("threshold_backward", OVERRIDE_KEY)
+    assert is_overridden("threshold_backward")
     engine.install()
     engine.remove()
-    assert not is_replaced("threshold_backward", OVERRIDE_KEY)
+    assert not is_overridden("threshold_backward")
+
+
+@pytest.mark.skipif(native is None, reason="needs compiled hooks")
+def test_gradients_that_are_too_small_pass_compiled_hooks_without_python(monkeypatch):
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)), torch.randn(4, 4)
+    engine = Engine(model, {}, in_place=[{"ReluBackward0": 4096}])
+    called: list[str] = []
+    monkeypatch.setattr(in_place, "_ruling", lambda name, args: called.append(name))
+    engine.install()
+    model(x).sum().backward()
+    assert called == []
+    model(x.repeat(4096, 1)).sum().backward()
+    engine.remove()
+    assert called == ["threshold_backward"]

@@ -6,6 +6,7 @@
 #include <Python.h>
 #include <structmember.h>
 #include <ATen/SequenceNumber.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -14,6 +15,8 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <atomic>
+#include <memory>
 #include <vector>
 
 namespace {
@@ -904,6 +907,54 @@ PyObject* binds(PyObject*, PyObject* args) {
   return PyBool_FromLong(at == count);
 }
 
+// --- kernels before torch's: `Gate` of privateuse1.py. Its dispatch keys are OVERRIDE_KEY and GATED_KEY there
+
+constexpr c10::DispatchKey OVERRIDE_KEY = c10::DispatchKey::TESTING_ONLY_GenericMode;
+constexpr c10::DispatchKey GATED_KEY = c10::DispatchKey::TESTING_ONLY_GenericWrapper;
+
+struct PassLarge final : c10::OperatorKernel {
+  std::shared_ptr<std::atomic<int64_t>> least;
+  explicit PassLarge(std::shared_ptr<std::atomic<int64_t>> least) : least(std::move(least)) {}
+  bool passes(const at::Tensor& tensor) const {
+    return tensor.defined() && !tensor.is_nested() && !tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides() &&
+           tensor.numel() * static_cast<int64_t>(tensor.itemsize()) >= least->load(std::memory_order_relaxed);
+  }
+  void operator()(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
+    keys = keys & c10::DispatchKeySet(c10::DispatchKeySet::FULL_AFTER, GATED_KEY);
+    bool is_large = passes(torch::jit::peek(*stack, 0, op.schema().arguments().size()).toTensor());
+    op.redispatchBoxed(is_large ? keys.add(GATED_KEY) : keys, stack);
+  }
+};
+
+struct Gate {
+  PyObject_HEAD std::shared_ptr<std::atomic<int64_t>>* least;
+  c10::RegistrationHandleRAII* registered;
+};
+int gate_init(Gate* self, PyObject* args, PyObject*) {
+  HANDLE_TH_ERRORS
+  const char* name;
+  long long least;
+  if (!PyArg_ParseTuple(args, "sL", &name, &least)) return -1;
+  self->least = new std::shared_ptr<std::atomic<int64_t>>(std::make_shared<std::atomic<int64_t>>(least));
+  self->registered = new c10::RegistrationHandleRAII(c10::Dispatcher::singleton().registerImpl(
+      {name, ""}, OVERRIDE_KEY, c10::KernelFunction::makeFromBoxedFunctor(std::make_unique<PassLarge>(*self->least)),
+      std::nullopt, nullptr, "lowtide"));
+  return 0;
+  END_HANDLE_TH_ERRORS_RET(-1)
+}
+void gate_dealloc(Gate* self) {
+  delete self->registered;
+  delete self->least;
+  Py_TYPE(self)->tp_free(reinterpret_cast<PyObject*>(self));
+}
+PyObject* gate_least(Gate* self, void*) { return PyLong_FromLongLong((*self->least)->load()); }
+int gate_set_least(Gate* self, PyObject* value, void*) {
+  long long least = value == nullptr ? -1 : PyLong_AsLongLong(value);
+  if (PyErr_Occurred()) return -1;
+  (*self->least)->store(least);
+  return 0;
+}
+
 // --- the module
 
 #define OBJECT(T, name) {#name, T_OBJECT, offsetof(T, name), 0, nullptr}
@@ -922,7 +973,9 @@ PyMemberDef recompute_members[] = {
 PyMethodDef handle_methods[] = {{"get", handle_get, METH_NOARGS, nullptr}, {nullptr}};
 PyTypeObject value_type = {PyVarObject_HEAD_INIT(nullptr, 0)}, handle_type = {PyVarObject_HEAD_INIT(nullptr, 0)},
              recompute_type = {PyVarObject_HEAD_INIT(nullptr, 0)}, pack_type = {PyVarObject_HEAD_INIT(nullptr, 0)},
-             replay_pack_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+             replay_pack_type = {PyVarObject_HEAD_INIT(nullptr, 0)}, gate_type = {PyVarObject_HEAD_INIT(nullptr, 0)};
+PyGetSetDef gate_fields[] = {
+    {"least", reinterpret_cast<getter>(gate_least), reinterpret_cast<setter>(gate_set_least), nullptr, nullptr}, {nullptr}};
 
 template <class T>
 bool ready(PyTypeObject& type, const char* name, initproc init, destructor dealloc, traverseproc traverse, inquiry clear, PyMemberDef* members) {
@@ -978,6 +1031,14 @@ PyMODINIT_FUNC PyInit_lowtide_hot_path() {
                    INQUIRY(pack_clear), nullptr))
     return nullptr;
   for (PyTypeObject* type : {&pack_type, &replay_pack_type}) type->tp_flags |= Py_TPFLAGS_HAVE_VECTORCALL;
+  gate_type.tp_name = "lowtide_hot_path.Gate";
+  gate_type.tp_basicsize = sizeof(Gate);
+  gate_type.tp_flags = Py_TPFLAGS_DEFAULT;
+  gate_type.tp_new = PyType_GenericNew;
+  gate_type.tp_init = reinterpret_cast<initproc>(gate_init);
+  gate_type.tp_dealloc = reinterpret_cast<destructor>(gate_dealloc);
+  gate_type.tp_getset = gate_fields;
+  if (PyType_Ready(&gate_type)) return nullptr;
   PyObject* made = PyModule_Create(&module);
   if (made == nullptr) return nullptr;
   PyModule_AddObjectRef(made, "ValueFields", reinterpret_cast<PyObject*>(&value_type));
@@ -985,5 +1046,6 @@ PyMODINIT_FUNC PyInit_lowtide_hot_path() {
   PyModule_AddObjectRef(made, "RecomputeFields", reinterpret_cast<PyObject*>(&recompute_type));
   PyModule_AddObjectRef(made, "Pack", reinterpret_cast<PyObject*>(&pack_type));
   PyModule_AddObjectRef(made, "ReplayPack", reinterpret_cast<PyObject*>(&replay_pack_type));
+  PyModule_AddObjectRef(made, "Gate", reinterpret_cast<PyObject*>(&gate_type));
   return made;
 }

@@ -105,8 +105,11 @@ def register_kernels(kernels: Mapping[str, Any], key: str) -> torch.library.Libr
 OVERRIDE_KEY = "TESTING_ONLY_GenericMode"
 """Dispatch key before all others, which torch considers only in a thread that includes it. Torch 2.13, since 1.12."""
 
+GATED_KEY = "TESTING_ONLY_GenericWrapper"
+"""Dispatch key behind it, which only a compiled gate at OVERRIDE_KEY passes calls on to. Torch 2.13, since 1.12."""
+
 _OVERRIDE = torch._C._dispatch_key_parse(OVERRIDE_KEY)
-_BEHIND_OVERRIDE = torch._C._dispatch_keyset_full_after(_OVERRIDE)
+_BEHIND_OVERRIDE = torch._C._dispatch_keyset_full_after(torch._C._dispatch_key_parse(GATED_KEY))
 _BEHIND_AUTOGRAD = torch._C._dispatch_keyset_full_after(torch._C._dispatch_key_parse("ADInplaceOrView"))
 
 
@@ -114,48 +117,68 @@ _fallthrough: list[torch.library.Library] = []
 """Fallthrough for operators without a kernel for OVERRIDE_KEY; registered with the first such kernel."""
 
 
-class LeastBytes:
-    """Size in bytes of the smallest first argument for which kernels of `override_kernels` run."""
+class Gate:
+    """Smallest first argument, in bytes, with which a call reaches an override kernel.
 
-    __slots__ = ("value",)
-
-    def __init__(self, value: int) -> None:
-        self.value = value
-
-
-def override_kernels(kernels: Mapping[str, Callable[..., Any]], least: LeastBytes) -> torch.library.Library:
-    """Run `kernels` in place of the kernels of `aten` operators in a block of `with_overrides`. Torch 2.13, since 2.10.
-
-    Each gets, before the arguments, a function that continues with torch's own kernel and one that continues past
-    autograd; and, after the arguments, an object without other references, for `references`. Where the first argument
-    is smaller than `least`, torch's own kernel runs at once.
+    The compiled gate has the same attribute; calls with smaller arguments do not reach Python there.
     """
-    if not _fallthrough:
-        _fallthrough.append(pass_through(OVERRIDE_KEY))
-    library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
-    for name, kernel in kernels.items():
-        given = _given_its_own(kernel, getattr(torch.ops.aten, name).default, least)
-        library.impl(name, given, OVERRIDE_KEY, with_keyset=True, allow_override=False)  # type: ignore[no-untyped-call]
-    return library
+
+    __slots__ = ("least",)
+
+    def __init__(self, name: str, least: int) -> None:
+        self.least = least
 
 
-def _given_its_own(kernel: Callable[..., Any], operator: Any, least: LeastBytes) -> Callable[..., Any]:
-    redispatch = operator._handle.redispatch_boxed  # `operator.redispatch` without a call of a Python function
+class OverrideKernel:
+    """A kernel that runs in place of that of the operator `aten.<name>` in a block of `with_overrides`, where the first
+    argument has at least `least` bytes. Torch 2.13, since 2.10.
 
-    @never_compiled  # otherwise compiled, with its callees, wherever a compiled function runs backward
-    def replaced(keys: Any, *args: Any, **kwargs: Any) -> Any:
-        if args[0].numel() * args[0].element_size() < least.value:
-            return redispatch(keys & _BEHIND_OVERRIDE, *args, **kwargs)
-        on = functools.partial(redispatch, keys & _BEHIND_OVERRIDE)
-        past = functools.partial(redispatch, keys & _BEHIND_AUTOGRAD)
-        return kernel(on, past, *args, object(), **kwargs)
+    It gets, before the arguments, a function that continues with torch's own kernel and one that continues past
+    autograd; and, after the arguments, an object without other references, for `references`.
+    """
 
-    return replaced
+    def __init__(
+        self, name: str, kernel: Callable[..., Any], least: int, gate: Callable[[str, int], Any] | None = None
+    ) -> None:
+        """Register it until `remove`. `gate`: the compiled hooks' form of `Gate`, if they are used."""
+        if not _fallthrough:
+            _fallthrough.append(pass_through(OVERRIDE_KEY))
+        operator = getattr(torch.ops.aten, name).default
+        redispatch = operator._handle.redispatch_boxed  # `operator.redispatch` without a call of a Python function
+        self._library = library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+
+        def gated(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            if args[0].numel() * args[0].element_size() < self._gate.least:
+                return redispatch(keys & _BEHIND_OVERRIDE, *args, **kwargs)
+            return replaced(keys, *args, **kwargs)
+
+        def replaced(keys: Any, *args: Any, **kwargs: Any) -> Any:
+            on = functools.partial(redispatch, keys & _BEHIND_OVERRIDE)
+            past = functools.partial(redispatch, keys & _BEHIND_AUTOGRAD)
+            return kernel(on, past, *args, object(), **kwargs)
+
+        function, key = (gated, OVERRIDE_KEY) if gate is None else (replaced, GATED_KEY)
+        # `never_compiled`: otherwise compiled, with its callees, wherever a compiled function runs backward
+        function = never_compiled(function)
+        library.impl(name, function, key, with_keyset=True, allow_override=False)  # type: ignore[no-untyped-call]
+        self._gate = (gate or Gate)(f"aten::{name}", least)
+
+    def let_pass(self, least: int) -> None:
+        """Run the kernel from now on where the first argument has at least `least` bytes."""
+        self._gate.least = least
+
+    def remove(self) -> None:
+        """Restore torch's own kernel.
+
+        No other thread may be running the operator: the dispatcher would free a kernel that it is about to call.
+        """
+        del self._gate
+        remove_kernels(self._library)
 
 
 @never_compiled
 def with_overrides() -> contextlib.AbstractContextManager[Any]:
-    """Use kernels of `override_kernels` in this `with` block, and in backward passes that begin in it. Torch 2.13."""
+    """Use override kernels in this `with` block, and in backward passes that begin in it. Torch 2.13."""
     return torch._C._IncludeDispatchKeyGuard(_OVERRIDE)
 
 
@@ -164,7 +187,7 @@ are_overrides_on: Callable[[], bool] = functools.partial(torch._C._dispatch_tls_
 
 
 def without_overrides() -> contextlib.AbstractContextManager[None]:
-    """Hide kernels of `override_kernels` from compiled code inside this `with` block, which avoids recompilation. Torch
+    """Hide override kernels from compiled code inside this `with` block, which avoids recompilation. Torch
     2.13.
     """
     return _override_off() if are_overrides_on() else _NOTHING

@@ -38,18 +38,17 @@ from lowtide._torch.fake_modes import without_modes
 from lowtide._torch.nodes import node_metadata
 from lowtide._torch.patching import replace_function
 from lowtide._torch.privateuse1 import (
-    LeastBytes,
+    OverrideKernel,
     below_autograd,
     is_dispatched_plainly,
     is_replaced,
-    override_kernels,
-    remove_kernels,
     with_overrides,
 )
 from lowtide._torch.pytree import tree_leaves
 from lowtide._torch.tensors import is_plain, references
 from lowtide.errors import LowtideError
 from lowtide.runtime.inplace_kernels import OPERATORS, Operator, has_pieces
+from lowtide.runtime.saved_values import native
 from lowtide.utils.removable import Removable
 
 if TYPE_CHECKING:
@@ -156,28 +155,34 @@ class InPlace(Removable):
 _IN_FORCE: list[weakref.ref[InPlace]] = []
 """Permissions in force, by weak references, so that a dropped model is freed with its plan."""
 
-_least = LeastBytes(MIN_BYTES)
-"""Smallest gradient that the kernels look at: any while a node is tried out."""
-
-_kernels: dict[str, torch.library.Library] = {}
+_kernels: dict[str, OverrideKernel] = {}
 """Lowtide's registered kernels, by operator."""
 _n_passes = 0
 """Number of backward passes in progress that may call Lowtide's kernels."""
 
 
 def _register_wanted(tried: Iterable[str] = ()) -> None:
-    """Register the kernels that permissions in force ask for, and those of operators to try out; remove all others.
+    """Register the kernels that permissions in force ask for, each for the smallest gradient that one of them covers,
+    and those of operators to try out, for any gradient; remove all others.
 
-    Torch finds a kernel in an awaited backward pass, and nowhere else. There each call of one takes some 10 us.
+    Torch finds a kernel in an awaited backward pass, and nowhere else. There each call of one takes some 20 us, or 1 us
+    with compiled hooks if the gradient is smaller.
     """
     with _LOCK:
-        in_force = [ruling for reference in _IN_FORCE if (ruling := reference()) is not None]
-        asked = {OPERATORS[node].name for ruling in in_force for node in ruling.least if node in OPERATORS}
-        wanted = asked.union(tried)
-        for name in wanted - _kernels.keys():
-            _kernels[name] = override_kernels({name: _kernel(name)}, _least)
-        for name in _kernels.keys() - wanted if not _n_passes else ():
-            remove_kernels(_kernels.pop(name))
+        wanted = dict.fromkeys(tried, 0)
+        for reference in _IN_FORCE:
+            ruling = reference()
+            for node, least in () if ruling is None else ruling.least.items():
+                if node in OPERATORS:
+                    name = OPERATORS[node].name
+                    wanted[name] = min(max(least, MIN_BYTES), wanted.get(name, least))
+        for name, least in wanted.items():
+            if name in _kernels:
+                _kernels[name].let_pass(least)
+            else:
+                _kernels[name] = OverrideKernel(name, _kernel(name), least, None if native is None else native.Gate)
+        for name in _kernels.keys() - wanted.keys() if not _n_passes else ():
+            _kernels.pop(name).remove()
 
 
 class _Graph:
@@ -405,9 +410,8 @@ def _tried(operator: Operator, device: str, *, shared: bool) -> tuple[int, ...] 
     if y.grad_fn is None or y.grad_fn.name() != operator.node:
         return None
     trial = _trial = _Trial(y.grad_fn)
-    _least.value = 0
     try:
         torch.autograd.grad((y * 2).sum(), [x, y] if shared else [x])
     finally:
-        _trial, _least.value = None, MIN_BYTES
+        _trial = None
     return trial.counts[0] if len(trial.counts) == 1 else None
