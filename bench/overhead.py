@@ -208,9 +208,9 @@ def step_of(model: nn.Module, batch: dict[str, Tensor]) -> Callable[..., Tensor]
     return step
 
 
-def python_calls(step: Callable[[], object]) -> int:
-    """Count the calls of Python functions in one step, in this thread, after three in which plans learn what a step
-    saves; garbage is not collected meanwhile.
+def python_calls(step: Callable[[], object], n_before: int = 1) -> int:
+    """Count calls of Python functions in one step, in this thread, after `n_before` others; garbage is not collected
+    meanwhile.
     """
     count, collects = 0, gc.isenabled()
 
@@ -218,7 +218,7 @@ def python_calls(step: Callable[[], object]) -> int:
         nonlocal count
         count += event == "call"
 
-    for _ in range(3):
+    for _ in range(n_before):
         step()
     gc.disable()  # a collection would call finalizers of other objects
     sys.setprofile(count_call)
@@ -250,7 +250,7 @@ def models() -> None:
         for name, engine in engines.items():
             if engine is not None:
                 engine.install()
-            calls[name] = python_calls(step)
+            calls[name] = python_calls(step, n_before=3)  # in the first, plans learn what a step saves
             if engine is not None:
                 engine.remove()
         for name, us in (times := interleaved(step, engines)).items():
