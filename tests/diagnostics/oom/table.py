@@ -525,6 +525,7 @@ ROWS = [
         "cuBLAS",
         "not-pytorch",
         kind="cublas",
+        certain=False,
     ),
     Row(
         "cuBLAS, not sure",

@@ -13,6 +13,7 @@ from diagnostics.oom import (  # type: ignore[import-not-found]
     reported_languages_and_places,
     reported_programs,
     reported_runtimes,
+    reported_servers_and_arrays,
 )
 from diagnostics.oom.reported import Reported  # type: ignore[import-not-found]
 from lowtide.diagnostics.oom import Explanation, explain
@@ -26,6 +27,7 @@ REPORTED = [
     *reported_languages_and_places.REPORTED,
     *reported_programs.REPORTED,
     *reported_runtimes.REPORTED,
+    *reported_servers_and_arrays.REPORTED,
 ]
 
 
@@ -84,6 +86,8 @@ def test_where_it_is_cut_changes_nothing(row: Reported) -> None:
         "unexpected pos 12 in the data set",
         "OSError: [Errno 2] No such file or directory: '/dev/shm/torch_1'",
         "NCCL INFO NVLS multicast support is available on dev 0",
+        "A worker process managed by the executor was unexpectedly terminated. This could be caused by a segmentation "
+        "fault.\n\nThe exit codes of the workers are {SIGSEGV(-11)}",
         "自动保存后强制终了: 強制終了するには Ctrl-C を押してください",
     ],
 )

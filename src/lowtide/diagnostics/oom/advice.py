@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from lowtide.diagnostics.oom.cause import Cause, has_overflowed, is_of_a_set, is_of_windows
+from lowtide.diagnostics.oom.cause import Cause, has_overflowed, is_of_a_set, is_of_images, is_of_windows
 from lowtide.diagnostics.oom.causes import makes_divisible_tensor, runs_only
 from lowtide.diagnostics.oom.causes_by_numbers import TINY_BYTES
 from lowtide.diagnostics.oom.causes_by_place import source_of
@@ -89,11 +89,13 @@ def _huge_tensor(m: Message, f: Facts) -> Advice:
         )
         yield "or write each batch's logits to a file (numpy.memmap), in a smaller dtype"
         return
+    if is_of_images(m):
+        rows = (m.shape or (0,))[0]
+        yield f"do not load all {rows} images: read those of a batch, in Dataset.__getitem__", m.tried_bytes
+        yield "keep what you must keep as uint8, a quarter of float32, in a file (numpy.memmap)"
+        return
     if m.kind == "numpy":
-        yield (
-            f"find the operation that allocates it{where}: an unintended broadcast, or all pairs of rows",
-            m.tried_bytes,
-        )
+        yield f"find the operation that allocates it{where}: {_operation(m.shape or ())}", m.tried_bytes
         yield "compute it in blocks of rows, in a smaller dtype, or sparse; use numpy.memmap for arrays you must keep"
         return
     if f.large_tensor:
@@ -107,6 +109,15 @@ def _huge_tensor(m: Message, f: Facts) -> Advice:
     )
     yield "compute it in pieces: a chunked loss head (F.linear_cross_entropy with options), SDPA for attention"
     yield "use smaller batches or shorter sequences; lowtide.accumulate gives the gradients of the whole batch"
+
+
+def _operation(shape: tuple[int, ...]) -> str:
+    """Describe the operations that make a huge array of this shape by mistake."""
+    if len(shape) == 1:
+        return "a join whose keys repeat (merge), a cross join, a range"
+    if len(shape) == 2 and shape[0] != shape[1]:
+        return "a sparse matrix made dense (toarray, get_dummies), all pairs of rows, or an unintended broadcast"
+    return "an unintended broadcast, or all pairs of rows"
 
 
 def _other_process(m: Message, f: Facts) -> Advice:
@@ -145,6 +156,11 @@ def _not_pytorch(m: Message, f: Facts) -> Advice:
         yield "shrink the buffers: NCCL_BUFFSIZE=2097152, fewer channels (NCCL_MAX_NCHANNELS=8), fewer process groups"
     else:
         yield f"check {vendor.monitor} for other processes that hold the device"
+        if not m.certain and m.kind in ("cublas", "cudnn"):
+            yield (
+                "if the device has room, run the step on the CPU: token ids or labels out of range, which CUDA reports "
+                "at a later call, raise an IndexError there"
+            )
     if m.kind.startswith("mps"):
         yield "call torch.mps.empty_cache() between training and evaluation; pad inputs to a few shapes"
         if m.outside_bytes is None:  # a watermark counts what is outside PyTorch, too: a lower one fails earlier

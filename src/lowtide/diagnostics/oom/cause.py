@@ -68,6 +68,12 @@ def is_of_a_set(m: Message) -> bool:
     return len(shape) > 2 and shape[0] >= _ROWS_OF_A_SET and shape[-1] >= _ROWS_OF_A_SET
 
 
+def is_of_images(m: Message) -> bool:
+    """Return True if the failed array holds the images of a whole data set: height, width and a few channels each."""
+    shape = m.shape or ()
+    return len(shape) == 4 and shape[0] >= _ROWS_OF_A_SET and any(n in (1, 3, 4) for n in (shape[1], shape[3]))
+
+
 def held_in_words(m: Message) -> str:
     """Describe the memory that tensors, and PyTorch's cache, hold."""
     held = f"tensors hold {format_bytes(m.allocated_bytes or 0)}"

@@ -35,10 +35,10 @@ def runs_only(m: Message, f: Facts) -> str:
 def _true_need(m: Message, f: Facts) -> Cause:
     """Return the cause that remains if no other holds."""
     evidence = [
-        held_in_words(m) if m.allocated_bytes else "",
+        _held_or_planned(m) if m.allocated_bytes else "",
         f"failed in the forward of {f.inside}" if f.inside else "",
     ]
-    if (m.allocated_bytes or 0) > (m.total_bytes or m.allocated_bytes or 0):
+    if m.kind in ("cuda", "hip") and (m.allocated_bytes or 0) > (m.total_bytes or m.allocated_bytes or 0):
         evidence.append("that is more than the device has: its driver keeps the excess in main memory, which is slow")
     if f.shows(Sign.EVALUATES):
         evidence.append("failed in an evaluation, which needs no gradients and has its own batch size")
@@ -54,6 +54,14 @@ def _true_need(m: Message, f: Facts) -> Cause:
         claim=f"{what} needs more memory than is available",
         evidence=tuple(line for line in evidence if line) or ("the message states no numbers",),
     )
+
+
+def _held_or_planned(m: Message) -> str:
+    """Describe the memory in use; XLA states what a compiled program needs, of which nothing is allocated yet."""
+    if m.kind == "xla" and m.total_bytes is not None:
+        needed, total = format_bytes(m.allocated_bytes or 0), format_bytes(m.total_bytes)
+        return f"the compiled program needs {needed}, and the device has {total}"
+    return held_in_words(m)
 
 
 def _last_straw(m: Message, f: Facts) -> str:

@@ -10,6 +10,7 @@ from lowtide.diagnostics.oom.cause import (
     has_room,
     held_in_words,
     is_of_a_set,
+    is_of_images,
     is_of_windows,
     needed_bytes,
 )
@@ -136,6 +137,12 @@ def tiny_request(m: Message, _: Facts) -> Cause | None:
 def driver(m: Message, f: Facts) -> Cause | None:
     """Return the cause if the driver refused a request for which there was room."""
     tried, held = m.tried_bytes, m.held_bytes
+    if m.kind.endswith(" driver") and (m.free_bytes or 0) > _GIB:
+        return Cause(
+            code="driver",
+            claim=f"the driver could not give a resource although {format_bytes(m.free_bytes or 0)} of memory are free",
+            evidence=("memory is not what ran out: a limit on threads or queues, a fault of a kernel or the driver",),
+        )
     if tried is None:
         return None
     if has_room(m):
@@ -191,6 +198,8 @@ def huge_tensor(m: Message, f: Facts) -> Cause | None:
     at = () if f.own_place is None else (f"allocated at {f.own_place.short}",)
     if is_of_a_set(m):
         at = (f"an array of shape {m.shape}: logits or other outputs of a whole evaluation set", *at)
+    elif is_of_images(m):
+        at = (f"an array of shape {m.shape}: the images of a whole data set", *at)
     elif m.shape is not None:
         at = (f"an array of shape {m.shape}", *at)
     return Cause(code="huge-tensor", claim="a single tensor is too large", evidence=(evidence, *at))
@@ -260,7 +269,7 @@ def not_pytorch(m: Message, f: Facts) -> Cause | None:
             code="not-pytorch",
             claim="the driver had no memory left for a request outside PyTorch's allocator",
             evidence=(
-                f"{m.kind} reports it, without numbers" + ("" if m.certain else "; this message has other causes, too"),
+                _reported(m) + ("" if m.certain else "; this message has other causes, too"),
                 "PyTorch's cache keeps freed memory, so libraries, NCCL or a new context find the device full",
             ),
         )
@@ -314,6 +323,12 @@ def host(m: Message, f: Facts) -> Cause | None:
         evidence=free
         or ((f"{format_bytes(m.tried_bytes)} more were requested",) if m.tried_bytes else (m.text[:120],)),
     )
+
+
+def _reported(m: Message) -> str:
+    """Describe what a library or the driver reports."""
+    free = "without numbers" if m.free_bytes is None else f"with {format_bytes(m.free_bytes)} free"
+    return f"{m.kind} reports it, {free}"
 
 
 def _rounding(n_bytes: int) -> int:

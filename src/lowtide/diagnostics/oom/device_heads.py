@@ -163,8 +163,8 @@ DEVICE_HEADS: tuple[MessageHead, ...] = (
     head("prefill tokens", r"Not enough memory to handle \d{1,12} prefill tokens", "cuda", "TGI"),
     head("more system memory", r"model requires more system memory \(\d[\d.]{0,20} [KMG]i?B\)", "system", "Ollama"),
     head(
-        "memory allocation limit",
-        r"Requested buffer size exceeds device memory allocation limit",
+        "memory allocation limit|buffer size limit",
+        r"Requested buffer size exceeds device (?:memory allocation|buffer size) limit(?:: ErrorOutOfDeviceMemory)?",
         "jax",
         "Vulkan's largest buffer",
     ),
@@ -273,6 +273,7 @@ DEVICE_HEADS: tuple[MessageHead, ...] = (
         "cuda",
         "Stable Diffusion web UI",
     ),
+    head("offloaded to the disk", r"`device_map` had weights offloaded to the disk", "cuda", "device_map's disk"),
     head("dispatched on the CPU", r"[Ss]ome modules are dispatched on the CPU or the disk", "cuda", "device_map"),
     head(
         "alloc failed",
@@ -316,11 +317,11 @@ DEVICE_HEADS: tuple[MessageHead, ...] = (
         "cuda",
         "KV cache",
     ),
-    head("in memory profiling", r"Error in memory profiling\. Initial free memory", "cuda", "vLLM's start"),
+    head("in memory profiling", r"Error in memory profiling\. Initial free memory", "cuda", "vLLM's profiling"),
     head("capacity is unbalanced", r"The memory capacity is unbalanced", "cuda", "SGLang's start"),
     head(
         "Free memory on device",
-        r"Free memory on device \S{0,20}\([\d.]{1,20}/[\d.]{1,20} GiB\)",
+        r"Free memory on device \S{0,20} ?\([\d.]{1,20}/[\d.]{1,20} GiB\)",
         "cuda",
         "vLLM's start",
     ),
@@ -368,6 +369,12 @@ DEVICE_HEADS: tuple[MessageHead, ...] = (
         "TensorFlow, pinned memory",
     ),
     head("CudaError: out of memory", r"\bCudaError: out of memory \(2\)", "cuda driver", "torch 1.0 and later"),
+    head(
+        "Error out of memory at line",
+        r"Error out of memory at line \d{1,6} in file \S{0,300}pythonInterface",
+        "cuda driver",
+        "paged memory of bitsandbytes",
+    ),
     head("Error out of memory at line", r"Error out of memory at line \d{1,6} in file", "cuda driver", "bitsandbytes"),
     head(
         "nvinfer1::|Cuda Runtime (out|OutOfMemory (no|amount of GPU memory|User allocator error",
@@ -484,6 +491,14 @@ DEVICE_HEADS: tuple[MessageHead, ...] = (
         r"(?:CUDA|HIP) error: (?:invalid configuration argument|too many resources requested for launch)",
         "cuda",
         "limits of a launch",
+    ),
+    # torch makes the handle at the first matrix product, where the error of an earlier kernel appears as well
+    head(
+        "_STATUS_ALLOC_FAILED",
+        r"\b(CUBLAS)_STATUS_ALLOC_FAILED when calling `?cublasCreate",
+        "",
+        "CUDA libraries",
+        certain=False,
     ),
     head("_STATUS_ALLOC_FAILED", r"\b(CUBLAS|CUSOLVER|CUSPARSE|CUDNN)_STATUS_ALLOC_FAILED", "", "CUDA libraries"),
     head("CURAND_STATUS_ALLOC", r"CURAND_STATUS_ALLOCATION_FAILED", "curand", "CUDA libraries"),

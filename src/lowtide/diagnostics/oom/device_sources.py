@@ -40,6 +40,13 @@ DEVICE_SOURCES: dict[str, Source] = {
         "check nvidia-smi for processes that hold the GPU: another server, a notebook, an earlier engine",
         "or a smaller gpu_memory_utilization, below the free share",
     ),
+    "vLLM's profiling": source(
+        "other-process",
+        "another process gave memory back while vLLM measured its own use at its start: the measurement is void",
+        "more of the GPU was free after the measurement than before it; memory is not what ran out",
+        "start the engine again while no other process starts or ends on the GPU (nvidia-smi): one engine at a time",
+        "or give each engine its own GPU",
+    ),
     "SGLang": source(
         "cap",
         "SGLang has no memory left for its KV cache: the weights take all of mem-fraction-static",
@@ -139,6 +146,13 @@ DEVICE_SOURCES: dict[str, Source] = {
         "free the GPU first (nvidia-smi, an earlier model of the notebook), or a smaller model or dtype",
         "or allow it, slowly: BitsAndBytesConfig(llm_int8_enable_fp32_cpu_offload=True) and your own device_map",
     ),
+    "device_map's disk": source(
+        "loading",
+        "the model fits neither on the GPUs nor in main memory: device_map puts the rest on the disk",
+        "from_pretrained needs a folder for those weights",
+        "free the GPU first (nvidia-smi, an earlier model of the notebook), or a smaller or quantized model",
+        'or allow it, slowly: from_pretrained(..., offload_folder="offload")',
+    ),
     "Metal beside PyTorch": source(
         "true-need",
         "Metal has no memory left for a command of MLX or llama.cpp: model, cache and scratch exceed its share",
@@ -194,7 +208,14 @@ DEVICE_SOURCES: dict[str, Source] = {
     ),
     "bitsandbytes": source(
         "not-pytorch",
-        "the GPU had no memory left for bitsandbytes, which allocates outside PyTorch's allocator",
+        "the GPU had no memory left for a kernel of bitsandbytes, outside PyTorch's allocator",
+        "it fails where PyTorch's cache or another process has filled the GPU",
+        "check nvidia-smi for other processes that hold the GPU",
+        "use smaller batches, so that PyTorch's cache leaves room: lowtide.fit(model, step, batch, budget=...)",
+    ),
+    "paged memory of bitsandbytes": source(
+        "not-pytorch",
+        "bitsandbytes had no memory for its paged optimizer, which allocates outside PyTorch's allocator",
         "paged optimizers use managed memory, which needs pinned host memory as well (little under WSL)",
         "under WSL, set more memory in .wslconfig, or use an optimizer that is not paged (adamw_bnb_8bit)",
         "use smaller batches, so that PyTorch's cache leaves room: lowtide.fit(model, step, batch, budget=...)",
@@ -324,10 +345,10 @@ DEVICE_SOURCES: dict[str, Source] = {
     ),
     "libraries of TensorFlow": source(
         "other-process",
-        "cuDNN or cuBLAS could not start for TensorFlow, most likely because the GPU's memory was taken",
-        "TensorFlow takes nearly the whole GPU at its start; the libraries need memory beside it",
-        "check nvidia-smi for processes that hold the GPU: another TensorFlow, a notebook that still runs",
-        "let the pool grow: TF_FORCE_GPU_ALLOW_GROWTH=true; if that does not help, compare the versions of cuDNN",
+        "cuDNN or cuBLAS could not start for TensorFlow or JAX, most likely because the GPU's memory was taken",
+        "both take most of the GPU at their start; the libraries need memory beside it",
+        "check nvidia-smi for processes that hold the GPU: another program, a notebook that still runs",
+        "let the pool grow: TF_FORCE_GPU_ALLOW_GROWTH=true, XLA_PYTHON_CLIENT_PREALLOCATE=false; or check the cuDNN",
     ),
     "Ultralytics": source(
         "true-need",
@@ -423,7 +444,7 @@ DEVICE_SOURCES: dict[str, Source] = {
     "Vulkan's largest buffer": source(
         "cap",
         "a single buffer is larger than the Vulkan driver allows, regardless of free memory",
-        "the driver states the limit as maxMemoryAllocationSize, often 2 or 4 GiB",
+        "the driver states the limit as maxMemoryAllocationSize or maxBufferSize, often 2 or 4 GiB",
         "use smaller buffers: a smaller --ubatch-size or context, a further quantized model",
         "update the driver, or set GGML_VK_FORCE_MAX_ALLOCATION_SIZE below the limit",
     ),

@@ -121,6 +121,10 @@ def _lines(e: Explanation) -> Iterator[str]:
         yield f"{e.further} more out-of-memory message{'s' * (e.further > 1)} in this text"
 
 
+_IN_USE = {"system": "in use", "xla": "needed by the program"}
+"""Name of the memory in use, by kind; that of tensors elsewhere."""
+
+
 def _numbers(m: Message) -> Iterator[tuple[str, int]]:
     open_ = ", or this one" if m.maybe_own and m.process_bytes is None else ""
     amounts = (
@@ -129,7 +133,7 @@ def _numbers(m: Message) -> Iterator[tuple[str, int]]:
         ("free", m.free_bytes),
         ("limit", m.allowed_bytes),
         ("this process", m.process_bytes),
-        ("in use" if m.kind == "system" else "in use by tensors", m.allocated_bytes),
+        (_IN_USE.get(m.kind, "in use by tensors"), m.allocated_bytes),
         ("  of that in private pools", m.private_pool_bytes),
         ("held by PyTorch, not in use", m.unallocated_bytes),
         ("this process, outside PyTorch", m.outside_bytes),

@@ -59,7 +59,9 @@ HOST_HEADS: tuple[MessageHead, ...] = (
         "abruptly|unexpectedly terminated|background ",
         r"One of the subprocesses has abruptly died during map|A process in the process pool was terminated abruptly"
         r"|[Oo]ne or more background workers are no longer alive|[Ss]ome background worker is 6 feet under"
-        r"|A worker process managed by the executor was unexpectedly terminated",
+        # where the message states how the workers ended, one must have been killed: a crash is not a lack of memory
+        r"|A worker process managed by the executor was unexpectedly terminated"
+        r"(?!.{0,400}The exit codes? of the workers? (?:are|is) \{(?![^}]{0,400}SIGKILL)[^}]{0,400}SIG)",
         "system",
         "pools of processes",
         certain=False,
@@ -78,6 +80,13 @@ HOST_HEADS: tuple[MessageHead, ...] = (
         r"|ExecutorLostFailure \(.{1,400}Exit (?:status|code)(?: is|:) 137",
         "system",
         "Spark's workers",
+        certain=False,
+    ),
+    head(
+        "driver has stopped unexpectedly",
+        r"[Ss]park driver has stopped unexpectedly and is restarting",
+        "system",
+        "Spark's driver",
         certain=False,
     ),
     head("sent SIGKILL!", r"Worker \(pid:\d{1,10}\) was sent SIGKILL!", "system", "gunicorn", certain=False),
@@ -240,9 +249,10 @@ HOST_HEADS: tuple[MessageHead, ...] = (
         certain=False,
     ),
     head(
-        "virtual memory condition|0xC00000|0xc00000|0xC000012|0xc000012|os error 1455|"
+        "virtual memory condition|shared file mapping|0xC00000|0xc00000|0xC000012|0xc000012|os error 1455|"
         "WinError|aging file|file di paging|pagina|Auslagerungsdatei|页面文件|ページング|페이징|подкачки",
-        r"diagnosed a low virtual memory condition|\b0x[Cc]000(?:0017|012[Dd])\b"
+        r"diagnosed a low virtual memory condition|shared file mapping: .{1,200}, error code: <(?:1455|1450|8)>"
+        r"|\b0x[Cc]000(?:0017|012[Dd])\b"
         r"|\[?WinError (?:1455|1450|8)\]|\bos error 1455\b|WinError 1455|[Pp]aging file is too small"
         r"|Auslagerungsdatei ist zu klein|fichier de pagination est insuffisant|archivo de paginación es demasiado"
         r"|arquivo de paginação é muito|file di paging|页面文件太小|ページング ?ファイルが小さ|페이징 파일이 너무"

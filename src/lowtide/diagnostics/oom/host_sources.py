@@ -108,7 +108,7 @@ HOST_SOURCES: dict[str, Source] = {
     ),
     "Windows": source(
         "host-memory",
-        "Windows' commit limit is reached: the paging file is too small (error 1455)",
+        "Windows' commit limit is reached: the paging file is too small (errors 1455, 1450 and 8)",
         "each process that loads CUDA's libraries reserves gigabytes, and so does each DataLoader worker",
         "enlarge the paging file (System, Advanced, Performance, Virtual memory), or let Windows manage its size",
         "use fewer DataLoader workers: num_workers=0 at first, and `if __name__ == '__main__':` around the script",
@@ -208,6 +208,13 @@ HOST_SOURCES: dict[str, Source] = {
         "use a larger spark.executor.memoryOverhead, or spark.executor.pyspark.memory",
         "use fewer cores an executor, smaller partitions, a smaller spark.sql.execution.arrow.maxRecordsPerBatch",
         "look in the executor's own log: a crash in a library looks the same",
+    ),
+    "Spark's driver": source(
+        "host-memory",
+        "Spark's driver has ended, most likely because the driver's host memory ran out",
+        "collect() and toPandas() bring whole tables to it, and Python models in a notebook are there, too",
+        "collect less: aggregate, sample, or write to files; or a driver with more memory",
+        "look in the driver's log (stderr, events of the cluster): other failures look the same",
     ),
     "Java's start": source(
         "host-memory",

@@ -34,9 +34,10 @@ _CLAUSES = {
     rf"|[Ff]ailed to allocate \S{{1,20}} \({_SIZE}\) from device|[Oo]ut of memory to allocate {_SIZE}"
     rf"|large alloc {_SIZE}|mach_vm_map\(size={_PLAIN_BYTES}|尝试分配了? ?(?:{_SIZE}|{_NUMBER} ?字节())",
     "total": rf"{_SIZE} total capacity|total capaci?ty of {_SIZE}|Device limit *: {_SIZE}|of {_SHORT_SIZE} [hv]"
-    rf"|Free memory on device \S{{0,20}}\([\d.]{{1,20}}/{_SIZE}\)|总容量为? ?{_SIZE}",
+    rf"|Free memory on device \S{{0,20}} ?\([\d.]{{1,20}}/{_SIZE}\)|总容量为? ?{_SIZE}",
     "free": rf"{_SIZE} free[;)]|of which {_SIZE} is free|Free \(according to CUDA\): {_SIZE}"
-    rf"|There are {_SHORT_SIZE} free|Free memory on device \S{{0,20}}\({_NUMBER}/[\d.]{{1,20}} (GiB)"
+    rf"|There are {_SHORT_SIZE} free|Free memory on device \S{{0,20}} ?\({_NUMBER}/[\d.]{{1,20}} (GiB)"
+    rf"|Available Free mem ?: {_SIZE}"
     rf"|(?:{_SIZE}|{_NUMBER} ?字节()) ?(?:空闲|可用)",
     "allocated": rf"{_SIZE} already allocated|{_SIZE} is allocated by PyTorch|MPS allocated: {_SIZE}"
     rf"|Currently allocated *: {_SIZE}|allocated so far: {_SIZE}|Used {_SHORT_SIZE} of"

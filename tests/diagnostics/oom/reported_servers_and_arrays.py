@@ -1,0 +1,152 @@
+# ruff: noqa: E501  (messages stand as programs print them)
+"""Kinds of output of servers, arrays on the host, compiled programs and messages that have other causes as well.
+
+The amounts and names are made up.
+"""
+
+from diagnostics.oom.reported import Reported  # type: ignore[import-not-found]
+
+REPORTED = [
+    Reported(
+        "vLLM's start, with the name of the device",
+        "other-process",
+        "nvidia-smi",
+        "ValueError: Free memory on device cuda:0 (9.73/23.52 GiB) on startup is less than desired GPU memory utilization (0.9, 21.17 GiB).",
+        says=r"23\.5 GiB  capacity\n +9\.73 GiB  free",
+    ),
+    Reported(
+        "vLLM's profiling beside a process that ends",
+        "other-process",
+        "start the engine again",
+        "AssertionError: Error in memory profiling. Initial free memory 22.03 GiB, current free memory 22.84 GiB. This happens when other processes sharing the same container release GPU memory while vLLM is profiling during initialization.",
+        says="gave memory back",
+        never="less of the GPU is free",
+    ),
+    Reported(
+        "one buffer of Vulkan, by the size of buffers",
+        "cap",
+        "smaller buffers",
+        "ggml_vulkan: Device memory allocation of size 1073741824 failed.\n"
+        "ggml_vulkan: Requested buffer size exceeds device buffer size limit: ErrorOutOfDeviceMemory\n"
+        "llama_model_load: error loading model: unable to allocate Vulkan0 buffer",
+        never="no memory left",
+    ),
+    Reported(
+        "a shared mapping on Windows",
+        "host-memory",
+        "paging file",
+        "RuntimeError: Couldn't open shared file mapping: <torch_14440_1723112230_6>, error code: <1455>",
+    ),
+    Reported(
+        "Windows' resources",
+        "host-memory",
+        "paging file",
+        "OSError: [WinError 1450] Insufficient system resources exist to complete the requested service",
+        says="1450",
+    ),
+    Reported(
+        "a kernel of bitsandbytes",
+        "not-pytorch",
+        "nvidia-smi",
+        r"Error out of memory at line 88 in file D:\a\bitsandbytes-windows-webui\csrc\ops.cu",
+        never="paged|WSL",
+    ),
+    Reported(
+        "paged memory of bitsandbytes",
+        "not-pytorch",
+        "WSL",
+        "Error out of memory at line 380 in file /mmfs1/home/u/git/bitsandbytes/csrc/pythonInterface.c",
+        says="paged",
+    ),
+    Reported(
+        "weights on a disk",
+        "loading",
+        "free the GPU first",
+        "ValueError: The current `device_map` had weights offloaded to the disk. Please provide an `offload_folder` for them.",
+        says="offload_folder=",
+    ),
+    Reported(
+        "a worker of a model server",
+        "true-need",
+        "fewer inputs at a time",
+        "[INFO ] W-9000-m_1.0-stdout MODEL_LOG - torch.cuda.OutOfMemoryError: CUDA out of memory. Tried to allocate 108.00 MiB (GPU 0; 14.76 GiB total capacity; 13.50 GiB already allocated; 35.75 MiB free; 13.65 GiB reserved in total by PyTorch)",
+        never=r"fit\(|the step",
+    ),
+    Reported(
+        "a program for a TPU",
+        "true-need",
+        "smaller batches",
+        "XlaRuntimeError: RESOURCE_EXHAUSTED: XLA:TPU compile permanent error. Ran out of memory in memory space hbm. Used 19.64G of 15.75G hbm. Exceeded hbm capacity by 3.89G.",
+        says=r"program needs 19\.6 GiB, and the device has 15\.8 GiB[\s\S]*needed by the program",
+        never="tensors|its driver",
+    ),
+    Reported(
+        "cuDNN beside JAX's pool",
+        "other-process",
+        "nvidia-smi",
+        "E external/local_xla/xla/stream_executor/cuda/cuda_dnn.cc:535] Could not create cudnn handle: CUDNN_STATUS_INTERNAL_ERROR\n"
+        "jaxlib.xla_extension.XlaRuntimeError: FAILED_PRECONDITION: DNN library initialization failed.",
+        says="XLA_PYTHON_CLIENT_PREALLOCATE",
+        certain=False,
+    ),
+    Reported(
+        "a cuBLAS handle, or an index out of range",
+        "not-pytorch",
+        "nvidia-smi",
+        "RuntimeError: CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`",
+        says=r"other causes, too[\s\S]*2\. if the device has room, run the step on the CPU",
+        certain=False,
+    ),
+    Reported(
+        "resources of HSA, with memory free",
+        "driver",
+        "look for a limit",
+        "Callback: Queue 0x7f12 aborting with error : HSA_STATUS_ERROR_OUT_OF_RESOURCES: The runtime failed to allocate the necessary resources. Available Free mem : 14021 MB Code: 0x1008",
+        says=r"13\.7 GiB of memory are free",
+        never="nvidia|no memory left",
+    ),
+    Reported(
+        "resources of HSA, with none free",
+        "not-pytorch",
+        "rocm-smi",
+        "Callback: Queue 0x7f12 aborting with error : HSA_STATUS_ERROR_OUT_OF_RESOURCES: The runtime failed to allocate the necessary resources. Available Free mem : 12 MB Code: 0x1008",
+        says="with 12 MiB free",
+        never="nvidia|without numbers",
+    ),
+    Reported(
+        "images of a whole data set",
+        "huge-tensor",
+        "do not load all 60000 images",
+        "numpy.core._exceptions._ArrayMemoryError: Unable to allocate 33.6 GiB for an array with shape (60000, 224, 224, 3) and data type float32",
+        says="uint8",
+        never="broadcast|logits",
+    ),
+    Reported(
+        "a join whose keys repeat",
+        "huge-tensor",
+        "a join whose keys repeat",
+        "numpy.core._exceptions.MemoryError: Unable to allocate 91.3 GiB for an array with shape (12254310412,) and data type int64",
+        never="broadcast",
+    ),
+    Reported(
+        "a sparse matrix made dense",
+        "huge-tensor",
+        "toarray",
+        "numpy.core._exceptions._ArrayMemoryError: Unable to allocate 45.2 GiB for an array with shape (50000, 121392) and data type float64",
+    ),
+    Reported(
+        "workers of joblib that were killed",
+        "host-memory",
+        "n_jobs",
+        "TerminatedWorkerError: A worker process managed by the executor was unexpectedly terminated. This could be caused by a segmentation fault while calling the function or by an excessive memory usage causing the Operating System to kill the worker.\n\n"
+        "The exit codes of the workers are {SIGKILL(-9), SIGABRT(-6)}",
+        certain=False,
+    ),
+    Reported(
+        "Spark's driver in a notebook",
+        "host-memory",
+        "collect less",
+        "The spark driver has stopped unexpectedly and is restarting. Your notebook will be automatically reattached.",
+        certain=False,
+    ),
+]
