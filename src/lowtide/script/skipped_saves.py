@@ -74,7 +74,7 @@ def _bound(functions: dict[int, Callable[..., Any]]) -> Iterator[tuple[Any, str,
     """Yield each global variable that is bound to one of these functions: its module, its name, the replacement."""
     for module in [*sys.modules.values()]:
         namespace = getattr(module, "__dict__", None)
-        if isinstance(namespace, dict):
+        if isinstance(namespace, dict) and not functions.keys().isdisjoint(map(id, [*namespace.values()])):
             for name, value in [*namespace.items()]:
                 if id(value) in functions:
                     yield module, name, functions[id(value)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from collections.abc import Iterator
 
 
@@ -15,7 +16,7 @@ def imports_frozen() -> Iterator[None]:
     some 200,000 objects, none of them a tensor or an optimizer. Nothing is hidden where the program itself called
     `gc.freeze` before, because `gc.unfreeze` would return its objects too.
     """
-    if gc.get_freeze_count():
+    if _has_frozen_objects():
         yield
         return
     gc.freeze()
@@ -23,3 +24,11 @@ def imports_frozen() -> Iterator[None]:
         yield
     finally:
         gc.unfreeze()
+
+
+def _has_frozen_objects() -> bool:
+    """Return True if the program has called `gc.freeze`, which hides everything that there is, `sys.modules` too.
+
+    `gc.get_freeze_count` would tell it, but counts all frozen objects: 0.1 s for a million.
+    """
+    return not any(obj is sys.modules for obj in gc.get_objects())
