@@ -3,6 +3,7 @@
 import gc
 import json
 import re
+import runpy
 import signal
 import subprocess
 import sys
@@ -57,6 +58,7 @@ class Done(NamedTuple):
 
 
 Run = Callable[..., Done]
+RunPlain = Callable[..., str]
 
 
 @pytest.fixture
@@ -80,9 +82,23 @@ def run(capfd: pytest.CaptureFixture[str]) -> Run:
     return command
 
 
+@pytest.fixture
+def run_plain(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> RunPlain:
+    """Run a script without Lowtide in this process, which has imported torch, and return its output."""
+
+    def output(*args: str) -> str:
+        capfd.readouterr()
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "argv", [*args])
+            runpy.run_path(args[0], run_name="__main__")
+        return capfd.readouterr().out
+
+    return output
+
+
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Output of the script without Lowtide."""
+    """Output of the script without Lowtide, in a process of its own."""
     path = tmp_path_factory.mktemp("plain") / "train.py"
     path.write_text(TRAIN, encoding="utf-8")
     return subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=300, check=True).stdout
@@ -201,11 +217,11 @@ def test_a_budget_that_no_plan_keeps_is_an_error(script: Callable[[str], str], r
 
 
 def test_a_budget_that_later_batches_do_not_keep_is_exit_code_1(
-    script: Callable[[str], str], run: Run, run_python: RunPython
+    script: Callable[[str], str], run: Run, run_plain: RunPlain
 ) -> None:
     train, rows = script(TRAIN), ("--steps", "8", "--rows", *(["256"] * 4 + ["2048"] * 4))
     done = run("run", "--budget", "85%", train, *rows)
-    assert (done.code, done.out) == (1, run_python(train, *rows).stdout)
+    assert (done.code, done.out) == (1, run_plain(train, *rows))
     assert "Training continues under the plan with the smallest measured peak, " in done.err
     assert done.err.count("later steps were above the budget, so the exit code is 1: ") == 1
 
@@ -522,12 +538,12 @@ def test_a_script_whose_optimizers_step_inside_of_backward_trains_to_the_same_bi
 
 
 def test_a_step_without_an_optimizer_of_torch_ends_at_the_next_call(
-    script: Callable[[str], str], run: Run, run_python: RunPython
+    script: Callable[[str], str], run: Run, run_plain: RunPlain
 ) -> None:
     seeded = BY_HAND.replace("model = ", "torch.manual_seed(0)\nmodel = ", 1)
     train = script(seeded.replace("100", "5") + "    print([p.sum().item().hex() for p in model.parameters()])\n")
     done = run("run", "--budget", "100%", train)
-    assert (done.code, done.out) == (0, run_python(train).stdout)
+    assert (done.code, done.out) == (0, run_plain(train))
     assert "rehearsed Linear in 2 steps" in done.err
     assert done.err.count("within the budget") == 1
     assert run("rehearse", script(BY_HAND)).code == 0
@@ -660,13 +676,13 @@ def test_a_plan_without_a_step_under_it_is_said(script: Callable[[str], str], ru
 
 
 def test_models_trained_one_after_another_get_plans_until_several_took_few_steps(
-    script: Callable[[str], str], run: Run, run_python: RunPython
+    script: Callable[[str], str], run: Run, run_plain: RunPlain
 ) -> None:
     head, loop = TRAIN.split("model = nn")
     loop = "".join(f"    {line}\n" for line in ("model = nn" + loop).splitlines())
     train = script(f"{head}for fold in range({MOST_SHORT + 2}):\n{loop}")
     done = run("run", "--budget", "90%", train)
-    assert (done.code, done.out) == (0, run_python(train).stdout)
+    assert (done.code, done.out) == (0, run_plain(train))
     assert done.err.count("within the budget") == MOST_SHORT + 1
     assert done.err.count(NEXT_REHEARSED) == MOST_SHORT
     assert done.err.count("another model is trained now, without a plan") == 1
@@ -701,10 +717,10 @@ print(bits.hexdigest())
 @pytest.mark.slow
 @pytest.mark.parametrize(("n_critic", "late"), [(1, 0), (2, 1), (5, 0), (5, 1)])
 def test_a_script_whose_models_take_turns_has_one_plan_for_both(
-    n_critic: int, late: int, script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path
+    n_critic: int, late: int, script: Callable[[str], str], run: Run, run_plain: RunPlain, tmp_path: Path
 ) -> None:
     saved, given = str(tmp_path / "plan.json"), (script(GAN), str(n_critic), str(late))
-    plain = run_python(*given).stdout
+    plain = run_plain(*given)
     for within in (("--budget", "90%", "--save", saved), ("--plan", saved)):
         done = run("run", *within, *given)
         assert (done.code, done.out) == (0, plain)
@@ -720,7 +736,7 @@ def test_a_script_whose_models_take_turns_has_one_plan_for_both(
 @pytest.mark.slow
 @pytest.mark.parametrize("n_tried", [1, 2, 3])
 def test_a_script_that_tries_a_copy_of_its_model_first(
-    n_tried: int, script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path
+    n_tried: int, script: Callable[[str], str], run: Run, run_plain: RunPlain, tmp_path: Path
 ) -> None:
     saved = str(tmp_path / "plan.json")
     head, loop = TRAIN.split("optimizer = ")
@@ -731,7 +747,7 @@ def test_a_script_that_tries_a_copy_of_its_model_first(
     within = [("--budget", "90%", "--save", saved), ("--plan", saved)]
     for n, options in enumerate(within[: 1 if n_tried == 2 else 2]):  # that plan does not count what is beside the copy
         done = run("run", *options, train)
-        assert (done.code, done.out) == (0, run_python(train).stdout)
+        assert (done.code, done.out) == (0, run_plain(train))
         is_followed = n_tried == 3  # a plan for the copy, and from a budget also one for the model
         assert done.err.count("within the budget") == (2 if is_followed and n == 0 else 1)
         assert (NEXT_REHEARSED in done.err) == (is_followed and n == 0)
@@ -761,11 +777,11 @@ GROWN = (
 
 @pytest.mark.slow
 def test_batches_that_are_larger_than_the_planned_one_are_said_once(
-    script: Callable[[str], str], run: Run, run_python: RunPython, tmp_path: Path
+    script: Callable[[str], str], run: Run, run_plain: RunPlain, tmp_path: Path
 ) -> None:
     train, saved = script(TRAIN), str(tmp_path / "plan.json")
     rows = ("--steps", "8", "--rows", "256", "256", "256", "200", "300", "400")
-    plain = run_python(train, *rows).stdout
+    plain = run_plain(train, *rows)
     done = run("run", "--budget", "90%", "--save", saved, train, *rows)
     assert (done.code, done.out) == (0, plain)
     assert done.err.count("was given") == done.err.count(GROWN) == 1
@@ -824,16 +840,16 @@ for _ in range(4):
 """
 
 
-@pytest.mark.parametrize("command", [("run", "--budget", "90%"), ("watch",), ("rehearse",), ("estimate",)])
 def test_an_error_inside_of_a_step_is_shown_without_frames_of_ours(
-    command: tuple[str, ...], script: Callable[[str], str], run: Run, run_python: RunPython
+    script: Callable[[str], str], run: Run, run_python: RunPython
 ) -> None:
     train = script(FAILS_INSIDE)
     alone = run_python(train).stderr
     assert alone.count("Traceback") == 2
-    done = run(*command, train)
-    assert alone in done.err
-    assert "LT0" not in done.err  # nor is what the error leaves a finding
+    for command in (("run", "--budget", "90%"), ("watch",), ("rehearse",), ("estimate",)):
+        done = run(*command, train)
+        assert alone in done.err, command
+        assert "LT0" not in done.err  # nor is what the error leaves a finding
 
 
 REENTRANT = """
@@ -889,9 +905,10 @@ def test_a_script_that_is_no_python_is_shown_as_python_shows_it(
 def test_a_script_that_is_interrupted_says_where(
     command: tuple[str, ...], script: Callable[[str], str], run: Run, run_python: RunPython
 ) -> None:
-    train = script(FAILS.replace("KeyError('mine')", "KeyboardInterrupt"))
+    updated = '    print("updated")\n'
+    train = script(BY_HAND.replace(updated, f"{updated}    raise KeyboardInterrupt\n"))
     alone = run_python(train)
-    assert "line 2" in alone.stderr
+    assert "line 11, in <module>\n    raise KeyboardInterrupt" in alone.stderr
     assert run(*command, train) == (130, alone.stdout, alone.stderr)
 
 
@@ -1193,9 +1210,9 @@ OTHERS = ["count", "mean", "slots", "drawn", "bound", "sobol"]
 @pytest.mark.default_cases(1)
 @pytest.mark.parametrize("kind", ["torch", "global", "env", "iterator", *OTHERS])
 def test_a_script_whose_blocks_draw_from_generators_of_their_own(
-    kind: str, script: Callable[[str], str], run: Run, run_python: RunPython
+    kind: str, script: Callable[[str], str], run: Run, run_plain: RunPlain
 ) -> None:
-    plain = run_python(script(OWN_DRAWS), kind).stdout
+    plain = run_plain(script(OWN_DRAWS), kind)
     done = run("run", "--budget", "85%", script(OWN_DRAWS), kind)
     assert (done.code, done.out) == (0, plain)
     assert "within the budget" in done.err
@@ -1298,8 +1315,8 @@ for step in range(5):
 
 
 @pytest.mark.slow
-def test_a_script_with_lazy_modules(script: Callable[[str], str], run: Run, run_python: RunPython) -> None:
-    plain = run_python(script(LAZY)).stdout
+def test_a_script_with_lazy_modules(script: Callable[[str], str], run: Run, run_plain: RunPlain) -> None:
+    plain = run_plain(script(LAZY))
     done = run("run", "--budget", "90%", script(LAZY))
     assert (done.code, done.out) == (0, plain)
     assert "within the budget" in done.err
