@@ -204,7 +204,7 @@ def test_recurrent_layers_fit_by_one_gpus_measurement_and_not_where_that_is_too_
         assert found == code
         assert "it fits, if some memory is as measured on one GPU" in out
         assert "counted as measured on one GPU, an H200 with cuDNN 9.19" in out
-    code, out, _ = estimate(RECURRENT.replace("randn(7, 64", "randn(7, 2000000"), args=("LSTM", "cuda"))
+    code, out, _ = estimate(RECURRENT.replace("randn(7, 64", "empty(7, 2000000"), args=("LSTM", "cuda"))
     assert code == 1
     assert "it does not fit" in out
     plain, _, _ = estimate(RECURRENT, "--strict", args=("attention", "cuda"))

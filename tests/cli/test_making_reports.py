@@ -85,7 +85,7 @@ WRITING = {
     "estimate": ("estimate", "--budget", "1GiB", "--json", "FILE", "SCRIPT"),
     "estimate for a GPU": ("estimate", "--device", "T4", "--batch", "8", "--json", "FILE", "SCRIPT"),
     "watch": ("watch", "--json", "FILE", "SCRIPT"),
-    "demo": ("demo", "--layers=1", "--batch-size=1", "--length=16", "--steps=1", "--budget=100%", "--json", "FILE"),
+    "demo": ("demo", "--layers=1", "--batch-size=1", "--length=128", "--steps=1", "--budget=100%", "--json", "FILE"),
 }
 ANSWERS = {
     "rehearse": "A step needs",
