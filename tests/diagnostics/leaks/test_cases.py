@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from diagnostics.leaks import cases, cases_of_holders, cases_of_loops, cases_of_reports
+from diagnostics.leaks import cases, cases_of_growth, cases_of_holders, cases_of_loops, cases_of_reports
 from diagnostics.leaks.cases import Case  # type: ignore[import-not-found]
 
 pytestmark = pytest.mark.xdist_group("watched scripts")  # in one worker, for `reports`
@@ -29,7 +29,7 @@ class Script:
         return str(self.case.text(self.case.mended if self.is_mended else self.case.broken))
 
 
-CASES = [*cases.CASES, *cases_of_holders.CASES, *cases_of_loops.CASES, *cases_of_reports.CASES]
+CASES = [*cases.CASES, *cases_of_holders.CASES, *cases_of_growth.CASES, *cases_of_loops.CASES, *cases_of_reports.CASES]
 BROKEN, MENDED = ([Script(case, is_mended) for case in CASES] for is_mended in (False, True))
 
 

@@ -132,7 +132,7 @@ class FindingLog:
     def add(self, retained: Iterable[RetainedObject], *, least_bytes: int, largest_graph_bytes: int, step: int) -> None:
         """Add the objects that one inspection, in step `step`, found, if their holder holds at least `least_bytes`."""
         for key, group in _by_holder(retained).items():
-            for subject in ("nodes", "evaluation", "gradients", "models", "optimizers"):
+            for subject in ("nodes", "evaluation", "carried", "gradients", "models", "optimizers", "parameters"):
                 others = [item for item in group if item.subject == subject]
                 if _unique_bytes(others) >= least_bytes:
                     self._add(f"{subject} {key}", others, largest_graph_bytes, step)

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
+
+from lowtide._torch.autograd_graph import is_leaf, variable_of
+from lowtide.diagnostics.leaks.tensor_graphs import computing
 
 if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+
     from lowtide.diagnostics.leaks.call_log import CallLog
 
 _PARAMETERS, _ELEMENTS = 16, 8
 """Number of parameters of a module, and of elements of each, that are compared."""
+
+_WITHOUT_MODEL = 0
+"""Number that stands for the leaves of a loop without a model, which no id of a module equals."""
 
 
 class HandUpdates:
@@ -27,19 +36,36 @@ class HandUpdates:
 
     def has_updated(self, module: nn.Module) -> bool:
         """Return True if weights of `module` have changed since it was called before."""
-        if self._calls.last_updates or self._n_backwards.get(id(module)) == self._calls.n_backwards:
+        return self._have_changed(id(module), lambda: _trained(module))
+
+    def has_updated_leaves(self, nodes: Iterable[Node]) -> bool:
+        """Return True if leaves of the graph of `nodes` have changed since another graph of a loop without a model."""
+        return self._have_changed(_WITHOUT_MODEL, lambda: _leaves(nodes))
+
+    def _have_changed(self, number: int, tensors: Callable[[], Iterable[Tensor]]) -> bool:
+        if self._calls.last_updates or self._n_backwards.get(number) == self._calls.n_backwards:
             return False
-        self._n_backwards[id(module)] = self._calls.n_backwards
+        self._n_backwards[number] = self._calls.n_backwards
         weights: dict[int, tuple[float, ...]] = {}
         with suppress(RuntimeError):  # weights inside a functional transform have no values
-            weights = _some_weights(module)
+            weights = _some_weights(tensors())
         has_changed = any(self._weights.get(number, values) != values for number, values in weights.items())
+        are_new = self._weights.keys().isdisjoint(weights)  # updates that make new tensors, as in functional style
         self._weights |= weights
-        return has_changed and self._calls.n_backwards > 0
+        return (has_changed or (are_new and number == _WITHOUT_MODEL)) and self._calls.n_backwards > 0
 
 
-def _some_weights(module: nn.Module) -> dict[int, tuple[float, ...]]:
-    weights = [p for p in module.parameters() if type(p) is nn.Parameter and p.requires_grad]
+def _trained(module: nn.Module) -> list[Tensor]:
+    return [p for p in module.parameters() if type(p) is nn.Parameter and p.requires_grad]
+
+
+def _leaves(nodes: Iterable[Node]) -> list[Tensor]:
+    upstream = (function for node in computing(nodes) for function, _ in node.next_functions)
+    leaves = {function: variable_of(function) for function in upstream if function is not None and is_leaf(function)}
+    return [leaf for leaf in leaves.values() if type(leaf) in (Tensor, nn.Parameter)]
+
+
+def _some_weights(weights: Iterable[Tensor]) -> dict[int, tuple[float, ...]]:
     weights = [p for p in weights if p.device.type != "meta" and p.numel() and not p.is_sparse]
     some = weights[:: 1 + len(weights) // _PARAMETERS]
     return {id(p): tuple(p.detach().as_strided((min(p.numel(), _ELEMENTS),), (1,)).tolist()) for p in some}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,7 @@ from lowtide.diagnostics.leaks.live_tensors import (
     standing_storages,
     storage_bytes,
 )
+from lowtide.diagnostics.leaks.optimizer_orphans import Orphans, orphans_of_optimizers
 from lowtide.diagnostics.leaks.reference_cycles import cycle_holder
 from lowtide.diagnostics.leaks.referrers import MOST_TENSORS, HolderSearch
 from lowtide.diagnostics.leaks.registered_hooks import RegisteredHooks
@@ -74,8 +75,9 @@ class RetainedObject:
     n_tensors: int = 1
     subject: str = "tensors"
     """Kind of the object: "tensors"; "nodes" of a graph whose saved tensors backward has freed; "evaluation" for
-    tensors that are found during an evaluation, between calls without gradients; "gradients" of tensors that are no
-    parameters; "models" and "optimizers" for copies that are not in use.
+    tensors that are found during an evaluation, between calls without gradients; "carried" for outputs without a
+    graph that are given to the next call; "gradients" of tensors that are no parameters; "models" and "optimizers" for
+    copies that are not in use; "parameters" that only an optimizer still refers to.
     """
     idle_ids: frozenset[int] = frozenset()
     """Ids of the modules of a copy that is not in use."""
@@ -83,6 +85,8 @@ class RetainedObject:
     """True if the object's graph began before the watch did."""
     is_from_before: bool = False
     """True if all of the object's graph was made before the watch began."""
+    has_model: bool = True
+    """False in a loop that calls no model: steps are told by backward passes, and no call made the graph."""
     is_of_gradients: bool = False
     """True if the `.grad` of a parameter has this graph."""
     buffer: str | None = None
@@ -131,6 +135,8 @@ class InspectionInput:
     """True if an input of the current call was computed by an earlier call of the module."""
     in_evaluation: bool = False
     """True between calls without gradients."""
+    has_model: bool = True
+    """True once a model was called with gradients."""
     watched_from: int = 0
     """Number of the first graph node that was made under the watch."""
     last_step: int = 0
@@ -177,9 +183,10 @@ def inspect(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
                 born=view.last_step,
             )
             retained.append((item, [index]))
-    outputs = view.calls.of_output(set(by_storage))
+    outputs = view.calls.of_output(set(by_storage) | view.inputs)
     for number, indices in by_storage.items():
         retained.append((_retained_storage(number, indices, outputs.get(number), view, live), indices))
+    retained += _carried(plain & view.inputs & outputs.keys(), held, outputs, view, live)
     retained.sort(key=lambda entry: -entry[0].held_bytes)
     if sum(item.held_bytes for item, _ in retained) >= view.least_bytes:
         _find_holders(retained, view, live)
@@ -191,7 +198,21 @@ def inspect(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
     _note_data(retained, view, live)
     view.known.note(tensors, view.last_step)
     copies = [] if view.in_evaluation else _idle_copies(view, live)
-    return [item for item, _ in retained] + copies
+    orphans = [] if view.in_evaluation else _orphans(view, live)
+    return [item for item, _ in retained] + copies + orphans
+
+
+def _carried(
+    numbers: set[int], held: list[int], outputs: dict[int, Call], view: InspectionInput, live: LiveObjects
+) -> Iterator[tuple[RetainedObject, list[int]]]:
+    """Yield the storages `numbers`, which earlier calls have returned and the current one is given, without a graph."""
+    by_storage: dict[int, list[int]] = {}
+    for index in held if numbers else ():
+        if (number := storage_id(live.tensors[index])) in numbers:
+            by_storage.setdefault(number, []).append(index)
+    for number, indices in by_storage.items():
+        item = _retained_storage(number, indices, outputs[number], view, live)
+        yield replace(item, subject="carried", is_input=True, is_output=False), indices
 
 
 def _note_data(retained: list[tuple[RetainedObject, list[int]]], view: InspectionInput, live: LiveObjects) -> None:
@@ -245,6 +266,41 @@ def _idle_copies(view: InspectionInput, live: LiveObjects) -> list[RetainedObjec
     return items
 
 
+def _orphans(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
+    """Return the parameters that only optimizers still refer to; their holders are the groups of the optimizers."""
+    found = list(orphans_of_optimizers(live))
+    items = [
+        RetainedObject(
+            held_bytes=sum(orphans.storages.values()),
+            storages=orphans.storages,
+            subject="parameters",
+            born=view.last_step,
+        )
+        for orphans in found
+    ]
+    if sum(item.held_bytes for item in items) >= view.least_bytes:
+        search = _holder_search(view, live)
+        search.ignored |= {id(found), *map(id, found)}
+        _assign_holders(
+            {n: [item] for n, item in enumerate(items)}, search, [(n, o.optimizer) for n, o in enumerate(found)]
+        )
+        for item, orphans in zip(items, found, strict=True):
+            if item.holder is not None:
+                item.holders = [_groups_of(item.holder, orphans)]
+    return items
+
+
+def _groups_of(holder: Holder, orphans: Orphans) -> Holder:
+    """Return the holder for the groups of the optimizer that `holder` holds."""
+    entries = f"[{orphans.n_groups} entries]"
+    return replace(
+        holder,
+        text=f"{holder.text} .param_groups{entries}",
+        key=f"{holder.key} groups",
+        containers={id(orphans.optimizer.param_groups): orphans.n_groups},
+    )
+
+
 def _is_relevant(index: int, graph: Graph, item: RetainedObject, live: LiveObjects) -> bool:
     """Return True if releasing the tensor frees part of the graph, or enough memory of its own."""
     own_bytes = item.storages.get(storage_id(live.tensors[index]), 0)
@@ -275,6 +331,7 @@ def _retained_graph(graph: Graph, view: InspectionInput, live: LiveObjects, excu
         storages=alive,
         n_tensors=len(tensors),
         is_of_gradients=bool(graph.gradient_of),
+        has_model=view.has_model,
         buffer=next((live.buffers[id(t)] for t in tensors if id(t) in live.buffers), None),
         is_older=min(numbers) < view.watched_from,
         is_from_before=max(numbers) < view.watched_from,

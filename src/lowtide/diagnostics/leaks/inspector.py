@@ -6,7 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,9 @@ from lowtide.diagnostics.leaks.output_checks import record_duplicate_inputs
 from lowtide.diagnostics.leaks.step_boundaries import FIRST, StepBoundaries
 from lowtide.diagnostics.leaks.tensor_graphs import computing
 from lowtide.diagnostics.leaks.unread_gradients import UnreadGradients
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
 
 LEAST_BYTES = 16 * 1024
 """Smallest number of bytes of a finding that is reported whatever its share."""
@@ -58,14 +61,25 @@ class Inspector:
         self._arguments, self._running_module, self._ignores_older = arguments, running_module, ignores_older
         self.boundaries, self.known, self._by_hand = StepBoundaries(), KnownStorages(), HandUpdates(calls)
         self.has_begun = False
-        """True once a model was called with gradients."""
+        """True once a step has begun: a model was called with gradients, or a backward pass ran without any."""
         self.largest_graph_bytes = 0
         """Bytes that the graph of the largest forward keeps."""
+        self.has_model = False
+        """True once a model was called with gradients; until then, backward passes mark the steps."""
+        self._installed_at = 1
+        """Number of the first graph node after the watch began."""
+        self._after_backward = 0
+        """Number of the first graph node after the last backward pass."""
         self._watched_from = 0
         self._at_boundary = False
         self._n_exceptions = 0
         self._evaluations: dict[int, tuple[int, int]] = {}  # place -> updates before, and calls without gradients since
         self._n_evaluations = 0
+
+    def watch_begins(self) -> None:
+        """Record what exists before the watch, for loops whose first step no call of a model announces."""
+        self._installed_at = next_sequence_number() or 1
+        self.known.note(LiveObjects().tensors, 0)
 
     def call_begins(self, key: int, module: nn.Module, *, is_evaluation: bool) -> None:
         """Inspect memory if it is due when a model is called from outside at the place `key`.
@@ -81,6 +95,23 @@ class Inspector:
         if has_gradients and sys.exc_info()[1] is not None and self._n_exceptions < _SUSPICIONS:
             self._n_exceptions += 1
             self.inspect(next_sequence_number(), only=lambda item: item.is_held_as("exception"))
+
+    def backward_begins(self, key: int, nodes: list[Node]) -> None:
+        """Begin a step if the backward pass does, from the place `key` at `nodes`, in a loop that calls no model."""
+        if self.has_model:
+            return
+        self._watched_from = self._watched_from or self._installed_at
+        if self._by_hand.has_updated_leaves(nodes):
+            self.boundaries.stepped(self._after_backward)
+        if self.has_begun and self.boundaries.is_next_step(key):
+            self._begin_step()
+        self.has_begun = True
+        self.boundaries.called(key)
+
+    def backward_ends(self) -> None:
+        """Record that a backward pass has ended, after which code may update weights by hand."""
+        if not self.has_model:
+            self._after_backward = next_sequence_number()
 
     def inspect_end(self) -> None:
         """Inspect memory a last time: no forward follows that an output left over could add to."""
@@ -102,17 +133,21 @@ class Inspector:
         if has_gradients and self._by_hand.has_updated(module):
             self.boundaries.stepped(next_sequence_number())
         if self.has_begun and self.boundaries.is_next_step(key):
-            self._steps.begin(self.boundaries.first_number)
-            if self.boundaries.is_due():
-                self._at_boundary = True
-                self.inspect(self.boundaries.first_number, is_later=True)
-                self._at_boundary = False
+            self._begin_step()
         elif self.has_begun and has_gradients:
             self._inspect_suspect(key, module)
         self.has_begun |= has_gradients
+        self.has_model |= has_gradients
         if not has_gradients:
             self._inspect_evaluation(key)
         self.boundaries.called(key)
+
+    def _begin_step(self) -> None:
+        self._steps.begin(self.boundaries.first_number)
+        if self.boundaries.is_due():
+            self._at_boundary = True
+            self.inspect(self.boundaries.first_number, is_later=True)
+            self._at_boundary = False
 
     def _inspect_suspect(self, key: int, module: nn.Module) -> None:
         """Inspect if a line calls a model again within one step while the graph of its last call still waits for
@@ -183,6 +218,7 @@ class Inspector:
             new_from=new_from,
             least_bytes=self.least_bytes,
             is_fed_back=self._is_fed_back(),
+            has_model=self.has_model,
             watched_from=self._watched_from,
             last_step=max(1, self._steps.now - self._at_boundary),
         )

@@ -37,6 +37,7 @@ class _Candidate:
 
     parameter: weakref.ref[Tensor]
     gradient: weakref.ref[Tensor]
+    was_zero: bool
 
     @property
     def is_idle(self) -> bool:
@@ -45,6 +46,13 @@ class _Candidate:
         if parameter is None or gradient is None or parameter.grad is not gradient:
             return False
         return bool(gradient.count_nonzero())
+
+    @property
+    def is_always_zero(self) -> bool:
+        """True if the gradient is zero, as before: nothing tells if it is idle, as of a bias that losses cancel out."""
+        parameter, gradient = self.parameter(), self.gradient()
+        is_same = parameter is not None and gradient is not None and parameter.grad is gradient
+        return is_same and self.was_zero and not self.is_idle
 
 
 @dataclass(slots=True)
@@ -76,7 +84,7 @@ class UnreadGradients:
         if not self._has_looked and self._n_updates >= _INSPECTED_UPDATES[0]:
             self._has_looked = True
             self._candidates = {
-                id(p): _Candidate(weakref.ref(p), weakref.ref(gradient))
+                id(p): _Candidate(weakref.ref(p), weakref.ref(gradient), not gradient.count_nonzero())
                 for p in _outside_optimizers(live)
                 if not _is_read(p) and (gradient := p.grad) is not None and gradient.grad_fn is None
             }
@@ -84,10 +92,11 @@ class UnreadGradients:
         if self._n_updates < _INSPECTED_UPDATES[1] or not self._candidates:
             return
         idle = {number for number, candidate in self._candidates.items() if candidate.is_idle}
+        unsure = {number for number, candidate in self._candidates.items() if candidate.is_always_zero}
         names = module_names(model, live.modules)
         for root in roots_of(live.modules):
             root_name = variable_name(root)
-            for module in _idle_modules(root, idle):
+            for module in _idle_modules(root, idle, unsure):
                 name = names[id(module)]
                 if root_name is not None:
                     name = ".".join((root_name, *name.split(".")[1:]))
@@ -169,15 +178,15 @@ def _is_read(parameter: Tensor) -> bool:
     return has_gradient_hooks(parameter) or has_accumulation_hooks(parameter)
 
 
-def _idle_modules(module: nn.Module, idle: set[int]) -> Iterator[nn.Module]:
-    """Yield the largest modules in which every parameter with a gradient is idle."""
+def _idle_modules(module: nn.Module, idle: set[int], unsure: set[int]) -> Iterator[nn.Module]:
+    """Yield the largest modules in which every parameter with a gradient is idle, `unsure` ones aside."""
     with_gradient = [p for p in module.parameters() if p.grad is not None]
     if not any(id(p) in idle for p in with_gradient):
         return
-    if all(id(p) in idle for p in with_gradient) and all(
+    if all(id(p) in idle | unsure for p in with_gradient) and all(
         p.grad is not None for p in module.parameters() if p.requires_grad
     ):
         yield module
         return
     for child in module.children():
-        yield from _idle_modules(child, idle)
+        yield from _idle_modules(child, idle, unsure)

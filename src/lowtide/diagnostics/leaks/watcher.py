@@ -102,6 +102,7 @@ class Watch(Displayed):
         if self._findings is not None:
             raise LowtideError("this watch was used before. Create a new one with lowtide.watch().")
         self._events.install()
+        self._run_guarded(self._inspector.watch_begins)
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
@@ -153,7 +154,7 @@ class Watch(Displayed):
             return f"the watch ended early because of an internal error: {self._failure!r}"
         caveat = ""
         where = f"{self.n_steps} step{'s' * (self.n_steps != 1)}"
-        if not self._inspector.has_begun:
+        if not self._inspector.has_model and not self._inspector.boundaries.n_updates:
             caveat = "no model was called with gradients on"
         elif not self._inspector.boundaries.n_updates:
             where = f"{self._calls.n_calls} call{'s' * (self._calls.n_calls != 1)} of the model"
@@ -198,16 +199,21 @@ class Watch(Displayed):
 
     def backward_begins(self, roots: Iterable[Any], retain: bool, create: bool, partial: bool) -> None:
         """Handle the beginning of a backward pass at `roots`."""
-        backward = Backward(calling_site().place, self._steps.now, retain, create, partial, self._calls.n_calls)
+        site, roots = calling_site(), list(roots)
+        if not self._inspector.has_model:
+            nodes = [node for root in roots if (node := getattr(root, "grad_fn", None)) is not None]
+            self._run_guarded(lambda: self._inspector.backward_begins(site.key, nodes))
+        backward = Backward(site.place, self._steps.now, retain, create, partial, self._calls.n_calls)
         self._calls.running_backward = backward
         self._calls.n_backwards += 1
         self._dropped.backward_begins()
-        self._run_guarded(lambda: self._begin_backward(backward, list(roots)))
+        self._run_guarded(lambda: self._begin_backward(backward, roots))
 
     def backward_ends(self, *, has_failed: bool) -> None:
         """Handle the end of a backward pass; `has_failed` if an exception has ended it."""
         self._calls.running_backward = None
         self._has_failed = has_failed
+        self._inspector.backward_ends()
         self._run_guarded(self._gradients.backward_ends)
 
     def optimizer_stepped(self, number: int, parameters: Iterable[Tensor]) -> None:

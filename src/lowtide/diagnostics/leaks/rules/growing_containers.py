@@ -107,7 +107,7 @@ class RunningSumOfGraphs(Rule):
 class GrowingList(Rule):
     """Rule for a container whose bytes and entries grow over several inspections in a row."""
 
-    subjects = ("tensors", "gradients", "models", "optimizers")
+    subjects = ("tensors", "carried", "gradients", "models", "optimizers", "parameters")
     gathers = True
     ends_without_growth = True
     fix_of_cache = "limit the cache of `{name}` (`lru_cache(maxsize=...)`), or call `{name}.cache_clear()` each epoch"
@@ -129,6 +129,14 @@ class GrowingList(Rule):
         "which stores nothing"
     )
 
+    fix_of_state = (
+        "begin each batch or sequence with an empty `{name}` (a new cache), or keep only its newest part: each call "
+        "adds to it"
+    )
+    fix_of_module_state = (
+        "set `self.{name}` to None before the next batch, or keep only its newest part: each call adds to it"
+    )
+
     def fix_for(self, item: RetainedObject, history: History) -> str:
         """Return the advice; nothing can be put into the cache of a function, or into an iterator."""
         if item.holder is not None and item.holder.is_cycle:
@@ -139,6 +147,8 @@ class GrowingList(Rule):
             return _FIX_OF_COPIES[item.subject]
         if item.subject == "gradients":
             return self.fix_of_gradients
+        if item.subject == "carried" or (item.is_state and item.is_held_as("module")):
+            return self.fix_of_module_state if item.is_held_as("module") else self.fix_of_state
         if item.holder is not None and item.holder.is_cache:
             return self.fix_of_cache
         is_of_data = item.holder is not None and item.holder.is_keyed and not item.calls
@@ -149,6 +159,8 @@ class GrowingList(Rule):
             return grows(history.held_bytes, 2) and grows(history.entries, 2)
         if item.has_graph or item.is_within_data or not grows(history.held_bytes):
             return False
+        if item.subject == "carried":
+            return _is_added_to(item, history)
         if item.subject == "gradients":
             return True
         return (grows(history.entries) and not history.has_stopped) or _is_added_to(item, history)
@@ -157,6 +169,8 @@ class GrowingList(Rule):
 _FIX_OF_COPIES = {
     "models": "do not keep whole models in `{name}`: keep the best one, its `state_dict()` on the CPU, or a "
     "checkpoint file",
+    "parameters": "create a new optimizer when parameters are replaced, or remove their group from "
+    "`{name}.param_groups` and their entries from `{name}.state`: `add_param_group` only adds",
     "optimizers": "do not keep old optimizers in `{name}`, because each holds its own state: create one optimizer per "
     "model and change its `param_groups`",
 }
@@ -166,10 +180,13 @@ _NAMED_KINDS = ("variable", "closure", "generator", "class", "context variable")
 
 
 def _is_added_to(item: RetainedObject, history: History) -> bool:
-    """Return True if a single tensor was larger at each of many inspections: outputs are joined to it."""
-    has_name = item.holder is not None and item.holder.kind in _NAMED_KINDS
-    is_tensor = has_name and not history.entries[-1] and not item.is_output
-    return is_tensor and grows(history.held_bytes, JOINS) and history.held_bytes[-1] >= 2 * history.held_bytes[-JOINS]
+    """Return True if the same number of tensors was larger at each of many inspections: outputs are joined to them."""
+    is_joined_state = item.is_state and item.is_held_as("module")
+    has_name = item.holder is not None and (item.holder.kind in _NAMED_KINDS or is_joined_state)
+    is_same_number = has_name and not item.is_output and len({*history.entries[-JOINS:]}) == 1
+    return (
+        is_same_number and grows(history.held_bytes, JOINS) and history.held_bytes[-1] >= 2 * history.held_bytes[-JOINS]
+    )
 
 
 LEAST_HOST_BYTES = 100 * 1024

@@ -23,4 +23,5 @@ class WeightAverage(Rule):
     """
 
     def matches(self, item: RetainedObject, history: History) -> bool:
-        return item.has_graph and not item.calls and not item.backwards and not item.is_older
+        is_outside = item.has_model or len(item.steps) > 1  # without a model every graph is made outside its calls
+        return is_outside and item.has_graph and not item.calls and not item.backwards and not item.is_older

@@ -1,0 +1,224 @@
+"""Caches of keys and values, groups of optimizers, and loops without a model, each as a script and once mended."""
+
+from __future__ import annotations
+
+from diagnostics.leaks.cases import FLOAT, Case  # type: ignore[import-not-found]
+
+ROWS = 8 * 32 * 64  # elements that a step adds to keys or to values
+
+CASES = [
+    # --- tensors that each step makes longer
+    Case(
+        name="keys_joined_on_a_module",
+        script="""
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.keys = nn.Linear(64, 128), None
+    def forward(self, x):
+        q, k = self.qkv(x).chunk(2, -1)
+        if self.keys is not None:
+            k = torch.cat([self.keys, k], 1)
+        self.keys = k.detach().clone()
+        return F.scaled_dot_product_attention(q, k, k)
+model = nn.Sequential(Attention(), nn.Linear(64, 64))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(10):
+    {}
+    model(torch.randn(8, 32, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+        broken=("pass",),
+        mended=("model[0].keys = None",),
+        code="LT021",
+        holder="Sequential.0.keys",
+        held_bytes=10 * ROWS * FLOAT,
+        fix="set `self.keys` to None before the next batch",
+    ),
+    Case(
+        name="cache_given_to_each_call",
+        script="""
+class Cache:
+    def __init__(self): self.layers = [None, None]
+    def update(self, n, keys):
+        old = self.layers[n]
+        self.layers[n] = keys.detach().clone() if old is None else torch.cat([old, keys.detach()], 1)
+        return self.layers[n]
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.projections = nn.ModuleList(nn.Linear(64, 64) for _ in range(2))
+    def forward(self, x, cache):
+        for n, projection in enumerate(self.projections):
+            h = projection(x)
+            keys = cache.update(n, h)
+            x = F.scaled_dot_product_attention(x, keys, keys) + h
+        return x, cache
+model, cache = Net(), Cache()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(10):
+    {}
+    output, cache = model(torch.randn(8, 32, 64), cache)
+    {}
+    output.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    del output
+""",
+        broken=("pass", "pass"),
+        mended=("cache = Cache()", "del cache"),
+        code="LT021",
+        holder="global variable 'cache' -> .layers[2 entries]",
+        made="output, cache = model(",
+        fix="with an empty `cache.layers`",
+    ),
+    Case(
+        name="memory_of_the_last_rows",
+        script="""
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.projection = nn.Linear(64, 64)
+    def forward(self, x, memory):
+        keys = torch.cat([memory, self.projection(x)], 1)
+        return F.scaled_dot_product_attention(x, keys, keys), keys.detach()
+model, memory = Net(), torch.zeros(8, 0, 64)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(16):
+    output, memory = model(torch.randn(8, 32, 64, requires_grad=True), memory{})
+    output.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    del output
+""",
+        broken=("",),
+        mended=("[:, -64:]",),
+        code="LT021",
+        holder="global variable 'memory'",
+        made="output, memory = model(",
+        fix="keep only its newest part",
+    ),
+    # --- parameters that only an optimizer refers to
+    Case(
+        name="groups_of_replaced_prompts",
+        script="""
+model = mlp(2)
+optimizer = torch.optim.Adam(model.parameters())
+for _ in range(10):
+    prompt = nn.Parameter(torch.zeros(64, 256))
+    {}
+    optimizer.add_param_group({{"params": [prompt]}})
+    model(torch.randn(64, 256) + prompt).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    del prompt
+""",
+        broken=("pass",),
+        mended=("optimizer = torch.optim.Adam(model.parameters())",),
+        code="LT021",
+        holder="'optimizer' .param_groups[11 entries]",
+        held_bytes=10 * (3 * 64 * 256 + 1) * FLOAT,
+        fix="remove their group from `optimizer.param_groups`",
+    ),
+    # --- loops that call no module
+    Case(
+        name="losses_without_a_module",
+        script="""
+w, v = (torch.randn(64, 256) / 16).requires_grad_(), (torch.randn(256, 64) / 16).requires_grad_()
+optimizer, losses = torch.optim.SGD([w, v], lr=0.01), []
+for _ in range(8):
+    loss = (torch.tanh(torch.randn(64, 64) @ w) @ v).square().mean()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append({})
+    del loss
+""",
+        broken=("loss",),
+        mended=("loss.item()",),
+        code="LT008",
+        holder="list 'losses' [8 entries]",
+        made="loss = (",
+        fix="store numbers in `losses`",
+    ),
+    Case(
+        name="outputs_without_a_module",
+        script="""
+w, kept = (torch.randn(64, 256) / 16).requires_grad_(), []
+for _ in range(8):
+    output = torch.tanh(torch.randn(64, 64) @ w)
+    output.square().mean().backward()
+    with torch.no_grad():
+        w -= 0.1 * w.grad
+        w.grad = None
+    kept.append({})
+    del output
+""",
+        broken=("output.detach()",),
+        mended=("output.mean().item()",),
+        code="LT021",
+        holder="list 'kept' [8 entries]",
+        made="output = torch",
+        held_bytes=8 * 64 * 256 * FLOAT,
+        fix="store less in `kept`",
+    ),
+    Case(
+        name="weights_made_anew",
+        script="""
+w, kept = (torch.randn(64, 256) / 16).requires_grad_(), []
+for _ in range(8):
+    output = torch.tanh(torch.randn(64, 64) @ w)
+    (gradient,) = torch.autograd.grad(output.square().mean(), w)
+    w = (w - 0.1 * gradient).detach().requires_grad_()
+    kept.append({})
+    del output, gradient
+""",
+        broken=("output.detach()",),
+        mended=("output.mean().item()",),
+        code="LT021",
+        holder="list 'kept' [8 entries]",
+        held_bytes=8 * 64 * 256 * FLOAT,
+        fix="store less in `kept`",
+    ),
+    Case(
+        name="skipped_backward_without_a_module",
+        script="""
+w = (torch.randn(64, 256) / 16).requires_grad_()
+optimizer = torch.optim.SGD([w], lr=0.01)
+for n in range(9):
+    output = torch.tanh(torch.randn(64, 64) @ w)
+    loss = output.square().mean()
+    if n % 2:
+        {}
+        continue
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+        broken=("kept = loss",),
+        mended=("del loss, output",),
+        code="LT001",
+        holder="'kept'",
+        fix="`del kept`",
+    ),
+    # --- gradients of a part that losses cancel out
+    Case(
+        name="features_of_an_image",
+        script="""
+features, image, content = mlp(2), torch.randn(64, 256).requires_grad_(), torch.randn(64, 256)
+features.append(nn.Linear(256, 64))
+{}
+optimizer = torch.optim.Adam([image], lr=0.01)
+for _ in range(8):
+    F.mse_loss(features(image), features(content)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+        broken=("pass",),
+        mended=("features.requires_grad_(False)",),
+        code="LT024",
+        holder="features: ",
+        fix="`features.requires_grad_(False)`",
+    ),
+]
