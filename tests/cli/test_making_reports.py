@@ -85,7 +85,6 @@ WRITING = {
     "estimate": ("estimate", "--budget", "1GiB", "--json", "FILE", "SCRIPT"),
     "estimate for a GPU": ("estimate", "--device", "T4", "--batch", "8", "--json", "FILE", "SCRIPT"),
     "watch": ("watch", "--json", "FILE", "SCRIPT"),
-    "demo": ("demo", "--layers=1", "--batch-size=1", "--length=128", "--steps=1", "--budget=100%", "--json", "FILE"),
 }
 ANSWERS = {
     "rehearse": "A step needs",
@@ -94,7 +93,6 @@ ANSWERS = {
     "estimate": "It fits: the step is predicted to peak at .*, within the budget of 1 GiB",
     "estimate for a GPU": "Batch 8 fits on T4",
     "watch": "Nothing outlives its step",
-    "demo": "It fits: the step peaks at",
 }
 
 

@@ -118,6 +118,17 @@ def test_a_real_runs_json_has_it_all(small: Ended) -> None:
         assert private not in small.path.read_text(encoding="utf-8")
 
 
+@pytest.mark.xdist_group("a real run")
+def test_a_real_runs_json_is_shown_and_made_a_page(
+    small: Ended, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page, answer = tmp_path / "page.html", "It fits: the step peaks at"
+    assert cli.main(["report", str(small.path)]) == 0
+    assert answer in capsys.readouterr().out
+    assert cli.main(["report", str(small.path), "-o", str(page)]) == 0
+    assert answer in page.read_text(encoding="utf-8")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [name for name in SMALL if name != "resnet"])
 def test_the_other_models(model: str) -> None:
