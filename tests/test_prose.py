@@ -64,5 +64,6 @@ def test_a_count_above_its_limit_fails_and_lists_the_places(
     assert f"prose: 1 indirect questions, 2.9 % of docstrings; max_questions_percent is {limit}" in said
 
 
+@pytest.mark.slow  # `make lint` counts the same
 def test_the_package_keeps_to_its_limits() -> None:
     assert prose.main([]) == 0

@@ -1,5 +1,6 @@
 """Whatever is planned for a network keeps its bits and its word: networks are made at random, and so are budgets."""
 
+import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
@@ -155,13 +156,16 @@ NOTED_BEFORE = [
 ]
 
 
-@settings(max_examples=16, deadline=None, suppress_health_check=list(HealthCheck))
-@given(
+NETWORKS = given(
     blocks=st.lists(MOVES, min_size=1, max_size=3),
     hasty=st.integers(0, 7),
     residual=st.booleans(),
     part=st.sampled_from([0, 30, 70]),
 )
+
+
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@NETWORKS
 @example(blocks=ADDED_TO_A_NUMBER, hasty=0b010, residual=True, part=0)
 @example(blocks=MADE_ON_THE_WAY, hasty=0, residual=False, part=0)
 @example(blocks=MADE_OF_A_SHAPE, hasty=0, residual=False, part=0)
@@ -171,6 +175,17 @@ NOTED_BEFORE = [
 @example(blocks=SAVED_TWICE_AS_A_VIEW, hasty=0, residual=True, part=0)
 @example(blocks=NOTED_BEFORE, hasty=0b100, residual=False, part=0)
 def test_bits_and_peak(blocks: list[list[tuple[str, int, int]]], hasty: int, residual: bool, part: int) -> None:
+    torch.manual_seed(0)
+    model, x = Network(blocks, hasty=hasty, residual=residual), torch.randn(2, 3, SIDE, SIDE)
+    check_bits_and_peak(model, x, part)
+
+
+@pytest.mark.slow
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@NETWORKS
+def test_bits_and_peak_of_more_networks(
+    blocks: list[list[tuple[str, int, int]]], hasty: int, residual: bool, part: int
+) -> None:
     torch.manual_seed(0)
     model, x = Network(blocks, hasty=hasty, residual=residual), torch.randn(2, 3, SIDE, SIDE)
     check_bits_and_peak(model, x, part)

@@ -26,13 +26,13 @@ def judged(folder: Path, *arguments: str) -> str:
 @pytest.mark.parametrize(
     ("seeds", "count"),
     [
-        ("20:22,110:112", 4),
-        pytest.param("22:24,112:116", 6, marks=pytest.mark.slow),
+        ("20:21,111:112", 2),
+        pytest.param("21:24,110:111,112:116", 8, marks=pytest.mark.slow),
         pytest.param("100:110", 10, marks=pytest.mark.slow),
     ],
 )
 def test_bits_and_budgets(tmp_path: Path, seeds: str, count: int) -> None:
-    """Networks, each in one of the parts of its peak or its smallest budget: four, and sixteen more that are slow."""
+    """Networks, each in one of the parts of its peak or its smallest budget: two, and eighteen more that are slow."""
     assert judged(tmp_path, "--seeds", seeds, "--one") == f"{count} budgets, 0 not kept\n"
 
 

@@ -26,7 +26,7 @@ SMALL = {
 }
 """A budget for each script, and a size at which a step takes milliseconds."""
 
-SLOW = ("accumulation", "compiled_blocks", "mixed_precision")
+SLOW = ("accumulation", "bert_layers", "compiled_blocks", "mixed_precision")
 """Scripts that take longest: many operators to try out, slow ones on a CPU, or ones that are traced first."""
 
 Run = Callable[..., str]

@@ -49,6 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return to
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_damaged_files_of_every_format(seed: int, folder: Path, run_python: RunPython) -> None:
     done = run_python(str(HERE / "mutations.py"), str(folder), str(seed), str(COUNT), path=HERE.parents[1] / "bench")

@@ -82,7 +82,7 @@ def test_outputs_of_an_evaluation_that_are_kept_hold_a_graph_each() -> None:
     assert found is not None
     n_graphs, held_mib = int(found[1]), int(found[2])
     assert n_graphs > 2
-    assert (n_graphs - 1) * 80 <= held_mib <= n_graphs * 80  # eight blocks each, the last one not to the end
+    assert (n_graphs - 1) * 68 <= held_mib <= n_graphs * 68  # eight blocks each, the last one not to the end
 
 
 def test_other_errors_and_none_pass_untouched() -> None:
