@@ -19,7 +19,8 @@ with lowtide.watch(model) as watched:
 print(watched)
 ```
 
-`lowtide watch train.py` does the same for an unmodified script; its exit code is 1 if there are findings.
+`lowtide watch train.py` does the same for an unmodified script; its exit code is 1 if there are findings. A step begins
+when a model is called after an update; in a loop that calls no module, at its first backward pass after an update.
 A finding is reported if it holds at least 16 KiB and 1 % of the memory of a forward's graph; an output, 5 %.
 
 Watching takes time mainly in the first five steps, which are inspected closely: 0.35 s in all for the demo's GPT-2. Its

@@ -71,6 +71,7 @@ for _ in range(10):
         code="LT021",
         holder="global variable 'cache' -> .layers[2 entries]",
         made="output, cache = model(",
+        held_bytes=2 * 10 * ROWS * FLOAT,
         fix="with an empty `cache.layers`",
     ),
     Case(
@@ -85,8 +86,8 @@ class Net(nn.Module):
         return F.scaled_dot_product_attention(x, keys, keys), keys.detach()
 model, memory = Net(), torch.zeros(8, 0, 64)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-for _ in range(16):
-    output, memory = model(torch.randn(8, 32, 64, requires_grad=True), memory{})
+for _ in range(20):
+    output, memory = model(torch.randn(8, 32, 64), memory{})
     output.square().mean().backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -97,6 +98,7 @@ for _ in range(16):
         code="LT021",
         holder="global variable 'memory'",
         made="output, memory = model(",
+        held_bytes=20 * ROWS * FLOAT,
         fix="keep only its newest part",
     ),
     # --- parameters that only an optimizer refers to

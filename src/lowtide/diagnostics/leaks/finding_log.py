@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -128,12 +128,19 @@ class FindingLog:
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
+        self._carried: set[str] = set()
+        """Keys of holders whose outputs the next call is given: they have to be alive during backward."""
 
     def add(self, retained: Iterable[RetainedObject], *, least_bytes: int, largest_graph_bytes: int, step: int) -> None:
         """Add the objects that one inspection, in step `step`, found, if their holder holds at least `least_bytes`."""
         for key, group in _by_holder(retained).items():
+            if key in self._carried:  # also where another model is called, or none, as at the end of the watch
+                group = [_as_carried(item) for item in group]
             for subject in ("nodes", "evaluation", "carried", "gradients", "models", "optimizers", "parameters"):
                 others = [item for item in group if item.subject == subject]
+                if subject == "carried" and others:
+                    self._carried.add(key)
+                    self.entries.pop(f"LT006 {key}", None)
                 if _unique_bytes(others) >= least_bytes:
                     self._add(f"{subject} {key}", others, largest_graph_bytes, step)
             group = [item for item in group if item.subject == "tensors"]
@@ -146,7 +153,7 @@ class FindingLog:
     def knows(self, item: RetainedObject) -> bool:
         """Return True if an earlier inspection met the holder of `item`."""
         key = "" if item.holder is None else item.holder.key
-        return key in self.entries or f"{item.subject} {key}" in self.entries
+        return key in self.entries or key in self._carried or f"{item.subject} {key}" in self.entries
 
     def backward_begins(self) -> None:
         """Confirm findings about outputs that have outlived the forward."""
@@ -179,6 +186,8 @@ class FindingLog:
         backward: Backward | None = None,
     ) -> None:
         """Record the finding of an event under rule `code`; `key` identifies the holder from step to step."""
+        if code == "LT006" and key in self._carried:
+            return
         entry = self.entries.setdefault(f"{code} {key}", Entry(since_step=step))
         entry.rule, entry.text, entry.name, entry.made_at, entry.backward = RULES[code], text, name, made_at, backward
         entry.fix, entry.remedy, entry.container = RULES[code].fix, remedy, container
@@ -310,6 +319,12 @@ class FindingLog:
         for call in unreached:  # this finding explains the calls without backward, so those are not reported as well
             call.is_explained = True
         entry.pending = unreached if rule.is_refuted_by_backward and not passes else []
+
+
+def _as_carried(item: RetainedObject) -> RetainedObject:
+    if item.subject != "tensors" or item.has_graph:
+        return item
+    return replace(item, subject="carried", is_input=True, is_output=False)
 
 
 def _is_in_use(entry: Entry, stats: Iterable[SiteStats]) -> bool:
