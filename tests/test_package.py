@@ -17,19 +17,24 @@ from conftest import RunPython
 from long_description import RELATIVE_LINK, long_description
 
 
-def modules() -> dict[str, ast.Module]:
+def modules() -> dict[str, Path]:
     """Every source file by its module name, the package itself (the facade over all layers) left out."""
     source = Path(lowtide.__file__).parent
     found = {}
     for path in sorted(source.rglob("*.py")):
         parts = path.relative_to(source.parent).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        found[name] = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        found[name] = path
     del found["lowtide"]
     return found
 
 
 MODULES = modules()
+
+
+def parsed(module: str) -> ast.Module:
+    """Parse a source file: only where a test reads it, for all of them take seconds in each worker."""
+    return ast.parse(MODULES[module].read_text(encoding="utf-8"), str(MODULES[module]))
 
 
 def imported(nodes: Iterable[ast.AST]) -> Iterator[str]:
@@ -91,7 +96,7 @@ def private_to_torch(tree: ast.Module) -> Iterator[str]:
 
 @pytest.mark.parametrize("module", [name for name in MODULES if not is_or_is_in(name, ["lowtide._torch"])])
 def test_private_names_of_torch_are_used_in_one_package(module: str) -> None:
-    assert set(private_to_torch(MODULES[module])) <= KNOWN_TO_ALL
+    assert set(private_to_torch(parsed(module))) <= KNOWN_TO_ALL
 
 
 def test_private_names_of_torch_are_seen() -> None:
@@ -105,7 +110,7 @@ def test_imported_packages_are_declared_as_dependencies() -> None:
         re.split(r"[^A-Za-z0-9_.-]", requirement)[0].lower()
         for requirement in [*project["dependencies"], *itertools.chain(*project["optional-dependencies"].values())]
     }
-    packages = {name.partition(".")[0] for tree in MODULES.values() for name in imported(ast.walk(tree))}
+    packages = {name.partition(".")[0] for module in MODULES for name in imported(ast.walk(parsed(module)))}
     packages -= {"lowtide", "triton", *sys.stdlib_module_names}  # triton comes with torch, where there is one
     distributions = importlib.metadata.packages_distributions()
     assert {name for package in packages for name in map(str.lower, distributions.get(package, [package]))} <= declared

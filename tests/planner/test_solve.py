@@ -146,7 +146,7 @@ def costs_by_budget(profile: Profile, shares: Iterable[int]) -> list[tuple[float
     return found
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(profiles(max_ops=24), st.lists(st.integers(0, 1000), min_size=2, max_size=6))
 def test_more_budget_never_costs_more_on_any_step(profile: Profile, shares: list[int]) -> None:
     costs = costs_by_budget(profile, sorted(shares))
@@ -333,6 +333,7 @@ def attempt(profile: Profile, budget: int | str, allow: Literal["all", "cheap"] 
         return error
 
 
+@settings(max_examples=50)
 @given(profiles(max_ops=24), st.integers(0, 100), st.sampled_from(["all", "cheap"]))
 def test_a_plan_is_never_over_its_budget(profile: Profile, percent: int, allow: Literal["all", "cheap"]) -> None:
     budget = max(1, plain_peak(profile) * percent // 100)
@@ -348,14 +349,14 @@ def test_a_plan_is_never_over_its_budget(profile: Profile, percent: int, allow: 
         assert allow == "all" or not costly & set(made.replay)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(profiles(max_ops=24), st.integers(30, 100))
 def test_the_same_problem_has_the_same_plan(profile: Profile, percent: int) -> None:
     one, other = attempt(profile, f"{percent}%"), attempt(Profile.from_json(profile.to_json()), f"{percent}%")
     assert (str(one), type(one)) == (str(other), type(other))
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(st.integers(0, 2**32))
 def test_greedy_is_never_better_than_trying_everything(seed: int) -> None:
     profile = bruteforce.trimmed(random_profile(seed, 7), seed)

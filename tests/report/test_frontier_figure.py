@@ -116,7 +116,7 @@ def test_without_other_points_no_names_are_drawn(tmp_path: Path) -> None:
     assert not {"Lowtide", "the plain step"} & texts(tmp_path / "f.svg").keys()
 
 
-@pytest.mark.default_cases(2)
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize(
     "others",
     [

@@ -11,6 +11,7 @@ import lowtide
 from lowtide._torch.fake_modes import FakeTensorMode
 from lowtide.runtime import inplace_methods
 from lowtide.runtime import tensor_writers as writers
+from runtime.diagonal_params import diagonal_params
 from runtime.test_writers import OPERANDS, ROWS, Sum, plan_of, same, with_smallest_peak
 
 RELU, MUL = torch.relu_, Tensor.mul_  # before any plan
@@ -64,8 +65,7 @@ def gradients(model: nn.Module, writer: Callable[[], object] = lambda: None) -> 
     return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-@pytest.mark.parametrize("writer", UNSEEN)
-@pytest.mark.parametrize("operand", OPERANDS)
+@pytest.mark.parametrize(("operand", "writer"), diagonal_params(OPERANDS, UNSEEN))
 def test_an_unseen_writer_ends_one_step_in_words_and_the_plan_gives_way(
     operand: str, writer: Callable[[Tensor], Writer]
 ) -> None:

@@ -64,7 +64,7 @@ def resnet_in_place() -> nn.Module:
     return model
 
 
-@pytest.mark.default_cases(3)
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize(
     ("build", "drops", "most"),
     [

@@ -16,6 +16,7 @@ from lowtide.planner import smallest_peak
 from lowtide.runtime import inplace_methods
 from lowtide.runtime import tensor_writers as writers
 from lowtide.runtime.engine import Engine, actions_for
+from runtime.diagonal_params import diagonal_params
 from runtime.plans import installed
 
 WIDTH = 64
@@ -272,8 +273,7 @@ def plan_of(operand: str) -> lowtide.Plan:
     return with_smallest_peak(OPERANDS[operand][0](), [ROWS])
 
 
-@pytest.mark.parametrize("writer", WRITERS)
-@pytest.mark.parametrize("operand", OPERANDS)
+@pytest.mark.parametrize(("operand", "writer"), diagonal_params(OPERANDS, WRITERS))
 def test_a_later_writer_finds_the_operand_copied_and_the_loop_goes_on(operand: str, writer: str) -> None:
     make, find = OPERANDS[operand]
     called, write = WRITERS[writer]

@@ -20,7 +20,8 @@ SMALL = {
     "llama": {"batch_size": 4, "length": 64, "layers": 1},
     "resnet": {"batch_size": 8, "length": 32, "layers": 1},
 }
-CHECKPOINTED = [name for name in MODELS if name != "resnet"]
+BY_DEFAULT = [pytest.param(name, marks=[pytest.mark.slow] * (name == "llama")) for name in MODELS]
+CHECKPOINTED = [param for param in BY_DEFAULT if param.values != ("resnet",)]
 
 
 @pytest.fixture(autouse=True)
@@ -34,17 +35,19 @@ def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def built() -> dict[str, Workload]:
-    return {name: workload(name, **SMALL[name]) for name in MODELS}
+    """Workloads that tests have asked for, by name."""
+    return {}
 
 
 @pytest.fixture
 def work(built: dict[str, Workload], request: pytest.FixtureRequest) -> Workload:
-    work = built[request.param]
+    name = request.param
+    work = built[name] = built[name] if name in built else workload(name, **SMALL[name])
     work.reset()
     return work
 
 
-every_model = pytest.mark.parametrize("work", MODELS, indirect=True)
+every_model = pytest.mark.parametrize("work", BY_DEFAULT, indirect=True)
 every_checkpointed_model = pytest.mark.parametrize("work", CHECKPOINTED, indirect=True)
 gpt2 = pytest.mark.parametrize("work", ["gpt2"], indirect=True)
 bert = pytest.mark.parametrize("work", ["bert"], indirect=True)
