@@ -1,5 +1,7 @@
 """Replacements for functions of torch are removed in any order, and those of other code stay in place."""
 
+import contextlib
+import functools
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -137,3 +139,27 @@ def test_the_end_of_a_call_that_raises_is_reported() -> None:
         Raises()()
     remove()
     assert calls == ["begins", None]
+
+
+class Sliced(nn.Module):
+    """A model that makes a module in forward, as transformers' decoders do with `self.layers[:n]`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers[:2]:
+            x = layer(x)
+        return x
+
+
+def test_compiled_code_that_makes_modules_is_not_split() -> None:
+    with contextlib.ExitStack() as stack:
+        stack.callback(replace_function(nn.Module, "__init__", functools.partial(functools.partial, called)))
+        compiled = torch.compile(Sliced(), backend="eager", fullgraph=True)
+        assert compiled(torch.ones(2, 4)).shape == (2, 4)
+
+
+def called(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return plain(*args, **kwargs)

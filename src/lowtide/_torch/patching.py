@@ -60,15 +60,19 @@ def _install(owner: Any, name: str) -> tuple[Callable[..., Any], list[Make]]:
     original = vars(owner).get(name, getattr(owner, name))
     makes: list[Make] = []
 
-    @not_compiled_alone
-    @functools.wraps(original)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        if is_compiling_here():
-            return original(*args, **kwargs)
+    def replaced(*args: Any, **kwargs: Any) -> Any:
         function = original
         for make in makes:
             function = make(function)
         return function(*args, **kwargs)
+
+    @not_compiled_alone
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        # Refers to functions alone: dynamo gives up at other objects here where compiled code makes a module.
+        if is_compiling_here():
+            return original(*args, **kwargs)
+        return replaced(*args, **kwargs)
 
     setattr(owner, name, replacement)
     return replacement, makes
