@@ -146,3 +146,21 @@ def classified() -> JointGraph:
         [7],
         "classified",
     )
+
+
+def loss_head() -> JointGraph:
+    """L = x - log(sum(exp(x))) of rows of an input; backward reads x and the logarithms."""
+    return JointGraph(
+        [
+            node("input", root=0),
+            node("pointwise", (0,), root=1, target="aten.exp"),
+            node("reduction", (1,), FEW, root=2, target="aten.sum"),
+            node("pointwise", (2,), FEW, root=3, target="aten.log"),
+            node("pointwise", (0, 3), root=4),
+            node("input", root=5, tangent=True),
+            node("pointwise", (5, 0, 3), root=6, backward=True),
+        ],
+        [4],
+        [6],
+        "loss_head",
+    )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from joint_graphs import MANY, block, classified, embedded, masked, normalised, residual
+from joint_graphs import MANY, block, classified, embedded, loss_head, masked, normalised, residual
 from lowtide.profiler.joint_memory import backward_half, forward_half
 from lowtide.runtime.joint_slots import JointSlots
 
@@ -66,6 +66,13 @@ def test_a_reduction_that_torch_computes_again_is_not_saved(plain: set[int], giv
     """Its readers would be other loops then, vectorised or not, and logarithms round otherwise in such."""
     slots = JointSlots(classified(), frozenset(plain))
     assert slots.without(()).given == given
+
+
+def test_a_logarithm_of_sums_is_saved_in_a_graph_without_large_values_of_its_own() -> None:
+    joint = loss_head()
+    slots = JointSlots(joint, frozenset({0, 3}))
+    assert slots.without({slot.address for slot in slots.slots}).given == {0, 3}
+    assert JointSlots(joint, frozenset({3})).without(()).given == {0, 3}
 
 
 def test_addresses_begin_with_the_hash_of_a_graph_whose_paths_another_graph_has() -> None:

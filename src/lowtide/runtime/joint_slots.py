@@ -23,7 +23,7 @@ computes from an output, such as the mask of a last ReLU, is always saved: recom
 Small reductions are always saved, except those that torch computes again in backward, such as the sums of a softmax
 over three labels. Those are fused into the loop over the labels, which is too short to be vectorised on a CPU; read
 from memory, their logarithm would be taken in a vectorised loop, and vectorised logarithms sometimes round
-differently.
+differently. For the same reason the logarithm of a sum that torch saves is always saved, not the sum.
 """
 
 from __future__ import annotations
@@ -38,6 +38,14 @@ SMALL = 64
 """Values that are smaller than the largest by at least this factor are always saved: recomputing them would gain
 nothing.
 """
+
+
+_NAMES = """
+acos acosh asin asinh atan atan2 atanh cos cosh digamma erf erfc erfinv exp exp2 expm1 lgamma log log10 log1p log2 pow
+sigmoid sin sinh tan tanh
+"""
+APPROXIMATED = frozenset(f"aten.{name}" for name in _NAMES.split())
+"""Functions for which a vectorised loop on a CPU has other code than a scalar one, which rounds differently."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +82,7 @@ class JointSlots:
         roots = {nodes[i].root for i in plain if nodes[nodes[i].root].kind != "input"} - held
         self.roots = frozenset(roots)
         """Saved values of torch that own their memory."""
-        largest = max((nodes[root].bytes for root in roots), default=0)
+        largest = max((nodes[at].bytes for at in (*roots, *(i for i in plain if nodes[i].is_given))), default=0)
         self._small = largest // SMALL
         self._is_mixed = any(node.is_half for node in nodes)
         upstream = {root: self._upstream(root, held) for root in sorted(roots)}
@@ -90,7 +98,7 @@ class JointSlots:
         self._kept: set[int] = set()
         """Slots that any plan keeps."""
         for node in sorted(saved | random | reduced):
-            is_small = nodes[node].kind == "input" or nodes[node].bytes <= self._small
+            is_small = nodes[node].kind == "input" or nodes[node].bytes <= self._small or self._follows_sum(node)
             if node in random or is_small or self._changes_width(node) or self._fused_into(node) & outputs:
                 self._kept.add(node)
         at = _addresses(joint, f"{joint.key}/" if is_named else "")
@@ -142,7 +150,7 @@ class JointSlots:
     def _upstream(self, root: int, held: Collection[int]) -> int:
         """Return the value, no larger than `root`, from which fused arithmetic alone computes `root`."""
         nodes, source = self.joint.nodes, root
-        while nodes[root].kind == "pointwise" and nodes[root].bytes > self._small:
+        while nodes[root].kind == "pointwise" and nodes[root].bytes > self._small and not self._follows_sum(root):
             large = {nodes[arg].root for arg in nodes[root].args if nodes[nodes[arg].root].bytes > self._small}
             large = {arg for arg in large if nodes[arg].kind != "input" or nodes[arg].is_given}
             if len(large) != 1 or (self._is_mixed and nodes[root].target == "aten.embedding"):
@@ -157,6 +165,11 @@ class JointSlots:
             if not self._is_mixed or self._is_written(root):
                 source = root
         return source
+
+    def _follows_sum(self, node: int) -> bool:
+        """Return True for a function of a reduction's result that is rounded as its loop is vectorised or not."""
+        nodes = self.joint.nodes
+        return nodes[node].target in APPROXIMATED and any(nodes[arg].kind == "reduction" for arg in nodes[node].args)
 
     def _changes_width(self, slot: int) -> bool:
         """Return True if recomputing the slot may add a kernel without 16-bit values to a graph that has some."""
