@@ -75,6 +75,12 @@ def _is_left_alone(module: torch.nn.Module) -> bool:
     return is_torchs and not (module._forward_hooks or module._forward_pre_hooks)
 
 
+def is_compiled_form(obj: object, module: torch.nn.Module) -> bool:
+    """Return True if `torch.compile(module)` made `obj`. Torch 2.13, since 2.0."""
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    return dynamo is not None and isinstance(obj, dynamo.OptimizedModule) and obj._orig_mod is module
+
+
 def is_compiled_function(obj: object) -> bool:
     """Return True if `torch.compile(function)` made `obj`. Torch 2.13, since 2.0."""
     return callable(obj) and "_torchdynamo_orig_callable" in getattr(obj, "__dict__", ())

@@ -12,6 +12,7 @@ from lowtide._torch.compiled_code import (
     has_compiled_modules,
     is_compiled,
     is_compiled_by_inductor,
+    is_compiled_form,
     is_compiled_function,
 )
 from lowtide._torch.inductor import hindrances
@@ -177,10 +178,11 @@ def _compiles_around(model: torch.nn.Module, step: Any) -> bool:
 
 
 def _compiled_around(model: torch.nn.Module, step: Any) -> Iterator[Any]:
-    """Yield the compiled functions, `step` itself or functions that it calls, that call `model`."""
+    """Yield compiled callables that call `model`: `step` itself, or functions and `torch.compile(model)` in it."""
     functions = {id(value): value for function in user_functions(step) for _, _, value in variables(function)}
     for obj in (step, *functions.values()):
-        if is_compiled_function(obj) and any(value is model for value in _named_by(obj)):
+        is_around = is_compiled_function(obj) and any(value is model for value in _named_by(obj))
+        if is_around or is_compiled_form(obj, model):
             yield obj
 
 

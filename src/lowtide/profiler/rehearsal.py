@@ -190,7 +190,7 @@ class Rehearsal:
         if not audit.slots:
             raise RehearsalError(
                 f"the step returned without a call of {name} that saved anything for backward. Pass the very module "
-                "that the step calls (not a wrapped, compiled or copied one), and do not call it under no_grad."
+                "that the step calls (not a wrapped or copied one), and do not call it under no_grad."
             )
         if len(audit.streams) > 1:
             raise RehearsalError(SEVERAL_STREAMS)
