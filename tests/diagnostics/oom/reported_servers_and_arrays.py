@@ -81,6 +81,20 @@ REPORTED = [
         never="tensors|its driver",
     ),
     Reported(
+        "scratch memory of a TPU",
+        "cap",
+        "smaller blocks",
+        "XlaRuntimeError: RESOURCE_EXHAUSTED: Ran out of memory in memory space vmem. It should not be possible to run out of vmem - please file a bug against XLA. Used 18.2M of 16.0M vmem.",
+        says="HBM is not full",
+        never="smaller batches|the step needs",
+    ),
+    Reported(
+        "the limit of a kernel of a TPU",
+        "cap",
+        "smaller blocks",
+        "Mosaic failed to compile TPU kernel: Scoped allocation with size 17.16M and limit 16.00M exceeded scoped vmem limit by 1.16M.",
+    ),
+    Reported(
         "cuDNN beside JAX's pool",
         "other-process",
         "nvidia-smi",

@@ -86,8 +86,15 @@ DEVICE_HEADS: tuple[MessageHead, ...] = (
     head("metal::malloc", r"\[metal::malloc\] (?:Attempting|Unable) to allocate", "mps", "MLX"),
     head("[malloc", r"\[malloc(?:_or_wait)?\] Unable to allocate \d{1,20} bytes", "mps", "Metal beside PyTorch"),
     head(
+        "memory space vmem|memory space smem|exceeded scoped vmem",
+        r"(?:(?:RESOURCE_EXHAUSTED|Resource exhausted): .{0,80})?"
+        r"(?:Ran out of memory in memory space (?:vmem|smem)|exceeded scoped vmem limit)",
+        "xla",
+        "scratch memory of a TPU",
+    ),
+    head(
         "RESOURCE_EXHAUSTED|Resource exhausted",
-        r"(?:RESOURCE_EXHAUSTED|Resource exhausted): .{0,80}(?:XLA:TPU|memory space (?:hbm|vmem|smem))",
+        r"(?:RESOURCE_EXHAUSTED|Resource exhausted): .{0,80}(?:XLA:TPU|memory space hbm)",
         "xla",
         "XLA for TPU",
     ),
@@ -174,7 +181,7 @@ DEVICE_HEADS: tuple[MessageHead, ...] = (
         "jax",
         "Vulkan",
     ),
-    head("memory in memory space", r"Ran out of memory in memory space (?:hbm|vmem|smem)", "xla", "XLA for TPU"),
+    head("memory in memory space", r"Ran out of memory in memory space hbm", "xla", "XLA for TPU"),
     head(
         "That was not possible",
         r"Attempting to (?:allocate|reserve) \d[\d.]{0,40}[KMG]\b.{0,40} That was not possible",

@@ -591,6 +591,14 @@ DEVICE_SOURCES: dict[str, Source] = {
         "use fewer or smaller images per GPU: SOLVER.IMS_PER_BATCH, INPUT.MIN_SIZE_TRAIN",
         "cap the boxes of one image, which are matched with all anchors",
     ),
+    "scratch memory of a TPU": source(
+        "cap",
+        "a kernel needs more of a TPU core's scratch memory (vmem, smem) than it may use; HBM is not full",
+        "the limit is one of the compiler for a single kernel, regardless of the batch's memory",
+        "use smaller blocks in a Pallas kernel; for an operation of XLA, raise --xla_tpu_scoped_vmem_limit_kib in "
+        "LIBTPU_INIT_ARGS",
+        "use a newer jaxlib or libtpu: without a kernel of your own, this is a fault of the compiler",
+    ),
     "Triton's shared memory": source(
         "cap",
         "a Triton kernel asks for more shared or tensor memory than a multiprocessor has; the GPU is not full",
