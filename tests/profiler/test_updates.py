@@ -11,6 +11,7 @@ from lowtide.memory.cpu_recorder import CpuRecorder
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.profiler.online import OnlineProfiler
 from lowtide.profiler.trial_updates import NO_OPTIMIZER
+from lowtide.runtime.live_optimizers import state_bytes
 from lowtide.units import format_bytes
 
 X = torch.randn(64, 32)
@@ -116,6 +117,28 @@ def test_an_optimizer_that_has_no_more_state_than_planned_says_nothing(recwarn: 
         step(X)
         optimizer.step()
     assert not list(recwarn)
+
+
+class Restoring(torch.optim.SGD):
+    """An optimizer whose state holds the very memory of its parameters, as that of SAM does after a step."""
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        for p in self.param_groups[0]["params"]:
+            self.state[p]["old"] = p.data
+        super().step()
+
+
+def test_parameters_and_gradients_in_an_optimizers_state_are_not_counted_twice() -> None:
+    model = net()
+    optimizer = Restoring(model.parameters(), momentum=0.9)
+    said = list[str]()
+    plan = lowtide.plan(lowtide.rehearse(model, step_of(model), X, optimizer=optimizer), "90%")
+    with lowtide.apply(model, plan, say=said.append):
+        for _ in range(2):
+            step_of(model)(X)
+            optimizer.step()
+    assert state_bytes([optimizer], torch.device("cpu")) == sum(p.nbytes for p in model.parameters())
+    assert not said
 
 
 def test_an_update_that_can_not_be_tried_is_said() -> None:

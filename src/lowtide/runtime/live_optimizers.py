@@ -62,10 +62,18 @@ def updated_by(optimizer: Optimizer) -> list[Tensor]:
 
 
 def state_bytes(optimizers: Iterable[Optimizer], device: torch.device) -> int:
-    """Return the bytes of optimizer state for parameters on a device."""
-    parts = [part for tensor in state_of(optimizers) for part in parts_of(tensor) if part.device == device]
-    storages = {storage.data_ptr(): storage.nbytes() for storage in (part.untyped_storage() for part in parts)}
-    return sum(storages.values())
+    """Return the bytes of optimizer state on a device, without the parameters and gradients that are in it."""
+    optimizers = [*optimizers]
+    updated = [tensor for o in optimizers for p in updated_by(o) for tensor in (p, p.grad) if tensor is not None]
+    counted = _storages(updated, device)
+    state = _storages(state_of(optimizers), device)
+    return sum(n_bytes for address, n_bytes in state.items() if address not in counted)
+
+
+def _storages(tensors: Iterable[Tensor], device: torch.device) -> dict[int, int]:
+    """Return the sizes of the tensors' storages on a device, by address."""
+    parts = (part for tensor in tensors for part in parts_of(tensor) if part.device == device)
+    return {storage.data_ptr(): storage.nbytes() for storage in (part.untyped_storage() for part in parts)}
 
 
 def state_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
