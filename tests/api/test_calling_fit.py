@@ -137,6 +137,13 @@ def test_a_second_fit_is_refused_with_the_way_out(wraps: Callable[[nn.Module], n
     assert made.fit().verdict.proven
 
 
+def test_a_fit_of_a_part_of_a_planned_model_is_refused() -> None:
+    made = Made()
+    made.fit()
+    with pytest.raises(lowtide.LowtideError, match=r"it is a part of Sequential, on which a plan is in force"):
+        lowtide.fit(made.model[0], made.step, (X, Y), budget="90%")
+
+
 def test_sizes_are_found_too() -> None:
     made = Made()
     fitted = lowtide.fit(made.model, made.step, (X, Y), budget="90%", shapes="auto", optimizer=made.optimizers)

@@ -34,6 +34,7 @@ from lowtide.runtime.fingerprint import check_made_for, device_of, place_of
 from lowtide.runtime.live_optimizers import Optimizers
 from lowtide.state.reachable_objects import observe_changes
 from lowtide.state.step_arguments import accept_batch
+from lowtide.state.watched_process import check_not_watched
 from lowtide.utils.amounts import BudgetFor, parse_budget
 from lowtide.utils.interrupts import removed_if_interrupted
 from lowtide.utils.messages import tell
@@ -116,7 +117,8 @@ def fit(
         ReplayMismatch: If recomputed values never equal the originals, for example because weights are written through
             `.data` between forward and backward.
         StalePlan: If `profile` is of another model, batch or device.
-        LowtideError: If the model has a plan already (`lowtide.remove(model)` removes it).
+        LowtideError: If the model has a plan already (`lowtide.remove(model)` removes it), or is called within a block
+            of `lowtide.within`.
 
     Example:
         >>> import torch, lowtide
@@ -132,6 +134,7 @@ def fit(
         >>> fitted.remove()
     """
     check_has_no_plan(model)
+    check_not_watched()
     step = accept_batch(step, batch)
     changes = observe_changes(model, step, batch)
     with showing(progress):

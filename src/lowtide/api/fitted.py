@@ -9,6 +9,8 @@ from lowtide.api.apply import Applied, plans_on
 from lowtide.api.shape_buckets.dispatch import Switched
 from lowtide.errors import LowtideError
 from lowtide.profiler.preconditions import check_is_module
+from lowtide.runtime.composite_model import name_of
+from lowtide.runtime.planned_engine import planned_engine
 from lowtide.utils.removable import Removable
 
 if TYPE_CHECKING:
@@ -66,7 +68,7 @@ def remove(model: nn.Module) -> None:
 
 
 def check_has_no_plan(model: nn.Module) -> None:
-    """Raise LowtideError if a plan is in force on `model`, or on a module that it wraps."""
+    """Raise LowtideError if a plan is in force on `model`, on a module in it, or on a model that it is a part of."""
     check_is_module(model)
     for path, module in model.named_modules():
         if any(isinstance(owner, Applied | Switched) for owner in plans_on(module)):
@@ -75,6 +77,12 @@ def check_has_no_plan(model: nn.Module) -> None:
                 f"{type(model).__name__} can't be fitted: there is a plan in force on {where} already. Remove it "
                 "first with lowtide.remove(model); lowtide.fitted(model) returns it."
             )
+    if (engine := planned_engine(model)) is not None:
+        whole = name_of(engine.model)
+        raise LowtideError(
+            f"this {type(model).__name__} can't be fitted: it is a part of {whole}, on which a plan is in force. "
+            f"Remove that plan first: give that {whole} to lowtide.remove."
+        )
 
 
 def _holders(model: nn.Module) -> Iterator[Removable]:

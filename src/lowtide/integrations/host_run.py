@@ -9,8 +9,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from lowtide.script.fit_request import OnInfeasible
-from lowtide.script.run_listened import forget_left_over, left_over
 from lowtide.script.within import Run, within
+from lowtide.state.watched_process import forget_left_over, left_over
 from lowtide.utils.amounts import BudgetFor
 from lowtide.utils.frames import frames_from, module_name
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -12,24 +11,12 @@ from lowtide.runtime.composite_model import name_of
 from lowtide.script.runner import Script
 from lowtide.script.step_detector import Steps
 from lowtide.script.step_listener import Enough, StepListener
+from lowtide.state.watched_process import ONE_AT_A_TIME, alone, end_left_over
 from lowtide.utils.frozen_imports import imports_frozen
 from lowtide.utils.interrupts import interrupts_delayed
 
 if TYPE_CHECKING:
     from torch import nn
-
-_alone = threading.Lock()
-"""Lock that is held while a program's steps are detected: a process has one recorder of memory, and one budget."""
-
-left_over: list[Callable[[], None]] = []
-"""Functions that are called before steps are detected. Each ends the block of a loop that is over and that no callback
-has ended.
-"""
-
-
-def forget_left_over(end: Callable[[], None]) -> None:
-    """Remove `end` from the exit functions in `left_over`."""
-    left_over[:] = [function for function in left_over if function != end]
 
 
 @contextlib.contextmanager
@@ -40,19 +27,17 @@ def watched(
 
     Raises LowtideError inside another such block, or while one is active in another thread.
     """
-    for end in [*left_over]:
-        end()
-    if not _alone.acquire(blocking=False):
+    end_left_over()
+    if not alone.acquire(blocking=False):
         raise LowtideError(
             "the training steps of this process are watched already: by lowtide.within around this block or in "
-            "another thread, or by `lowtide run`. A budget is for all memory of the process, so there is one at a "
-            "time: leave one of the two out, or end the first block before."
+            f"another thread, or by `lowtide run`. {ONE_AT_A_TIME}"
         )
     try:
         with interrupts_delayed(), Steps(listener, model, when_failed=when_failed) as steps:
             yield steps
     finally:
-        _alone.release()
+        alone.release()
 
 
 @interrupts_delayed()
