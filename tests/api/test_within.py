@@ -301,6 +301,22 @@ def test_a_loop_that_catches_every_exception_goes_on_plainly_and_is_told_in_the_
     assert equal(made.model.state_dict(), plain(steps(5)).model.state_dict())
 
 
+def test_memory_made_after_the_rehearsal_is_named_in_the_error() -> None:
+    made, copies = Made(), list[Tensor]()
+
+    def train() -> None:
+        with lowtide.within("90%"):
+            for number in range(6):
+                made.step()
+                if number == 1:
+                    copies.append(torch.zeros(2**18))
+
+    with pytest.raises(lowtide.OverBudget) as raised:
+        train()
+    assert "Note: 1 MiB more is in memory when a step begins than when it was rehearsed." in str(raised.value)
+    assert "this batch needs more" not in str(raised.value)
+
+
 def test_where_nothing_fits_smallest_keeps_the_plan_with_the_smallest_peak(capsys: pytest.CaptureFixture[str]) -> None:
     _, run = under(steps(30), "1MB", on_infeasible="smallest")  # steps after 12 and 24 updates are measured again
     assert run.plan is not None
@@ -464,6 +480,18 @@ def test_there_is_one_block_at_a_time() -> None:
         pass
 
 
+def test_a_fit_inside_a_block_is_refused() -> None:
+    made = Made()
+    with lowtide.within("80%"), pytest.raises(lowtide.LowtideError, match="leave one of the two out"):
+        lowtide.fit(made.model, made.step, X, budget="80%")
+    lowtide.fit(made.model, made.step, X, budget="100%", progress=False).remove()
+
+
+def test_a_block_says_what_it_waits_for() -> None:
+    with lowtide.within("80%", progress=False) as run:
+        assert str(run).startswith("no plan yet: a model gets one when it was rehearsed")
+
+
 def test_a_block_is_entered_once() -> None:
     run = lowtide.within("80%")
     with run:
@@ -497,7 +525,7 @@ def test_a_block_with_too_few_steps_is_noted(n_steps: int, words: str, capsys: p
 
 def test_a_block_that_an_error_ended_has_no_plan_yet_to_come() -> None:
     run = lowtide.within("80%", progress=False)
-    assert str(run).startswith("no plan yet: a model gets one when it was rehearsed")
+    assert str(run).startswith("not begun: the training loop belongs in a block")
     with pytest.raises(KeyError), run:
         {}["no such key"]
     assert str(run) == "no plan was made: the block was ended by KeyError"

@@ -88,12 +88,18 @@ def over_budget(
     nearest: Collection[str] = (),
     *,
     budget_for: BudgetFor = "requested",
+    added_bytes: int = 0,
 ) -> OverBudget:
-    """Build the error for a budget that no plan keeps; `measured` are the peaks of the plans that were tried."""
+    """Build the error for a budget that no plan keeps; `measured` are the peaks of the plans that were tried.
+
+    `added_bytes` is what was in memory when the last measured step began, beyond what was there in the rehearsal.
+    """
     notes = plan.notes if any(OTHER_WORK in note for note in plan.notes) else (*plan.notes, OTHER_WORK)
     plain_bytes = plan.plain.peak_bytes if isinstance(plan, Plan) else plain_peak_bytes(plan)
     if budget_for == "reserved":
         notes = ("these are reserved bytes, with fragments that the allocator can't use", *notes)
+    elif added_bytes > 0:
+        notes = (more_in_memory(added_bytes), *notes)
     elif min(measured) > plain_bytes:
         notes = (
             f"that is more than the plain step's {format_bytes(plain_bytes)}: this batch needs more than the "
@@ -103,6 +109,11 @@ def over_budget(
             *notes,
         )
     return OverBudget(budget_bytes=budget_bytes, measured_peak_bytes=min(measured), nearest=nearest, notes=notes)
+
+
+def more_in_memory(added_bytes: int) -> str:
+    """Say how much more is in memory when a step begins than when it was rehearsed."""
+    return f"{format_bytes(added_bytes)} more is in memory when a step begins than when it was rehearsed"
 
 
 def list_differences(verdict: Verdict) -> str:

@@ -241,7 +241,7 @@ class Fitting(PlanMonitor):
             step, self._open = self._open, None
             measured_bytes = step.peak_bytes()
             if plans.checks.can_judge(plans.plan):
-                self._judge(plans.plan, measured_bytes, model)
+                self._judge(plans.plan, step, measured_bytes, model)
 
     def _plan_if_rehearsed(self, model: nn.Module) -> None:
         """Make the first plan once enough steps were rehearsed, and models that take turns have been waited for."""
@@ -273,7 +273,7 @@ class Fitting(PlanMonitor):
 
     # --- a measured step is judged
 
-    def _judge(self, plan: Plan, measured_bytes: int, model: nn.Module) -> None:
+    def _judge(self, plan: Plan, step: Measured, measured_bytes: int, model: nn.Module) -> None:
         """Keep a plan that is within the budget; replace one that is over it. Raises OverBudget."""
         over_bytes = measured_bytes - plan.budget_bytes
         if over_bytes <= 0:
@@ -288,11 +288,14 @@ class Fitting(PlanMonitor):
             return
         over = self.plans.over
         over.append(measured_bytes)
-        if len(over) < (COMPILED_REPAIRS if plan.graphs else REPAIRS) and self.plans.plan_lower(plan, measured_bytes):
+        n_repairs, added_bytes = COMPILED_REPAIRS if plan.graphs else REPAIRS, self.plans.added_bytes(step.static)
+        if len(over) < n_repairs and self.plans.plan_lower(plan, measured_bytes, added_bytes):
             return
         profile = self.plans.profile
         assert profile is not None
-        why = over_budget(profile, plan.budget_bytes, over, budget_for=self._request.budget_for)
+        why = over_budget(
+            profile, plan.budget_bytes, over, budget_for=self._request.budget_for, added_bytes=added_bytes
+        )
         if plan.graphs and self.plans.replays_blocks(why, model):
             self._in_force.give_up()  # hooks may be changed in the next step
             self.plans.over, self.plans.checks = [], CompiledChecks(self._say)

@@ -17,7 +17,7 @@ import torch
 from lowtide.api.apply import Applied
 from lowtide.api.compiled_fit import as_measured
 from lowtide.api.differing_bits import REFUSED, with_kept
-from lowtide.api.plan_attempts import FORECAST_PEAK, forecast_plan, with_excess
+from lowtide.api.plan_attempts import FORECAST_PEAK, forecast_plan, more_in_memory, with_excess
 from lowtide.errors import Infeasible, LowtideError
 from lowtide.planner import plan
 from lowtide.planner.planning import forecast_peak, smallest_plan
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-    from lowtide.planner.records import Plan, Profile
+    from lowtide.planner.records import Plan, Profile, Static
     from lowtide.runtime.guards import Changed
     from lowtide.script.fit_request import FitRequest
     from lowtide.script.plan_monitor import InForce, Repeats
@@ -136,9 +136,11 @@ class ModelPlans:
         self.plan = replace(first, budget_for=self._request.budget_for)
         self.announce(self.plan)
 
-    def plan_lower(self, current: Plan, measured_bytes: int) -> bool:
+    def plan_lower(self, current: Plan, measured_bytes: int, added_bytes: int) -> bool:
         """Replace `current`, which was measured over the budget, by a plan with a lower peak. Returns False if there is
         none.
+
+        `added_bytes` is what was in memory when the measured step began, beyond what was there in the rehearsal.
         """
         profile, over_bytes = self.profile, measured_bytes - current.budget_bytes
         assert profile is not None
@@ -154,11 +156,18 @@ class ModelPlans:
             lower = smallest_plan(profile)
         if lower.decisions == current.decisions:
             return False
-        self._say(
-            f"measured {format_bytes(measured_bytes)} peak, {format_bytes(over_bytes)} over the budget: planning again"
-        )
+        why = f": {more_in_memory(added_bytes)};" if added_bytes > 0 else ":"
+        measured, over = format_bytes(measured_bytes), format_bytes(over_bytes)
+        self._say(f"measured {measured} peak, {over} over the budget{why} planning again")
         self.plan = replace(lower, budget_bytes=current.budget_bytes, budget_for=current.budget_for)
         return True
+
+    def added_bytes(self, static: Static) -> int:
+        """Return the bytes of `static`, the memory before a step, beyond those before the rehearsed one; 0 if few."""
+        if self.profile is None:
+            return 0
+        before_bytes = self.profile.static.total
+        return more if (more := static.total - before_bytes) >= NOTEWORTHY * before_bytes else 0
 
     def plan_or_smallest(self, profile: Profile, current: Plan, otherwise: str) -> Plan:
         """Return a plan for the budget of `current`; if none fits, report `otherwise` and return the one with the

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from lowtide.api.plan_attempts import with_excess
+from lowtide.api.plan_attempts import more_in_memory, with_excess
 from lowtide.errors import RehearsalError
 from lowtide.memory.events import Busy
 from lowtide.runtime.call_shapes import no_larger, shapes_in
@@ -118,7 +118,7 @@ class Replanning:
         assert verdict is not None
         self._plans.verdict = replace(verdict, measured_peak_bytes=measured_bytes)
         if added_bytes > 0:
-            what += f": {format_bytes(added_bytes)} more is in memory when a step begins than when it was rehearsed"
+            what += f": {more_in_memory(added_bytes)}"
         self._plans.over = []
         if profile is None or plan.graphs:
             self._say(what)

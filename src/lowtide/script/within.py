@@ -138,6 +138,8 @@ class Run(Displayed):
         fitting = self._fitting
         if fitting.plans.unplanned is not None:
             return f"{fitting.plans.unplanned} Training went on without a plan."
+        if self._steps is None:
+            return "not begun: the training loop belongs in a block, `with lowtide.within(...) as run:`."
         failure = self._failure or (self._steps and self._steps.failed)
         if failure is not None:
             return f"ended: {failure}"
