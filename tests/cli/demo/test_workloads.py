@@ -15,9 +15,9 @@ from lowtide.cli.demo.workloads import MODELS, Workload, workload
 from lowtide.errors import PackageMissing
 
 SMALL = {
-    "gpt2": {"batch_size": 4, "length": 64, "layers": 2},
+    "gpt2": {"batch_size": 2, "length": 64, "layers": 2},
     "bert": {"batch_size": 4, "length": 64, "layers": 1},
-    "llama": {"batch_size": 4, "length": 64, "layers": 1},
+    "llama": {"batch_size": 2, "length": 64, "layers": 1},
     "resnet": {"batch_size": 8, "length": 32, "layers": 1},
 }
 BY_DEFAULT = [pytest.param(name, marks=[pytest.mark.slow] * (name == "llama")) for name in MODELS]

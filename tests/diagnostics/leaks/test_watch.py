@@ -6,6 +6,7 @@ import gc
 import json
 import logging
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from comparing import equal
 from conftest import RunPython
+from lowtide import cli
 from lowtide._torch.backward import ENGINE
 from lowtide.diagnostics.leaks.inspector import Inspector
 from lowtide.errors import LowtideError
@@ -197,22 +199,36 @@ if __name__ == "__main__":
 """
 
 
+Watch = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def watch(capfd: pytest.CaptureFixture[str]) -> Watch:
+    """Run `lowtide watch` in this process, and return its exit code and what it printed to stdout and stderr."""
+
+    def command(*args: str) -> tuple[int, str, str]:
+        capfd.readouterr()
+        return cli.main(["watch", *args]), *capfd.readouterr()
+
+    return command
+
+
 @pytest.mark.parametrize(("code", "expected"), [("0", 0), ("3", 2)])
-def test_a_script_runs_as_it_would_alone(code: str, expected: int, tmp_path: Path, run_python: RunPython) -> None:
+def test_a_script_runs_as_it_would_alone(code: str, expected: int, tmp_path: Path, watch: Watch) -> None:
     (tmp_path / "train.py").write_text(SCRIPT, encoding="utf-8")
     (tmp_path / "helper.py").write_text("answer = 42\n", encoding="utf-8")
-    done = run_python("-m", "lowtide", "watch", str(tmp_path / "train.py"), code, "--lr", "0.1")
-    assert done.stdout == f"['{code}', '--lr', '0.1'] 42 True\n"
-    assert "lowtide watch: nothing found in 0 steps; no model was called with gradients on" in done.stderr
-    assert done.returncode == expected
+    ended, out, err = watch(str(tmp_path / "train.py"), code, "--lr", "0.1")
+    assert out == f"['{code}', '--lr', '0.1'] 42 True\n"
+    assert "lowtide watch: nothing found in 0 steps; no model was called with gradients on" in err
+    assert ended == expected
 
 
-def test_a_script_that_raises(tmp_path: Path, run_python: RunPython) -> None:
+def test_a_script_that_raises(tmp_path: Path, watch: Watch) -> None:
     (tmp_path / "train.py").write_text("def f():\n    raise ValueError('no data')\n\nf()\n", encoding="utf-8")
-    done = run_python("-m", "lowtide", "watch", str(tmp_path / "train.py"))
-    assert done.returncode == 2
-    assert "line 2, in f\nValueError: no data" in re_joined(done.stderr)
-    assert "lowtide/" not in done.stderr
+    code, _, err = watch(str(tmp_path / "train.py"))
+    assert code == 2
+    assert "line 2, in f\nValueError: no data" in re_joined(err)
+    assert "lowtide/" not in err
 
 
 INTERRUPTED = """
@@ -229,15 +245,15 @@ raise KeyboardInterrupt
 """
 
 
-def test_findings_before_an_interrupt_are_reported(tmp_path: Path, run_python: RunPython) -> None:
+def test_findings_before_an_interrupt_are_reported(tmp_path: Path, watch: Watch) -> None:
     script, report = tmp_path / "train.py", tmp_path / "found.json"
     script.write_text(INTERRUPTED, encoding="utf-8")
-    done = run_python("-m", "lowtide", "watch", "--json", str(report), str(script))
-    assert done.returncode == 130
-    assert done.stderr.startswith("Traceback (most recent call last):\n")
-    assert "lowtide/" not in done.stderr
-    assert "\nKeyboardInterrupt\n" in done.stderr
-    assert "lowtide watch: LT003 retain_graph keeps the graph" in done.stderr
+    code, _, err = watch("--json", str(report), str(script))
+    assert code == 130
+    assert err.startswith("Traceback (most recent call last):\n")
+    assert "lowtide/" not in err
+    assert "\nKeyboardInterrupt\n" in err
+    assert "lowtide watch: LT003 retain_graph keeps the graph" in err
     assert [finding["code"] for finding in json.loads(report.read_text(encoding="utf-8"))["findings"]] == ["LT003"]
 
 
