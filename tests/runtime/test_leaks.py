@@ -147,7 +147,7 @@ def ours() -> list[object]:
     ],
 )  # fmt: skip
 def test_live_bytes_after_many_steps_are_those_after_three(way, step: Callable[[nn.Module], None]):
-    steps = 50 if step in (backward, dropped) else 6
+    steps = 20 if step in (backward, dropped) else 6
     model = Language(layers=2)
     model.blocks[1].mlp.append(Fails())
     if step is twice_differentiated:

@@ -45,7 +45,7 @@ def test_a_real_out_of_memory_error_is_explained_and_the_process_goes_on() -> No
     assert done.stdout.endswith("goes on True\n")
 
 
-@pytest.mark.default_cases(1)
+@pytest.mark.slow  # the kept outputs below are an evaluation, too
 @linux_only
 @pytest.mark.parametrize(
     ("script", "code", "says"),
@@ -77,7 +77,10 @@ def test_a_step_is_rehearsed_and_the_plan_that_fits_is_said() -> None:
 @linux_only
 def test_outputs_of_an_evaluation_that_are_kept_hold_a_graph_each() -> None:
     done = run(scripts.EVALUATION_KEPT)
+    assert done.returncode == 1
+    assert "DefaultCPUAllocator: can't allocate memory" in done.stderr
     assert "[evaluation-with-gradients]" in done.stderr
+    assert "run the evaluation under torch.no_grad()" in done.stderr
     found = re.search(r"(\d+) graphs of kept outputs hold (\d+) MiB for a backward", done.stderr)
     assert found is not None
     n_graphs, held_mib = int(found[1]), int(found[2])
