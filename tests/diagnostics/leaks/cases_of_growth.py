@@ -37,6 +37,32 @@ for _ in range(10):
         fix="set `self.keys` to None before the next batch",
     ),
     Case(
+        name="keys_joined_in_a_buffer",
+        script="""
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.projection = nn.Linear(64, 64)
+        self.register_buffer("keys", torch.zeros(8, 0, 64))
+    def forward(self, x):
+        h = self.projection(x)
+        self.keys = torch.cat([self.keys, h.detach()], 1){}
+        return F.scaled_dot_product_attention(x, self.keys, self.keys) + h
+model = Attention()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(10):
+    model(torch.randn(8, 32, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+        broken=("",),
+        mended=("[:, -64:]",),
+        code="LT021",
+        holder="Attention.keys",
+        held_bytes=10 * ROWS * FLOAT,
+        fix="set `self.keys` to None before the next batch, or keep only its newest part",
+    ),
+    Case(
         name="cache_given_to_each_call",
         script="""
 class Cache:

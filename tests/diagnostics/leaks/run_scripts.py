@@ -23,7 +23,10 @@ IN_ONE_PROCESS = 8
 """Number of scripts that one process runs."""
 
 PUTS_INTO_IMPORTED_MODULES = ("LT016_bad", "last_exception_of_a_prompt")
-"""Scripts that put tensors into modules that are imported here: results of interactive lines, the last exception."""
+"""Scripts that put tensors into modules that are imported here: results of interactive lines, the last exception.
+
+They see all that is frozen, so each runs in a process of its own.
+"""
 
 
 def run(script: str) -> dict[str, object]:
@@ -35,10 +38,21 @@ def run(script: str) -> dict[str, object]:
     return {**record, "script": script, "exit": code, "printed": printed.getvalue(), "said": said.getvalue()}
 
 
+def sees_all(script: str) -> bool:
+    return Path(script).stem.startswith(PUTS_INTO_IMPORTED_MODULES)
+
+
+def groups_of(scripts: list[str]) -> list[list[str]]:
+    """Return the scripts in groups, one for each process."""
+    others = [script for script in scripts if not sees_all(script)]
+    together = [others[first : first + IN_ONE_PROCESS] for first in range(0, len(others), IN_ONE_PROCESS)]
+    return [*together, *([script] for script in scripts if sees_all(script))]
+
+
 def run_all(scripts: list[str], report: Path) -> None:
     with report.open("w", encoding="utf-8") as file:
         for script in scripts:
-            if Path(script).stem.startswith(PUTS_INTO_IMPORTED_MODULES):
+            if sees_all(script):
                 gc.unfreeze()
             print(json.dumps(run(script)), file=file, flush=True)
             gc.enable()
@@ -49,12 +63,12 @@ def run_all(scripts: list[str], report: Path) -> None:
 gc.collect()
 gc.freeze()  # no script holds a tensor in what is imported, but for those named above
 with tempfile.TemporaryDirectory() as folder:
-    for first in range(1, len(sys.argv), IN_ONE_PROCESS):
-        report = Path(folder, f"{first}.json")
+    for number, scripts in enumerate(groups_of(sys.argv[1:])):
+        report = Path(folder, f"{number}.json")
         child = os.fork()
         if child == 0:
             try:
-                run_all(sys.argv[first : first + IN_ONE_PROCESS], report)
+                run_all(scripts, report)
             finally:
                 os._exit(0)
         os.waitpid(child, 0)

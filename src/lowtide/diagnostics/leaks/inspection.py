@@ -196,10 +196,11 @@ def inspect(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
             text = f"gradient graph of {_parameters(with_graph, view, live)} (create_graph)"
             item.holders = [Holder(kind="gradient", text=text, key="gradients")]
     _note_data(retained, view, live)
+    buffers = list(_new_buffers(view, live))
     view.known.note(tensors, view.last_step)
     copies = [] if view.in_evaluation else _idle_copies(view, live)
     orphans = [] if view.in_evaluation else _orphans(view, live)
-    return [item for item, _ in retained] + copies + orphans
+    return [item for item, _ in retained] + copies + orphans + buffers
 
 
 def _carried(
@@ -213,6 +214,27 @@ def _carried(
     for number, indices in by_storage.items():
         item = _retained_storage(number, indices, outputs[number], view, live)
         yield replace(item, subject="carried", is_input=True, is_output=False), indices
+
+
+def _new_buffers(view: InspectionInput, live: LiveObjects) -> Iterator[RetainedObject]:
+    """Yield the buffers that a module assigned anew since the last inspection, such as a cache that it adds to."""
+    found = [
+        (module, name, buffer)
+        for module in live.modules
+        for name, buffer in module.__dict__.get("_buffers", {}).items()
+        if buffer is not None and view.known.since(storage_id(buffer)) is None
+    ]
+    names = module_names(view.model, live.modules) if found else {}
+    for module, name, buffer in found:
+        text = f"{names[id(module)]}.{name}"
+        yield RetainedObject(
+            held_bytes=storage_bytes(buffer),
+            storages={storage_id(buffer): storage_bytes(buffer)},
+            subject="carried",
+            is_input=True,
+            born=view.last_step,
+            holders=[Holder(kind="module", text=text, key=f"buffer {text}", name=name, is_state=True)],
+        )
 
 
 def _note_data(retained: list[tuple[RetainedObject, list[int]]], view: InspectionInput, live: LiveObjects) -> None:
