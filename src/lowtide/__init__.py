@@ -174,7 +174,10 @@ if not TYPE_CHECKING:  # hidden from type checkers, for which any name would els
             from lowtide.utils.optional_deps import require_torch
 
             require_torch(f"lowtide.{name}")
-        value = getattr(import_module(home), name)
+        from lowtide.utils.interrupts import uninterrupted
+
+        # Ctrl-C waits: Python would run modules again whose import was cut off, and recipes be registered twice
+        value = getattr(uninterrupted(import_module)(home), name)
         globals()[name] = value  # makes later reads of the name bypass this function
         return value
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from conftest import RunPython
 from interrupting import Interrupting, places_of
 from lowtide import cli
 from lowtide._torch import patching as _standins
@@ -288,3 +289,21 @@ def test_a_profiler_that_fails_at_its_start_is_ended(monkeypatch: pytest.MonkeyP
     assert not torch.autograd._profiler_enabled()
     with lowtide.measure():
         pass
+
+
+IMPORTING = """
+import signal, sys
+class Interrupting:
+    def find_spec(self, name, *_):
+        if name == "lowtide.planner.planning": signal.raise_signal(signal.SIGINT)
+signal.signal(signal.SIGINT, signal.default_int_handler)
+sys.meta_path.insert(0, Interrupting())
+import lowtide
+try: lowtide.plan
+except KeyboardInterrupt: print("interrupted", "lowtide.planner.planning" in sys.modules)
+"""
+
+
+def test_an_import_is_not_cut_off(run_python: RunPython) -> None:
+    """A second import of what was cut off would register recipes twice."""
+    assert run_python("-c", IMPORTING).stdout == "interrupted True\n"
