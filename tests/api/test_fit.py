@@ -453,7 +453,7 @@ class Dropped(nn.Module):
         return x if torch.rand(()) < 0.3 else x + self.down(torch.tanh(self.up(x)))
 
 
-@pytest.mark.default_cases(2)
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("seed", range(4))
 def test_where_layers_are_dropped_at_random_the_rehearsed_ones_are_measured(seed):
     torch.manual_seed(seed)

@@ -8,7 +8,7 @@ import pytest
 
 BENCH = Path(__file__).parents[2] / "bench"
 PROGRAMS = sorted(path.name for path in BENCH.glob("*.py") if "__main__" in path.read_text(encoding="utf-8"))
-QUICK = {"allocator.py", "overhead.py"}
+QUICK = {"allocator.py"}
 
 
 @pytest.mark.parametrize("name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in PROGRAMS])

@@ -206,7 +206,8 @@ def test_a_step_that_may_read_more_keeps_its_outputs(made: Callable[[nn.Module],
     assert untouched(model)
 
 
-@pytest.mark.parametrize("wrap", [lambda outputs: outputs, lambda outputs: {"epoch": 1, "outputs": [outputs]}])
+@pytest.mark.default_cases(1)
+@pytest.mark.parametrize("wrap", [lambda outputs: {"epoch": 1, "outputs": [outputs]}, lambda outputs: outputs])
 def test_a_step_that_returns_the_outputs_keeps_them(wrap: Callable[[Any], Any]) -> None:
     model, batch = model_of("gpt2"), batch_of()
 

@@ -118,7 +118,8 @@ def test_steps_that_depend_on_other_processes_are_refused(way: str, why: str, es
     assert why in err
 
 
-@pytest.mark.parametrize("options", [("--processes", "2"), ("--device", "2 x h100-80")])
+@pytest.mark.default_cases(1)
+@pytest.mark.parametrize("options", [("--device", "2 x h100-80"), ("--processes", "2")])
 def test_a_plan_for_two_processes_is_made_in_one(
     options: tuple[str, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -40,6 +40,7 @@ def seen(request: pytest.FixtureRequest) -> tuple[str, Case, Profile]:
     return request.param, case, observed.profile
 
 
+@pytest.mark.default_cases(1)
 def test_the_steps_leave_what_plain_ones_leave(seen):
     name, case, _ = seen
     plain = build(name)
@@ -48,6 +49,7 @@ def test_the_steps_leave_what_plain_ones_leave(seen):
     assert not any("_compiled_call_impl" in module.__dict__ for module in case.model.modules())
 
 
+@pytest.mark.default_cases(1)
 def test_the_profile_is_that_of_a_rehearsal(seen):
     name, _, profile = seen
     case = build(name)

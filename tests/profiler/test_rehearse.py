@@ -41,6 +41,7 @@ def test_the_peak_of_the_plain_step_follows_from_the_trace(rehearsed):
     assert predicted == pytest.approx(profile.measured_plain_peak_bytes, rel=0.02)
 
 
+@pytest.mark.default_cases(2)
 def test_static_memory_is_counted_once(rehearsed):
     case, profile = rehearsed
     parameters = sum(p.numel() * p.element_size() for p in case.model.parameters())

@@ -149,6 +149,7 @@ def test_masks_are_kept_as_bits(name, way, made):
     assert made.number == len(decisions)
 
 
+@pytest.mark.default_cases(1)
 @pytest.mark.parametrize("name", ["gpt2", "bert"])
 def test_every_mask_of_a_model(name, made):
     case = build(name)

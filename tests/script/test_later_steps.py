@@ -145,6 +145,7 @@ def test_memory_that_is_held_later_is_noticed_and_planned_for(tmp_path: Path) ->
     assert sum("a step under the plan takes" in line for line in said) == 1
 
 
+@pytest.mark.default_cases(2)
 @pytest.mark.parametrize(
     ("first", "make"),
     [
@@ -258,7 +259,7 @@ def test_steps_with_more_calls_than_the_rehearsed_ones_are_planned_for(tmp_path:
     assert fitting.plans.plan.predicted.peak_bytes - 1024 < (fitting.plans.verdict.measured_peak_bytes or 0)
 
 
-@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("n", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_steps_of_two_kinds_in_turn_are_planned_for_together(tmp_path: Path, n: int) -> None:
     fitting, said = trained(tmp_path, SECOND_PHASE.replace("DECODES", f"step % {n} == 1"), "75%")
     assert any("steps of several kinds take turns" in line for line in said)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +33,16 @@ class Script:
 
 CASES = [*cases.CASES, *cases_of_holders.CASES, *cases_of_growth.CASES, *cases_of_loops.CASES, *cases_of_reports.CASES]
 BROKEN, MENDED = ([Script(case, is_mended) for case in CASES] for is_mended in (False, True))
+MOST_MENDED = 8
+"""Most cases of one code that are run mended by default; the others are slow."""
+
+
+def mended_params() -> Iterator[Any]:
+    """Yield all mended cases: those of a code beyond the first ones are slow."""
+    counts: Counter[str] = Counter()
+    for script in MENDED:
+        counts[script.case.code] += 1
+        yield pytest.param(script, marks=pytest.mark.slow if counts[script.case.code] > MOST_MENDED else [])
 
 
 @pytest.mark.parametrize("script", BROKEN, ids=lambda script: script.case.name)
@@ -49,7 +61,7 @@ def test_a_mistake_has_exactly_its_finding(script: Script, reports: dict[str, An
         assert finding["held_bytes"] == pytest.approx(case.held_bytes, rel=0.01)
 
 
-@pytest.mark.parametrize("script", MENDED, ids=lambda script: script.case.name)
+@pytest.mark.parametrize("script", mended_params(), ids=lambda script: script.case.name)
 def test_a_mended_mistake_has_none(script: Script, reports: dict[str, Any]) -> None:
     report = reports[script.name]
     assert report["findings"] == []
