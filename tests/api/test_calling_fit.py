@@ -163,7 +163,7 @@ def test_an_argument_that_is_not_an_optimizer_is_named_in_the_error() -> None:
         lowtide.fit(made.model, made.step, (X, Y), budget="90%", optimizer=["adam"])  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize("model", [Made().step, [nn.Linear(2, 2)], None])
+@pytest.mark.parametrize("model", [train, [nn.Linear(2, 2)], None])
 def test_an_argument_that_is_not_a_module_is_named_in_the_error(model: Any) -> None:
     made = Made()
     plan = lowtide.plan(lowtide.rehearse(made.model, made.step, (X, Y)), "100%")
