@@ -1,13 +1,14 @@
 """Compiled code is compared on the current batch, also if it runs backward itself; state stays as it was."""
 
 import weakref
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lowtide.profiler.compiled_bits import compiled_bits
+from lowtide.profiler.compiled_bits import compiled_bits, scheduled_calls
 
 
 @pytest.mark.parametrize("runs_backward", [False, True])
@@ -45,3 +46,31 @@ def test_gradients_of_outputs_are_freed_as_soon_as_backward_has_read_them() -> N
     reads: Any = Reads.apply
     assert compiled_bits(model, lambda x: reads(reads(model(x))), ((x,), {})) is not None
     assert is_freed == [True]
+
+
+@pytest.mark.parametrize("n_held", [0, 1])
+def test_outputs_that_the_step_does_not_hold_are_released_before_backward(n_held: int) -> None:
+    """In `loss = model(**batch).loss`, logits end with their last reader in backward."""
+    output = list[weakref.ref[Tensor]]()
+    is_alive = list[bool]()
+
+    class Reads(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x * 2
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            is_alive.append(output[-1]() is not None)
+            return gradients[0] * 2
+
+    model, x = nn.Linear(4, 4), torch.ones(2, 4)
+    reads: Any = Reads.apply
+
+    def call(x: Tensor) -> dict[str, Tensor]:
+        logits = model(x)
+        output.append(weakref.ref(logits))
+        return {"loss": reads(logits).sum(), "logits": logits}
+
+    assert scheduled_calls(model, call, ((x,), {}), Counter({32: n_held})) is not None
+    assert is_alive == [bool(n_held)]

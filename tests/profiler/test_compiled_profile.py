@@ -13,7 +13,7 @@ from lowtide.memory.events import Event, EventStream, Free, Mark
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner.records import Decisions
 from lowtide.planner.simulate.simulator import predict
-from lowtide.profiler.compiled_profile import CALL, assembled, peak_with_calls
+from lowtide.profiler.compiled_profile import CALL, assembled, held_after_calls, peak_with_calls
 from lowtide.runtime.joint_slots import JointSlots
 
 
@@ -67,6 +67,10 @@ def test_a_batch_that_backward_frees_is_free_for_later_calls_although_the_trial_
     held = EventStream((*FORWARD, *TANGENT, *BACKWARD, *rest, gradient, *FORWARD, *TANGENT, *BACKWARD))
     frees = EventStream(tuple(once))
     assert peak_with_calls(held, frees) == Timeline(held).peak_bytes
+
+
+def test_blocks_that_no_call_frees_are_held_by_the_step() -> None:
+    assert held_after_calls(STEP) == Counter({MANY: 2})  # the output, and what backward returns
 
 
 def test_what_is_computed_again_is_not_held_and_costs_its_time() -> None:

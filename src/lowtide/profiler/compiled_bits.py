@@ -7,6 +7,7 @@ compares them on real data; run without kernels, it shows the memory that compil
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +32,7 @@ def compiled_bits(model: nn.Module, call: Callable[..., Any], batch: tuple[Any, 
     step = _step_of(model, call)
     try:
         with StepSnapshot(model, batch, None, step):
-            for parameter in model.parameters():
-                parameter.grad = None
+            _without_gradients(model)
             return Outcome.of(model, step, batch)
     except Exception as error:
         if not is_out_of_memory(error):
@@ -40,16 +40,21 @@ def compiled_bits(model: nn.Module, call: Callable[..., Any], batch: tuple[Any, 
     return None
 
 
-def scheduled_calls(model: nn.Module, call: Callable[..., Any], batch: tuple[Any, Any]) -> EventStream | None:
+def scheduled_calls(
+    model: nn.Module, call: Callable[..., Any], batch: tuple[Any, Any], held: Counter[int]
+) -> EventStream | None:
     """Record `call(*args, **kwargs)` and a backward pass, with marks at calls of compiled code; None if that fails.
 
-    For code without kernels, which computes zeros: a model may raise at these.
+    For code without kernels, which computes zeros: a model may raise at these. Outputs are released before backward
+    unless `held` counts their size: a real step releases logits, say, with its last use of them, and backward frees
+    them where it has read them.
     """
-    step = _step_of(model, call)
+    step = _step_of(model, call, held)
     try:
         with StepSnapshot(model, batch, None, step):
-            for parameter in model.parameters():
-                parameter.grad = None
+            _without_gradients(model)
+            step(batch)  # compiles the code: meanwhile dynamo holds objects of the call, such as its outputs
+            _without_gradients(model)
             with recorder_for(place_of(model)) as recorder, watched_calls(lambda *data: recorder.mark(CALL, data)):
                 step(batch)
     except Exception:  # the real code is measured then
@@ -57,7 +62,16 @@ def scheduled_calls(model: nn.Module, call: Callable[..., Any], batch: tuple[Any
     return recorder.stream
 
 
-def _step_of(model: nn.Module, call: Callable[..., Any]) -> Callable[[tuple[Any, Any]], Any]:
+def _without_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def _step_of(
+    model: nn.Module, call: Callable[..., Any], held: Counter[int] | None = None
+) -> Callable[[tuple[Any, Any]], Any]:
+    """Return the step. With `held`, it releases all outputs before backward but as many of each size in bytes."""
+
     def step(given: tuple[Any, Any]) -> Any:
         args, kwargs = given
         result = call(*args, **kwargs)
@@ -67,8 +81,22 @@ def _step_of(model: nn.Module, call: Callable[..., Any]) -> Callable[[tuple[Any,
         heads = [tensor for tensor in outputs if tensor.numel() == 1] or outputs
         # sums, so that gradients of the outputs are freed as soon as they were read, as in a real step
         sums = [(head * torch.cos(head.detach())).sum() for head in heads]
+        if held is not None:
+            result = _some(outputs, held.copy())
+            del outputs, heads
         if sums:
             torch.autograd.backward(sums, [torch.ones_like(total) for total in sums])
         return result
 
     return step
+
+
+def _some(tensors: list[torch.Tensor], n_of_size: Counter[int]) -> list[torch.Tensor]:
+    """Return as many of the tensors as `n_of_size` counts of their size in bytes; it is counted down."""
+    chosen = []
+    for tensor in tensors:
+        n_bytes = tensor.untyped_storage().nbytes()
+        if n_of_size[n_bytes]:
+            n_of_size[n_bytes] -= 1
+            chosen.append(tensor)
+    return chosen

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -20,7 +20,7 @@ from lowtide._torch.inductor import always_partitioned, is_addmm_unfused, partit
 from lowtide.memory.events import EventStream
 from lowtide.memory.measure import recorder_for
 from lowtide.memory.memory_timeline import Timeline
-from lowtide.profiler.compiled_profile import CALL, assembled, peak_with_calls
+from lowtide.profiler.compiled_profile import CALL, assembled, held_after_calls, peak_with_calls
 from lowtide.profiler.compiled_steps import noted_calls, on_parts_only
 from lowtide.profiler.online import PATIENCE
 from lowtide.profiler.other_memory import in_words, with_others
@@ -161,9 +161,12 @@ class OnlineCompiledProfiler:
         if self.profile is None:
             self._settle(may_wait=False)
 
-    def peak_with(self, calls: EventStream) -> int | None:
-        """Return the profiled step's peak if its compiled calls allocate what they did in the recording `calls`."""
-        if self._best is None:
+    def peak_with(self, record: Callable[[Counter[int]], EventStream | None]) -> int | None:
+        """Return the profiled step's peak if its compiled calls allocate what they do in a recording of calls alone.
+
+        `record` returns that recording. It gets the blocks by size that the step holds after the calls.
+        """
+        if self._best is None or (calls := record(held_after_calls(self._best.stream))) is None:
             return None
         peak_bytes = peak_with_calls(self._best.stream, calls)
         return None if peak_bytes is None else self._best.static.total + peak_bytes

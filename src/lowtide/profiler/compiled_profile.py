@@ -154,6 +154,14 @@ def peak_with_calls(stream: EventStream, calls: EventStream) -> int | None:
     return max(accumulate(map(bytes_added, [*events, *stream.events[done:]])))
 
 
+def held_after_calls(stream: EventStream) -> Counter[int]:
+    """Count blocks by size that compiled calls allocated and none of them freed: the program holds them."""
+    spans = [stream.events[enter:leave] for _, enter, leave in _spans(stream)]
+    own = {event.block: event.bytes for events in spans for event in events if type(event) is Allocate}
+    freed = {event.block for events in spans for event in events if type(event) is Free}
+    return Counter(n_bytes for block, n_bytes in own.items() if block not in freed)
+
+
 def _allocated_inside(stream: EventStream) -> set[int]:
     """Return the blocks that compiled calls allocated."""
     events = (event for _, enter, leave in _spans(stream) for event in stream.events[enter:leave])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lowtide._torch.compiled_code import n_compiled
@@ -73,8 +74,7 @@ class CompiledChecks:
 
         def peak_of(tried: Plan) -> int | None:
             with kernels_left_out(), always_partitioned(), apply(model, tried, say=lambda what: None):
-                calls = scheduled_calls(model, code, batch)
-            peak_bytes = None if calls is None else rehearsing.peak_with(calls)
+                peak_bytes = rehearsing.peak_with(partial(scheduled_calls, model, code, batch))
             return None if peak_bytes is None else peak_bytes + self.excess_bytes
 
         choice = Choice(profile, plan.plain)

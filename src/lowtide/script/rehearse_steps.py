@@ -20,6 +20,7 @@ from lowtide.script.step_listener import Enough, StepListener
 from lowtide.state.process_group import several_processes
 
 if TYPE_CHECKING:
+    from collections import Counter
     from collections.abc import Callable
 
     from torch import nn
@@ -173,11 +174,11 @@ class Rehearsing(StepListener):
             self._given_up.append(self._observed)  # removed in the next step, because no hooks may be removed here
         self.done, self.profile, self._observed, self._parts = False, None, None, None
 
-    def peak_with(self, calls: EventStream) -> int | None:
-        """Return the rehearsed step's peak if its compiled calls allocate what they did in the recording `calls`."""
+    def peak_with(self, record: Callable[[Counter[int]], EventStream | None]) -> int | None:
+        """Return the rehearsed step's peak with the compiled calls of a recording; see `OnlineCompiledProfiler`."""
         if self._observed is None or isinstance(self._observed, OnlineProfiler):
             return None
-        return self._observed.peak_with(calls)
+        return self._observed.peak_with(record)
 
     def replays_blocks(self, model: nn.Module) -> bool:
         """Return True if compiled blocks are rehearsed again, to be replayed; False if more than blocks is compiled."""
