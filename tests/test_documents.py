@@ -17,14 +17,21 @@ import doc_pictures
 import lowtide
 from conftest import RunPython
 from lowtide.cli import COMMANDS
+from lowtide.memory.device_budget import MARGIN
+from lowtide.memory.gpu_specs import parse_gpu
+from lowtide.units import format_bytes
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "lowtide"
 PAGES = [ROOT / "README.md", ROOT / "README.ja.md", *sorted((ROOT / "docs").glob("*.md"))]
 START = [ROOT / "docs" / "start.md", ROOT / "docs" / "start.ja.md"]
+BUDGET = [ROOT / "docs" / "budget.md", ROOT / "docs" / "budget.ja.md"]
 HAND_WRITTEN = [
-    ROOT / name for name in ("README.md", "README.ja.md", "docs/design.md", "docs/limits.md", "docs/loops.md")
-] + START
+    *(ROOT / name for name in ("README.md", "README.ja.md")),
+    *(ROOT / "docs" / name for name in ("design.md", "limits.md", "loops.md", "loops.ja.md")),
+    *START,
+    *BUDGET,
+]
 PROGRAM = "TransformerEncoderLayer"
 """A word of the README's complete program, and of no other block."""
 
@@ -100,7 +107,7 @@ def test_every_block_of_python_is_python(page: Path) -> None:
         compile(block, str(page), "exec")
 
 
-@pytest.mark.parametrize("pages", [HAND_WRITTEN[:2], START], ids=["README", "start"])
+@pytest.mark.parametrize("pages", [HAND_WRITTEN[:2], START, BUDGET], ids=["README", "start", "budget"])
 def test_the_japanese_page_has_the_same_code_and_numbers(pages: list[Path]) -> None:
     english, japanese = pages
 
@@ -118,6 +125,16 @@ def test_the_page_to_start_with_runs_as_printed(capsys: pytest.CaptureFixture[st
     (program,) = blocks(START[0], "python")
     exec(program, {})
     assert "within the budget" in capsys.readouterr().out
+
+
+def test_the_budgets_of_gpus_follow_from_their_memory() -> None:
+    rows = re.findall(r"^\| ([^|]+) \| ([\d.]+ GiB) \| (\d+) GiB \|$", text_of(BUDGET[0]), re.MULTILINE)
+    assert len(rows) > 10
+    for names, memory, budget in rows:
+        for name in names.split(", "):
+            total = parse_gpu(name).total_bytes
+            assert format_bytes(total) == memory, name
+            assert int((total - 2**30) * (1 - MARGIN)) >> 30 == int(budget), name
 
 
 def test_the_site_has_every_page_and_every_public_name() -> None:
