@@ -19,7 +19,7 @@ torch.manual_seed(0)
 model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)))
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 KEEPING
-for _ in range(6):
+for _ in range(18):
     out = model(torch.rand(512, 64))
     loss = out.square().mean()
     loss.backward()
@@ -51,6 +51,7 @@ def test_a_run_within_a_budget_is_a_record_and_a_page(
     assert found.after is not None
     assert found.before.peak_bytes == found.plan.plain.peak_bytes
     assert found.after.peak_bytes == found.plan.predicted.peak_bytes
+    assert found.proof.planned_ms is not None
     assert found.frontier is not None
     assert cli.main(["report", str(record), "-o", str(page)]) == 0
     assert f'data-bytes="{found.proof.measured_peak_bytes}"' in page.read_text(encoding="utf-8")

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from lowtide.report.page import run_page
+from lowtide.report.run_comparison import RunComparison
 from lowtide.report.run_record import RunRecord
 from lowtide.report.step_memory import StepMemory
 from lowtide.units import format_bytes
@@ -155,8 +156,23 @@ def test_dark_mode_follows_the_system_and_the_button(page: Any) -> None:
     assert paper() == dark
 
 
-@pytest.mark.parametrize("width", [360, 1100])
-def test_nothing_scrolls_sideways(page: Any, width: int) -> None:
+def open_kind(page: Any, kind: str, folder: Path) -> None:
+    """Open the page of a run that was only watched, or that of two runs with long names; that of RUN is open."""
+    if kind == "run":
+        return
+    path = folder / f"{kind}.html"
+    if kind == "watched":
+        watched = RunRecord(command="lowtide watch", versions={"lowtide": "1"}, findings=FINDINGS, n_steps=3)
+        path.write_text(run_page(watched), encoding="utf-8")
+    else:
+        names = (f"first/{'long' * 20}.json", f"second/{'long' * 20}.json")
+        RunComparison(RUN, run("90%"), names).to_html(path)
+    page.get(path.as_uri())
+
+
+@pytest.mark.parametrize(("width", "kind"), [(360, "run"), (1100, "run"), (360, "compared")])
+def test_nothing_scrolls_sideways(page: Any, tmp_path: Path, width: int, kind: str) -> None:
+    open_kind(page, kind, tmp_path)
     show(page, width=width)
     for details in (False, True):
         if details:
@@ -172,16 +188,12 @@ def test_no_error_and_no_request(page: Any) -> None:
     assert all(url.startswith(("file:", "data:")) for url in urls)
 
 
-@pytest.mark.parametrize("kind", ["run", "watched"])
+@pytest.mark.parametrize("kind", ["run", "watched", "compared"])
 @pytest.mark.parametrize("dark", [False, True])
 def test_axe_finds_nothing_serious(page: Any, tmp_path: Path, kind: str, dark: bool) -> None:
     if not AXE.is_file():
         pytest.skip(f"needs {AXE}: npm install --no-save axe-core, or AXE=path/to/axe.min.js")
-    if kind == "watched":
-        path = tmp_path / "watched.html"
-        watched = RunRecord(command="lowtide watch", versions={"lowtide": "1"}, findings=FINDINGS, n_steps=3)
-        path.write_text(run_page(watched), encoding="utf-8")
-        page.get(path.as_uri())
+    open_kind(page, kind, tmp_path)
     show(page, width=1100, dark=dark)
     page.execute_script(AXE.read_text(encoding="utf-8"))
     found = page.execute_async_script("axe.run().then((found) => arguments[0](found.violations))")

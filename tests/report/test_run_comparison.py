@@ -49,6 +49,7 @@ def test_changes_are_written_as_a_page(files: tuple[str, str], tmp_path: Path) -
     page = (tmp_path / "changes.html").read_text(encoding="utf-8")
     assert "The peak went up" in page
     assert page.count('data-track="before"') >= 2
+    assert '<p class="lt-about">small.json and large.json</p>' in page  # without the folders that both share
 
 
 def test_new_findings_are_separated_from_known_ones() -> None:

@@ -9,7 +9,7 @@ import pytest
 from lowtide.planner.records import Fingerprint, InPlace
 from lowtide.report.decision_tree import decision_tree
 from lowtide.report.page import run_page
-from lowtide.report.run_record import RunRecord, record_of
+from lowtide.report.run_record import RunRecord, record_of, with_step_time
 from lowtide.report.run_text import peak_sentence, verdict
 from lowtide.units import format_bytes
 from report.runs import FINDINGS, PLAN, PROFILE, run
@@ -44,7 +44,11 @@ def test_the_page_says_which_sizes_were_measured_and_what_a_recompute_is() -> No
     untimed = run_page(replace(made, proof=None, plan=replace(made.plan, step_ms=0.0)))
     assert "per step, predicted; the step without Lowtide was not timed" in untimed
     assert "less, predicted" in untimed
-    peak_bytes = made.proof.measured_peak_bytes if made.proof else 0
+    assert made.proof is not None
+    unmeasured = replace(made, proof=replace(made.proof, plain_ms=None), plan=replace(made.plan, step_ms=0.0))
+    timed = with_step_time(unmeasured, 10 * made.plan.predicted.extra_ms)
+    assert "predicted: 10 % of a step under the plan, which takes" in run_page(timed)
+    peak_bytes = made.proof.measured_peak_bytes
     assert peak_bytes
     for over_bytes, n_exact in ((0, 0), (1, 2)):  # three figures would not tell a peak from a budget below it
         close = replace(made, plan=replace(made.plan, budget_bytes=peak_bytes - over_bytes))

@@ -59,7 +59,7 @@ def report(file: Path, other: Path | None, to: str | None, github: bool, fail_ab
     """
     run = _read(file)
     if other is not None:
-        return _compare(run, _read(other), (str(file), str(other)), to, github, fail_above)
+        return _compare(run, _read(other), _short_names(file, other), to, github, fail_above)
     if fail_above is not None:
         raise click.UsageError("--fail-above needs two runs: lowtide report BEFORE.json AFTER.json.")
     if github:
@@ -93,6 +93,16 @@ def _refusing_contradictions(*files: Path | str) -> Iterator[None]:
             raise
         named, why = " or ".join(map(str, files)), in_one_line(str(error))
         raise LowtideError(f"{named} is damaged: its parts contradict each other ({why}).") from error
+
+
+def _short_names(file: Path, other: Path) -> tuple[str, str]:
+    """Return both paths without the folders that they share, so that they fit above the columns of a table."""
+    shared = 0
+    for one, two in zip(file.parts[:-1], other.parts[:-1], strict=False):
+        if one != two:
+            break
+        shared += 1
+    return str(Path(*file.parts[shared:])), str(Path(*other.parts[shared:]))
 
 
 def _compare(

@@ -171,16 +171,19 @@ class _KeptPlan:
 
         if self._save_to is not None:
             _save(self._save_to, plan)
+        if self._record is None or self._record.plan is not plan:
+            self._monitor.step_ms = None  # a measured time was that of another plan
         if self._report_to is not None and self._monitor.plans.verdict is not None:
             proof = self._monitor.plans.verdict.to_proof()
             self._record = record_of(self._command, profile=self._monitor.plans.profile, plan=plan, proof=proof)
 
     def report(self) -> None:
         """Write the report, if one is wanted and a plan was kept."""
-        from lowtide.report.run_record import with_frontier
+        from lowtide.report.run_record import with_frontier, with_step_time
 
         if self._report_to is not None and self._record is not None:
-            write_report(with_frontier(self._record), self._report_to)
+            record = with_step_time(self._record, self._monitor.step_ms)
+            write_report(with_frontier(record), self._report_to)
 
     def report_refusal(self, why: LowtideError) -> None:
         """Write a report of the rehearsed step and of the error, if one is wanted and a step was rehearsed."""

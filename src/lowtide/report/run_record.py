@@ -44,7 +44,9 @@ class Proof(Record):
     were compared.
     """
     planned_ms: float | None = None
+    """Measured time of a step under the plan."""
     plain_ms: float | None = None
+    """Measured time of a plain step."""
 
     @property
     def extra(self) -> float | None:
@@ -244,6 +246,14 @@ def with_frontier(run: RunRecord) -> RunRecord:
     if run.frontier is not None or profile is None or profile.graphs or len(profile.slots) > LARGEST_PLANNED:
         return run
     return replace(run, frontier=frontier(profile, n_budgets=N_BUDGETS))
+
+
+def with_step_time(run: RunRecord, planned_ms: float | None) -> RunRecord:
+    """Return the run with the measured time of a step under its plan; the same run if none was measured."""
+    if planned_ms is None or run.proof is None:
+        return run
+    proof = replace(run.proof, planned_ms=planned_ms)
+    return replace(run, proof=proof, measured=(*run.measured, "mean time of a step under the plan"))
 
 
 def versions(made_for: Fingerprint | None = None) -> dict[str, str]:

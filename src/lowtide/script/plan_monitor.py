@@ -143,6 +143,8 @@ class PlanMonitor(StepListener):
         self._in_force = InForce()
         self._open: Measured | None = None
         self._measured = MeasuredSteps()
+        self.step_ms: float | None = None
+        """Mean time of a step under the plan; None until it is measured."""
 
     def on_step_begin(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Remove the plan from a model that was given up."""
@@ -159,7 +161,8 @@ class PlanMonitor(StepListener):
         self._say(f"torch.multiprocessing.spawn starts processes, which train without a plan. {IN_PROCESSES}")
 
     def on_timed(self, step_ms: float) -> None:
-        """Report the mean time of a step under the plan."""
+        """Record and report the mean time of a step under the plan."""
+        self.step_ms = step_ms
         self._say(f"a step under the plan takes {format_time(step_ms)}")
 
     def on_unplanned_model(self) -> None:
