@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide._torch.compiled_code import not_compiled_alone
 from lowtide._torch.patching import replace_function, wrap_module_calls
 from lowtide.script.step_detector import Steps
 from lowtide.script.step_listener import StepListener
@@ -161,5 +162,25 @@ def test_compiled_code_that_makes_modules_is_not_split() -> None:
         assert compiled(torch.ones(2, 4)).shape == (2, 4)
 
 
+def test_compiled_code_does_not_begin_in_a_replacement() -> None:
+    """Numbers of Lowtide's own would be sizes of the graph with `dynamic=True`."""
+    seen = list[str]()
+
+    def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
+        seen.append(graph.code)
+        return graph.forward
+
+    plain, beside = Sliced(), Sliced()
+    torch.compile(plain, backend=backend, dynamic=True)(torch.ones(2, 4))
+    torch._dynamo.reset()  # it would take the code of the other one
+    with contextlib.ExitStack() as stack:
+        for name in ("__call__", "__init__"):
+            stack.callback(replace_function(nn.Module, name, functools.partial(functools.partial, called)))
+        torch.compile(beside, backend=backend, dynamic=True)(torch.ones(2, 4))
+    assert len(seen) == 2
+    assert seen[0] == seen[1]
+
+
+@not_compiled_alone
 def called(plain: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return plain(*args, **kwargs)

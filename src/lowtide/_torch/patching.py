@@ -60,6 +60,7 @@ def _install(owner: Any, name: str) -> tuple[Callable[..., Any], list[Make]]:
     original = vars(owner).get(name, getattr(owner, name))
     makes: list[Make] = []
 
+    @not_compiled_alone
     def replaced(*args: Any, **kwargs: Any) -> Any:
         function = original
         for make in makes:
