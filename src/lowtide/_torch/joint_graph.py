@@ -6,6 +6,7 @@ its choice of saved values replaced; extraction, reordering and threading throug
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 import operator
@@ -171,7 +172,8 @@ def partitioned(
 
     def chosen(graph: fx.Graph, info: Any, memory_budget: float = 1) -> list[fx.Node]:
         plain = stock(graph, info, memory_budget=memory_budget)
-        joint = _joint_graph(gm, info, settings["num_fwd_outputs"])
+        with _unguarded(gm):
+            joint = _joint_graph(gm, info, settings["num_fwd_outputs"])
         nodes = [node for node in gm.graph.nodes if node.op != "output"]
         index = {node: i for i, node in enumerate(nodes)}
         before = frozenset(index[node] for node in plain)
@@ -185,6 +187,15 @@ def partitioned(
         return both
     finally:
         partitioners.choose_saved_values_set = stock
+
+
+def _unguarded(gm: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
+    """Keep symbolic sizes symbolic in this `with` block, whatever is computed from them: a number that is made of one
+    takes its present value, and the code that is compiled would be for that value alone.
+    """
+    values = (node.meta.get("val") for node in gm.graph.nodes)
+    size = next((value for value in values if isinstance(value, torch.SymInt)), None)
+    return contextlib.nullcontext() if size is None else size.node.shape_env.suppress_guards()
 
 
 def _joint_graph(gm: fx.GraphModule, info: Any, num_fwd_outputs: int) -> JointGraph:
