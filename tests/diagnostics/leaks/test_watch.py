@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import sys
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -203,8 +204,9 @@ Watch = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def watch(capfd: pytest.CaptureFixture[str]) -> Watch:
+def watch(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Watch:
     """Run `lowtide watch` in this process, and return its exit code and what it printed to stdout and stderr."""
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # a process group of an earlier test leaves its own
 
     def command(*args: str) -> tuple[int, str, str]:
         capfd.readouterr()
