@@ -73,7 +73,7 @@ def test_a_script_for_cuda_runs_two_steps_and_ends_with_everything_as_it_was(est
     assert [name for name, value in before.items() if vars(torch).get(name) is not value] == []
     assert code == 0
     assert "on RTX 3060, with 11.7 GiB: it fits" in out
-    assert "smallest GPU on which it is sure to fit: RTX 3070" in out
+    assert "smallest GPU on which it is sure to fit: RTX 3070\n  of those with compute capability from 8.0 on;" in out
     assert "compiled code (torch.compile) is estimated uncompiled" in out
     assert re.search("nothing is computed.*\nloss 1.000", err)  # said before the first number that is not true
     assert "same weights True Parameter" in err

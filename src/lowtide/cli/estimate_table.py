@@ -16,18 +16,20 @@ def sweep(estimates: Mapping[int | None, MemoryEstimate]) -> str:
     """Format one line for each size of the batch."""
     rows: list[tuple[str, ...]] = []
     title: list[str] = []
+    compared: list[str] = []
     headings: tuple[str, ...] = ("batch", "peak")
     for size, estimate in estimates.items():
         if not isinstance(estimate, GpuMemoryEstimate):
             rows.append((str(size), format_bytes(estimate.peak_bytes)))
             continue
         title = [f"on {estimate.gpu.name}, with {format_bytes(estimate.gpu.total_bytes)}:"]
+        compared = [f"smallest GPU: {estimate.compared_gpus}"]
         headings = ("batch", "requested", "allocated", "reserved", "at least", "at most", "answer", "smallest GPU")
         peaks = (estimate.peak_requested_bytes, estimate.peak_allocated_bytes, estimate.peak_reserved_bytes)
         sizes = [format_bytes(n) for n in (*peaks, *estimate.interval)]
         smallest = "none" if estimate.smallest_gpu is None else estimate.smallest_gpu.name
         rows.append((str(size), *sizes, estimate.verdict, smallest))
-    return "\n".join([*title, *Table(headings=headings, rows=rows, left=frozenset()).lines()])
+    return "\n".join([*title, *Table(headings=headings, rows=rows, left=frozenset()).lines(), *compared])
 
 
 def is_within(estimate: MemoryEstimate, budget_bytes: int | None, *, strict: bool) -> bool:

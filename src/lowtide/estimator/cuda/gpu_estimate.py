@@ -89,6 +89,12 @@ class GpuMemoryEstimate(MemoryEstimate):
         return self.outcome.smallest(self.gpu)
 
     @property
+    def compared_gpus(self) -> str:
+        """The GPUs among which `smallest_gpu` is the smallest, in words, and why not all."""
+        which = "from 8.0 on" if has_newer_kernels(self.gpu) else "below 8.0"
+        return f"of those with compute capability {which}; others run other kernels"
+
+    @property
     def fits(self) -> bool:
         """Return True if the step fits, counting `measured` memory as measured."""
         return self.verdict == "fits"
@@ -107,7 +113,8 @@ class GpuMemoryEstimate(MemoryEstimate):
 
     def to_record(self, command: str = "lowtide.estimate(model, step, batch, device)", subject: str = "") -> RunRecord:
         """Return this estimate as a RunRecord, from which reports are made."""
-        return replace(MemoryEstimate.to_record(self, command, subject), needs=(self.on_gpu(),))
+        made = MemoryEstimate.to_record(self, command, subject)
+        return replace(made, needs=(self.on_gpu(),), assumed=(*made.assumed, f"smallest GPU: {self.compared_gpus}"))
 
     def on_gpu(self, batch: int | None = None) -> GpuNeeds:
         """Return the GPU memory that the step needs, for a report; `batch` is the size of its batch."""
@@ -153,9 +160,11 @@ class GpuMemoryEstimate(MemoryEstimate):
         if self.processes is not None:
             enough = "1 is enough" if self.processes.size == 1 else f"{self.processes.size} are enough"
             yield f"smallest GPU of which {enough}, by reports of NCCL's memory: {smallest}"
+            yield f"  {self.compared_gpus}"
             return
         sure = "it fits, by that measurement" if self.measured else "it is sure to fit"
         yield f"smallest GPU on which {sure}: {smallest}"
+        yield f"  {self.compared_gpus}"
 
     def _place(self) -> str:
         if self.processes is None:
