@@ -3,6 +3,7 @@
 The other processes are not there: collectives end at once, and all memory is as it is in a real training.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -156,6 +157,19 @@ def test_a_gpu_of_eight_holds_an_eighth() -> None:
     assert "on each of 8 x H100-80, rank 0" in str(eight)
     assert "NCCL" in str(eight)
     assert len(set(eight.whole.streams.values())) == 2, "all-gathers and reduce-scatters have streams of their own"
+
+
+def test_parts_that_stay_until_backward_are_gathered_parameters() -> None:
+    """With `reshard_after_forward=2`, a process keeps a half of each parameter, padded to whole rows on each of 4."""
+    with lowtide.absent_processes(4):
+        model = sharded(4, reshard_after_forward=2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        batch = torch.randint(0, TOKENS, (8, 16))
+        timeline = lowtide.estimate(model, step_of(model, optimizer), batch, optimizer=optimizer).timeline
+    forward = next(phase for phase in timeline.phases if phase.name == "forward")
+    alive = Counter(b.bytes for b in timeline.alive_at(forward.stop - 1) if b.category == "gathered parameters")
+    halves = Counter(-(-len(p) // 4) * 2 * p[0].numel() * 4 for p in net().blocks.parameters())
+    assert halves <= alive
 
 
 def test_ddp_never_misses_its_buckets() -> None:

@@ -189,19 +189,20 @@ def report_purposes(
 
     `inside` is entered around allocations of one purpose, `becomes` gets an existing tensor and its new purpose.
     """
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
     post_backward = FSDPParamGroup.post_backward
 
-    def around(name: str, purpose: Purpose) -> Callable[..., Any]:
-        plain = getattr(FSDPParamGroup, name)
+    def around(owner: type, name: str, purpose: Purpose) -> Any:
+        plain = getattr(owner, name)
 
         @functools.wraps(plain)
         def called(self: Any, *args: Any, **kwargs: Any) -> Any:
             with inside(purpose):
                 return plain(self, *args, **kwargs)
 
-        return called
+        return patch.object(owner, name, called)
 
     @functools.wraps(post_backward)
     def reduced(self: Any, *args: Any) -> Any:
@@ -218,8 +219,9 @@ def report_purposes(
         return done
 
     with (
-        patch.object(FSDPParamGroup, "unshard", around("unshard", "communication buffers")),
-        patch.object(FSDPParamGroup, "wait_for_unshard", around("wait_for_unshard", "gathered parameters")),
+        around(FSDPParamGroup, "unshard", "communication buffers"),
+        around(FSDPParamGroup, "wait_for_unshard", "gathered parameters"),
+        around(FSDPParam, "to_sharded_post_forward", "gathered parameters"),  # the part kept until backward
         patch.object(FSDPParamGroup, "post_backward", reduced),
     ):
         yield
