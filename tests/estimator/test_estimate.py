@@ -20,8 +20,9 @@ ROUTED = {"experts", "mixtral"}
 
 
 def activations(timeline: Timeline) -> list[tuple[str, int]]:
-    """Module and bytes of each activation that is alive at the peak."""
-    return sorted((b.label.module, b.bytes) for b in timeline.alive_at_peak()["activations"] if b.label is not None)
+    """Module and bytes of each tensor alive at the peak that a module has saved."""
+    labelled = [(b.label, b.bytes) for b in timeline.alive_at_peak()["activations"] if b.label is not None]
+    return sorted((label.module, n_bytes) for label, n_bytes in labelled if label.module)
 
 
 @pytest.mark.default_cases(6)

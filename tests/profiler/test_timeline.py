@@ -1,6 +1,9 @@
 """A labelled step: every block that matters at the peak has a name, and the sums are the measured ones."""
 
+from functools import partial
+
 import torch
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import lowtide
 from models import build, same, state
@@ -33,6 +36,28 @@ def test_phases_and_what_a_step_leaves():
     timeline = lowtide.timeline(model, step, torch.randn(32, 64))
     assert [phase.name for phase in timeline.phases if phase.name] == ["forward", "backward", "optimizer"]
     assert {label.category for label in timeline.labels.values()} >= {"activations"}
+
+
+def test_outputs_that_selective_checkpointing_keeps_are_activations():
+    def keeps_products(context, func, *args, **kwargs):
+        is_kept = func is torch.ops.aten.addmm.default
+        return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    class Block(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(64, 128)
+
+        def forward(self, x):
+            contexts = partial(create_selective_checkpoint_contexts, keeps_products)
+            return checkpoint(lambda x: self.linear(x).tanh().sum(), x, use_reentrant=False, context_fn=contexts)
+
+    model, batch = Block(), torch.randn(32, 64)
+    timeline = lowtide.timeline(model, lambda batch: model(batch).backward(), batch)
+    first = timeline.phases[0]
+    kept = [block for block in timeline.alive_at(first.stop - 1) if block.bytes == 32 * 128 * 4]
+    assert [block.category for block in kept] == ["activations"]
+    assert kept[0].name == "aten::addmm"
 
 
 def test_under_a_plan_the_peak_is_lower():

@@ -57,8 +57,14 @@ class Names(Trace):
 
 
 def labels(stream: EventStream, names: Names) -> dict[int, Label]:
-    """Return the label of each block; blocks without a label are temporaries."""
+    """Return the label of each block; blocks without a label are temporaries.
+
+    Activations are blocks of saved tensors, and others of forward that are alive when backward begins, such as outputs
+    that selective checkpointing keeps.
+    """
     label_of: dict[int, Label] = {}
+    of_forward: set[int] | None = None
+    kept: set[int] = set()
     at: dict[int, Allocate] = {}
     blocks: dict[int, Allocate] = {}
     leaves = [
@@ -70,8 +76,14 @@ def labels(stream: EventStream, names: Names) -> dict[int, Label]:
     for i, event in enumerate(stream):
         if type(event) is Allocate:
             at[event.address] = blocks[event.block] = event
+            if of_forward is not None:
+                of_forward.add(event.block)
         elif type(event) is Free and event.block in blocks:
             at.pop(blocks[event.block].address, None)
+        elif type(event) is Mark and event.label == PHASE:
+            if event.data == "backward" and of_forward is not None:
+                kept |= of_forward & {block.block for block in at.values()}
+            of_forward = set() if event.data == "forward" else None
         elif type(event) is Mark:
             match event.data:
                 case Packed(slot, where) if where in at:
@@ -81,6 +93,8 @@ def labels(stream: EventStream, names: Names) -> dict[int, Label]:
                     label_of.update(_labelled("gradients", addresses, at, label_of))
                 case OptimizerState(addresses):
                     label_of.update(_labelled("optimizer state", addresses, at, label_of))
+    for block in kept - label_of.keys():
+        label_of[block] = Label("activations", op=blocks[block].op)
     return label_of
 
 
