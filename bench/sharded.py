@@ -217,8 +217,8 @@ def four_processes() -> Iterator[str]:
     yield (
         "A small model of three blocks, with AdamW, on a CPU. *Estimated* is the peak that one process estimates, "
         "while the other processes do not exist. *Measured* is the peak of a process of four that communicate by "
-        "gloo; the smallest of four steps counts, because gloo's threads may hold sent tensors for a moment longer. "
-        "Both count all memory of a process: parameters, optimizer, batch and the step itself."
+        "gloo; the smallest of four steps counts, because gloo's threads free some of the sent tensors, unseen by the "
+        "recorder. Both count all memory of a process: parameters, optimizer, batch and the step itself."
     )
     yield from ("", "| way | rank | estimated | measured | difference |", "|---|---:|---:|---:|---:|")
     for case, ranks in compared.compare([*compared.CASES]):
