@@ -159,6 +159,21 @@ def test_a_gpu_of_eight_holds_an_eighth() -> None:
     assert len(set(eight.whole.streams.values())) == 2, "all-gathers and reduce-scatters have streams of their own"
 
 
+def test_a_padded_part_takes_its_memory_once() -> None:
+    """Of an odd number of rows the second of two processes has one less, and as much memory."""
+    requested = []
+    for rank in range(2):
+        with lowtide.absent_processes(2, rank):
+            model = sharded(2)
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+            batch = torch.randint(0, TOKENS, (8, 16))
+            estimate = lowtide.estimate(
+                model, step_of(model, optimizer), batch, device="2 x h100-80", optimizer=optimizer
+            )
+            requested.append(estimate.peak_requested_bytes)
+    assert requested[0] - requested[1] in range(4 * WIDTH * 4)
+
+
 def test_parts_that_stay_until_backward_are_gathered_parameters() -> None:
     """With `reshard_after_forward=2`, a process keeps a half of each parameter, padded to whole rows on each of 4."""
     with lowtide.absent_processes(4):

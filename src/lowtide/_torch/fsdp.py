@@ -11,7 +11,8 @@ from unittest.mock import patch
 
 import torch
 
-from lowtide._torch.tensors import fakes_have_addresses
+from lowtide._torch.fake_modes import is_fake
+from lowtide._torch.tensors import fakes_have_addresses, storage_id
 
 Purpose = Literal["gathered parameters", "communication buffers", "gradients"]
 """Purpose of memory that FSDP2 allocates."""
@@ -269,10 +270,14 @@ def observe_resizes(on_resize: Callable[[torch.UntypedStorage], None], devices: 
     """Call `on_resize` after each resize of a storage on one of `devices` inside this `with` block. Torch 2.13.
 
     FSDP2 frees and allocates gathered parameters this way. It also compares addresses; for fake storages, which have
-    none, their numbers are used instead.
+    none, their numbers are used instead. Shards that are padded are not padded again: FSDP2 recognizes them only by the
+    type of plain tensors.
     """
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+
     devices = frozenset(devices)
     resize = torch.UntypedStorage.resize_
+    reset: Callable[[Any], None] = FSDPParam.reset_sharded_param
 
     def resized(storage: torch.UntypedStorage, size: int) -> Any:
         before = storage.nbytes()
@@ -281,7 +286,19 @@ def observe_resizes(on_resize: Callable[[torch.UntypedStorage], None], devices: 
             on_resize(storage)
         return done
 
-    with patch.object(torch.UntypedStorage, "resize_", resized), fakes_have_addresses():
+    @functools.wraps(reset)
+    def padded_once(self: Any) -> None:
+        parameter = getattr(self._module_info.module, self._module_info.param_name)
+        shard, padded = parameter._local_tensor, self._sharded_param_data
+        is_padded = parameter is self.sharded_param and is_fake(shard) and storage_id(shard) == storage_id(padded)
+        if not is_padded:
+            reset(self)
+
+    with (
+        patch.object(torch.UntypedStorage, "resize_", resized),
+        patch.object(FSDPParam, "reset_sharded_param", padded_once),
+        fakes_have_addresses(),
+    ):
         yield
 
 
