@@ -282,11 +282,11 @@ def test_a_script_that_takes_one_step_has_its_process_group(estimate: Estimate) 
 
 @pytest.mark.slow
 def test_an_error_of_the_first_process_is_written_once_and_last(estimate: Estimate) -> None:
-    code, out, err = estimate(MLP + STEPS.replace("range(3)", "range(1)"))
+    code, out, err = estimate(FSDP1)
     assert code == 2
     assert not out
-    assert err.count("ended after 1 step") == 1
-    assert err.endswith("Train that model for 2 steps.\n")
+    assert err.count("(FSDP1), which is not estimated") == 1
+    assert err.endswith("Shard it with torch.distributed.fsdp.fully_shard (FSDP2).\n")
 
 
 SENT_BY_THE_FIRST = (
