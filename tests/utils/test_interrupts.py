@@ -32,6 +32,13 @@ WIDTH = 32
 _optimizers = sys.modules["torch.optim.optimizer"]
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _alone() -> None:
+    """Remove what stands in for torch's functions for plans of earlier tests' models, which await the collector."""
+    gc.collect()
+    remove_expired()
+
+
 @pytest.fixture(autouse=True)
 def _interruptible() -> Iterator[None]:
     """Interrupts as ever, also where the tests run in the background, for which shells have them ignored."""
