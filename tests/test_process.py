@@ -116,7 +116,7 @@ def test_another_model_is_trained_to_the_same_bits_by_torchs_own_kernels(words, 
     assert equal(trained(), plain)
     assert asked == []
     assert of_torch() == before
-    assert _standins._replacements == {}
+    assert not any(makes for _, makes in _standins._replacements.values())
 
 
 def test_another_model_between_forward_and_backward_of_a_planned_one(words, asked) -> None:

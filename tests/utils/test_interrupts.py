@@ -96,7 +96,7 @@ def left(model: nn.Module) -> list[str]:
         "gradients off": not torch.is_grad_enabled(),
         "a handler": signal.getsignal(signal.SIGINT) is not signal.default_int_handler,
         "an interrupt that waits": _interrupts._waits,
-        "functions that stand in": bool(_standins._replacements),
+        "functions that stand in": any(makes for _, makes in _standins._replacements.values()),
         "a call": any(CALL in vars(module) for module in model.modules()),
         "hooks": any(vars(m)["_forward_hooks"] or vars(m)["_forward_pre_hooks"] for m in model.modules()),
         "a model in eval mode": not all(module.training for module in model.modules()),
