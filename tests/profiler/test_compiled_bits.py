@@ -2,6 +2,7 @@
 
 import weakref
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -27,24 +28,33 @@ def test_gradients_are_those_of_one_backward_pass(runs_backward: bool) -> None:
     assert model.weight.grad is None
 
 
-def test_gradients_of_outputs_are_freed_as_soon_as_backward_has_read_them() -> None:
-    arrived = list[weakref.ref[Tensor]]()
-    is_freed = list[bool]()
+def doubling(on_backward: Callable[[tuple[Tensor, ...]], object]) -> Callable[[Tensor], Tensor]:
+    """Return a function that doubles its argument; `on_backward` is called with the gradients that arrive at it."""
 
-    class Reads(torch.autograd.Function):
+    class Doubles(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
             return x * 2
 
         @staticmethod
         def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-            is_freed.extend(each() is None for each in arrived)
-            arrived.extend(map(weakref.ref, gradients))
+            on_backward(gradients)
             return gradients[0] * 2
 
-    model, x = nn.Linear(4, 4), torch.ones(2, 4)
-    reads: Any = Reads.apply
-    assert compiled_bits(model, lambda x: reads(reads(model(x))), ((x,), {})) is not None
+    apply: Callable[[Tensor], Tensor] = Doubles.apply
+    return apply
+
+
+def test_gradients_of_outputs_are_freed_as_soon_as_backward_has_read_them() -> None:
+    arrived = list[weakref.ref[Tensor]]()
+    is_freed = list[bool]()
+
+    def arrive(gradients: tuple[Tensor, ...]) -> None:
+        is_freed.extend(each() is None for each in arrived)
+        arrived.extend(map(weakref.ref, gradients))
+
+    model, x, double = nn.Linear(4, 4), torch.ones(2, 4), doubling(arrive)
+    assert compiled_bits(model, lambda x: double(double(model(x))), ((x,), {})) is not None
     assert is_freed == [True]
 
 
@@ -53,24 +63,12 @@ def test_outputs_that_the_step_does_not_hold_are_released_before_backward(n_held
     """In `loss = model(**batch).loss`, logits end with their last reader in backward."""
     output = list[weakref.ref[Tensor]]()
     is_alive = list[bool]()
-
-    class Reads(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x * 2
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-            is_alive.append(output[-1]() is not None)
-            return gradients[0] * 2
-
-    model, x = nn.Linear(4, 4), torch.ones(2, 4)
-    reads: Any = Reads.apply
+    model, x, double = nn.Linear(4, 4), torch.ones(2, 4), doubling(lambda _: is_alive.append(output[-1]() is not None))
 
     def call(x: Tensor) -> dict[str, Tensor]:
         logits = model(x)
         output.append(weakref.ref(logits))
-        return {"loss": reads(logits).sum(), "logits": logits}
+        return {"loss": double(logits).sum(), "logits": logits}
 
     assert scheduled_calls(model, call, ((x,), {}), Counter({32: n_held})) is not None
     assert is_alive == 2 * [bool(n_held)]  # it runs once before it is recorded

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -97,11 +98,8 @@ def _refusing_contradictions(*files: Path | str) -> Iterator[None]:
 
 def _short_names(file: Path, other: Path) -> tuple[str, str]:
     """Return both paths without the folders that they share, so that they fit above the columns of a table."""
-    shared = 0
-    for one, two in zip(file.parts[:-1], other.parts[:-1], strict=False):
-        if one != two:
-            break
-        shared += 1
+    pairs = zip(file.parent.parts, other.parent.parts, strict=False)
+    shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     return str(Path(*file.parts[shared:])), str(Path(*other.parts[shared:]))
 
 

@@ -174,8 +174,8 @@ def _register_wanted(tried: Iterable[str] = ()) -> None:
             ruling = reference()
             for node, least in () if ruling is None else ruling.least.items():
                 if node in OPERATORS:
-                    name = OPERATORS[node].name
-                    wanted[name] = min(max(least, MIN_BYTES), wanted.get(name, least))
+                    name, least_bytes = OPERATORS[node].name, max(least, MIN_BYTES)
+                    wanted[name] = min(least_bytes, wanted.get(name, least_bytes))
         for name, least in wanted.items():
             if name in _kernels:
                 _kernels[name].let_pass(least)

@@ -56,8 +56,8 @@ class JointSlot:
     address: str
     """Module, and ordinal of the call in it among all of the graph's: `transformer.h.3.mlp.c_fc#0:1`."""
     is_kept: bool
-    """True if any plan keeps it: it is small, another call would return other numbers, or sums over its recomputation
-    would add up in another order.
+    """True if any plan keeps it: it is small, another call would return other numbers, or its recomputation would be
+    rounded, or summed over, in another way.
     """
 
 
@@ -98,8 +98,9 @@ class JointSlots:
         self._kept: set[int] = set()
         """Slots that any plan keeps."""
         for node in sorted(saved | random | reduced):
-            is_small = nodes[node].kind == "input" or nodes[node].bytes <= self._small or self._follows_sum(node)
-            if node in random or is_small or self._changes_width(node) or self._fused_into(node) & outputs:
+            is_small = nodes[node].kind == "input" or nodes[node].bytes <= self._small
+            changes_bits = self._follows_sum(node) or self._changes_width(node) or self._fused_into(node) & outputs
+            if node in random or is_small or changes_bits:
                 self._kept.add(node)
         at = _addresses(joint, f"{joint.key}/" if is_named else "")
         self.slots = tuple(

@@ -217,7 +217,7 @@ def _carried(
 
 
 def _new_buffers(view: InspectionInput, live: LiveObjects) -> Iterator[RetainedObject]:
-    """Yield the buffers that a module assigned anew since the last inspection, such as a cache that it adds to."""
+    """Yield the buffers that modules have replaced since the last inspection, such as caches that grow."""
     found = [
         (module, name, buffer)
         for module in live.modules
