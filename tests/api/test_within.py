@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import logging
+import re
 import signal
 import threading
 import weakref
@@ -115,12 +116,16 @@ def test_steps_are_told_apart_where_the_optimizer_is_replaced(capsys: pytest.Cap
 
 
 def test_the_mean_time_of_a_step_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """Not that of the measured step, in which recording takes time."""
+    """Not that of the measured step, in which recording takes time. The plan's share of it stands beside it."""
     under(steps(3 + N_UNTIMED + N_TIMED - 1))
     assert "a step under the plan takes" not in capsys.readouterr().err
-    under(steps(3 + 2 * (N_UNTIMED + N_TIMED)))
+    _, run = under(steps(3 + 2 * (N_UNTIMED + N_TIMED)))
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "a step under the plan takes" in line]
-    assert line.endswith(" ms")
+    assert run.plan is not None
+    said = re.search(r"takes ([\d.]+) ms, ([\d.]+) % of it added by the plan, as predicted$", line)
+    assert said is not None, line
+    step_ms, share = (float(number) for number in said.groups())
+    assert share == pytest.approx(100 * run.plan.predicted.extra_ms / step_ms, rel=0.1, abs=0.06)
 
 
 def test_the_peak_of_the_whole_loop_is_within_the_budget() -> None:

@@ -56,6 +56,11 @@ class Applying(PlanMonitor):
         self._peaks: list[int] = []
         """Peaks of steps on batches of the planned size."""
 
+    @property
+    def plan_in_force(self) -> Plan:
+        """The given plan."""
+        return self._plan
+
     def on_step_begin(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Put the plan in force if `model` is the plan's; measure the step if its batch is no larger than planned."""
         planned, current = self._plan.fingerprint, fingerprint(model, batch)

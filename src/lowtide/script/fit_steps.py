@@ -121,6 +121,11 @@ class Fitting(PlanMonitor):
         """Number of steps after the rehearsal in which other models that take turns were waited for."""
 
     @property
+    def plan_in_force(self) -> Plan | None:
+        """The trained model's plan."""
+        return self.plans.plan
+
+    @property
     def n_missing(self) -> int:
         return 1 if self.plans.plan is not None else self.plans.rehearsing.n_missing + 1
 

@@ -16,14 +16,14 @@ from lowtide.runtime.static_memory import static_bytes
 from lowtide.script.repeat_step import StepRepeater
 from lowtide.script.step_listener import StepListener
 from lowtide.state.process_group import n_with_new_buckets
-from lowtide.units import format_bytes, format_time
+from lowtide.units import format_bytes, format_ratio, format_time
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
     from lowtide.api.apply import Applied
-    from lowtide.planner.records import Static
+    from lowtide.planner.records import Plan, Static
     from lowtide.utils.amounts import BudgetFor
 
 _PASSED_OVER = (
@@ -146,6 +146,11 @@ class PlanMonitor(StepListener):
         self.step_ms: float | None = None
         """Mean time of a step under the plan; None until it is measured."""
 
+    @property
+    def plan_in_force(self) -> Plan | None:
+        """The plan that steps run under; None before there is one."""
+        raise NotImplementedError
+
     def on_step_begin(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Remove the plan from a model that was given up."""
         self._in_force.remove_given_up()
@@ -163,7 +168,9 @@ class PlanMonitor(StepListener):
     def on_timed(self, step_ms: float) -> None:
         """Record and report the mean time of a step under the plan."""
         self.step_ms = step_ms
-        self._say(f"a step under the plan takes {format_time(step_ms)}")
+        extra_ms = 0.0 if (plan := self.plan_in_force) is None else plan.predicted.extra_ms
+        share = f", {format_ratio(extra_ms / step_ms)} of it added by the plan, as predicted" if extra_ms else ""
+        self._say(f"a step under the plan takes {format_time(step_ms)}{share}")
 
     def on_unplanned_model(self) -> None:
         """Report that the trained model runs without a plan."""
