@@ -1,11 +1,12 @@
 """Run by the tests and by bench/sharded.py: estimates made in one process, beside four processes that take the steps.
 
 Arguments: names of cases; none: all. Prints JSON: for the first and the last process of each case, the bytes at the
-peak of a step as estimated where the other processes do not exist, and as measured where gloo connects all four.
-Processes are forked from this one, which has imported torch.
+peak of a step as estimated where the other processes do not exist, as measured where gloo connects all four without
+its copies, and as measured with them. Processes are forked from this one, which has imported torch.
 """
 
 import gc
+import itertools
 import json
 import os
 import signal
@@ -24,12 +25,14 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
+from uncopied import uncopied
 
 from lowtide import absent_processes, estimate, measure
 from lowtide._torch.tensors import parts_of, storage_id
 
 N, RANKS, ROUNDS = 4, (0, 3), 4
 WIDTH, INNER, TOKENS = 64, 256, 203
+ROWS = 16
 
 HALF = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)}
 CASES: dict[str, dict[str, Any]] = {
@@ -50,6 +53,13 @@ CASES: dict[str, dict[str, Any]] = {
     "FSDP2, parameters on the host": {"settings": {"offload_policy": CPUOffloadPolicy(pin_memory=False)}},
     "HSDP 2 x 2": {"mesh": "hsdp"},
     "HSDP 2 x 2, bfloat16": {"mesh": "hsdp", "settings": HALF},
+    "FSDP2, one row": {"n_rows": 1},
+    "HSDP 2 x 2, one row": {"mesh": "hsdp", "n_rows": 1},
+    "FSDP2, three micro-batches of one row": {"n_parts": 3, "n_rows": 3},
+    "HSDP 2 x 2, bfloat16, scattered three times, summed once": {
+        **{"mesh": "hsdp", "settings": HALF},
+        **{"n_parts": 3, "n_rows": 3, "sums_late": True},
+    },
     "tensor parallel": {"mesh": "tensor"},
     "tensor parallel 2 x FSDP2 2": {"mesh": "both"},
 }
@@ -129,15 +139,23 @@ def build(
 
 
 def step_of(
-    model: Any, optimizer: torch.optim.Optimizer, n_parts: int = 1, clips: bool = False, **_: Any
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    n_parts: int = 1,
+    clips: bool = False,
+    sums_late: bool = False,
+    **_: Any,
 ) -> Callable[[Tensor], None]:
+    """Return a step of `n_parts` micro-batches; `sums_late`: HSDP sums over replicas in the last, but scatters each."""
     is_wrapped = isinstance(model, DistributedDataParallel)
 
     def step(batch: Tensor) -> None:
         parts = batch.chunk(n_parts)
         for part in parts:
             sends = part is parts[-1]
-            if n_parts > 1 and not is_wrapped:
+            if sums_late:
+                model.set_requires_all_reduce(sends)
+            elif n_parts > 1 and not is_wrapped:
                 model.set_requires_gradient_sync(sends)
             with model.no_sync() if is_wrapped and not sends else nullcontext():
                 model(part).backward()
@@ -152,7 +170,8 @@ def step_of(
 def made(case: str) -> tuple[Any, torch.optim.Optimizer, Callable[[Tensor], None], Tensor]:
     model = build(**CASES[case])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    return model, optimizer, step_of(model, optimizer, **CASES[case]), torch.randint(0, TOKENS, (16, 32))
+    batch = torch.randint(0, TOKENS, (CASES[case].get("n_rows", ROWS), 32))
+    return model, optimizer, step_of(model, optimizer, **CASES[case]), batch
 
 
 def estimated(case: str) -> int:
@@ -162,8 +181,11 @@ def estimated(case: str) -> int:
     return result.peak_bytes
 
 
-def measured(case: str) -> int:
-    """Return the smallest of several peaks: threads of gloo hold what they have sent for a while, or not."""
+def measured(case: str) -> tuple[int, int]:
+    """Return the bytes at the peak without and with gloo's copies.
+
+    Each is the smallest of several peaks: threads of gloo hold what they have sent for a while, or not.
+    """
     model, optimizer, step, batch = made(case)
     step(batch)
     step(batch)
@@ -172,16 +194,20 @@ def measured(case: str) -> int:
     n_static = sum({storage_id(part): part.untyped_storage().nbytes() for part in parts}.values())
     if isinstance(model, DistributedDataParallel):  # its buckets, which C++ holds, are as large as all gradients
         n_static += sum(p.nbytes for p in model.parameters())
-    peaks = []
-    for _ in range(ROUNDS):
+    with uncopied():
+        lean = min(itertools.islice(peaks(step, batch), ROUNDS))
+    return n_static + lean, n_static + min(itertools.islice(peaks(step, batch), ROUNDS))
+
+
+def peaks(step: Callable[[Tensor], None], batch: Tensor) -> Iterator[int]:
+    while True:
         distributed.barrier()
         with measure() as memory:
             step(batch)
-        peaks.append(n_static + memory.peak_bytes)
-    return min(peaks)
+        yield memory.peak_bytes
 
 
-def work(cases: list[str], rank: int, is_real: bool, meeting: str) -> dict[str, int]:
+def work(cases: list[str], rank: int, is_real: bool, meeting: str) -> dict[str, Any]:
     torch.set_num_threads(1)
     if is_real:
         distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=N)
@@ -190,8 +216,8 @@ def work(cases: list[str], rank: int, is_real: bool, meeting: str) -> dict[str, 
         return {case: estimated(case) for case in cases}
 
 
-def compare(cases: list[str]) -> Iterator[tuple[str, dict[int, tuple[int, int]]]]:
-    """Yield each case with the estimated and the measured bytes, by rank."""
+def compare(cases: list[str]) -> Iterator[tuple[str, dict[int, tuple[int, int, int]]]]:
+    """Yield each case with the estimated bytes, and those measured without and with gloo's copies, by rank."""
     gc.freeze()  # recordings begin with a look at all that is not frozen
     with tempfile.TemporaryDirectory() as folder:
         children = []
@@ -220,7 +246,7 @@ def compare(cases: list[str]) -> Iterator[tuple[str, dict[int, tuple[int, int]]]
             for is_real in (False, True)
         }
     for case in cases:
-        yield case, {rank: (results[rank, False][case], results[rank, True][case]) for rank in RANKS}
+        yield case, {rank: (results[rank, False][case], *results[rank, True][case]) for rank in RANKS}
 
 
 if __name__ == "__main__":

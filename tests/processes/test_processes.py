@@ -95,14 +95,18 @@ def test_the_first_and_the_last_process_are_estimated(run_python: RunPython) -> 
 
 @pytest.mark.slow
 def test_estimates_are_what_four_processes_take(run_python: RunPython) -> None:
-    """One process makes each estimate: DDP, FSDP2, HSDP, tensor parallel, and settings of these."""
+    """One process makes each estimate: DDP, FSDP2, HSDP, tensor parallel, and settings of these.
+
+    Copies that gloo makes of what it sends, and NCCL does not, are not estimated.
+    """
     done = run_python(str(HERE / "compared.py"), path=HERE.parent)
     assert done.returncode == 0, done.stderr
     cases = json.loads(done.stdout)
-    assert len(cases) == 19
+    assert len(cases) == 23
     for case, ranks in cases.items():
-        for rank, (estimated, measured) in ranks.items():
+        for rank, (estimated, measured, with_copies) in ranks.items():
             assert estimated == measured, (case, rank)
+            assert with_copies >= measured, (case, rank)
 
 
 def results_of(done: "subprocess.CompletedProcess[str]") -> list[list[str]]:
