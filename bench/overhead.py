@@ -37,7 +37,8 @@ from torch.autograd.graph import saved_tensors_hooks
 import lowtide
 from lowtide.planner.address_nodes import NOTED
 from lowtide.runtime import bitmask, saved_values
-from lowtide.runtime.engine import Engine, actions_for
+from lowtide.runtime.engine import Engine
+from lowtide.runtime.plan_table import actions_for
 from lowtide.script import later_steps
 
 COUNT = 200

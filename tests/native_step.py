@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowtide._torch.nodes import saved_slots
 from lowtide.planner.address_nodes import NOTED
 from lowtide.runtime import bitmask, saved_values
-from lowtide.runtime.engine import Engine, actions_for
-from lowtide.runtime.plan_table import Actions
+from lowtide.runtime.engine import Engine
+from lowtide.runtime.plan_table import Actions, actions_for
 
 
 class Allocated(TorchDispatchMode):
@@ -67,7 +67,7 @@ def addresses(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, str
     """Return the node of each saved tensor that a recipe may recompute, by its address."""
     engine = Engine(model, {})
     found: dict[str, str] = {}
-    own = engine.pack_saved_tensor
+    own = engine.packer.pack
 
     def pack(now, tensor):
         base = tensor if tensor._base is None else tensor._base
@@ -75,7 +75,7 @@ def addresses(model: nn.Module, batch: dict[str, torch.Tensor]) -> dict[str, str
             found[f"{now.scope.id}:{now.scope.ordinal}"] = base.grad_fn.name()
         return own(now, tensor)
 
-    engine.pack_saved_tensor = pack
+    engine.packer.pack = pack
     engine.install()
     model(**batch).loss.backward()
     engine.remove()
@@ -121,7 +121,7 @@ def trained(model: nn.Module, batch: dict[str, torch.Tensor], table: dict[str, d
                 digest.update(parameter.grad.numpy().tobytes())
             parameter.grad = None
         digest.update(loss.detach().numpy().tobytes())
-    drifted = sorted(engine.drifted)
+    drifted = sorted(engine.packer.drifted)
     engine.remove()
     return f"{digest.hexdigest()[:16]} {operators.count} {kinds} {drifted} {len(said)}"
 

@@ -13,9 +13,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.planner.address_nodes import MASK
-from lowtide.runtime.engine import Decision, Engine, actions_for
+from lowtide.runtime.engine import Engine
+from lowtide.runtime.plan_table import Decision, actions_for
 from lowtide.runtime.recipes import CannotRecompute
 from lowtide.runtime.recompute_builder import Builder
+from lowtide.runtime.saved_tensor_packer import SavedTensorPacker
 from lowtide.runtime.saved_values import Value
 from lowtide.runtime.view_geometry import producer
 from parts import Block
@@ -38,10 +40,8 @@ class Choosy(Builder):
         return value
 
 
-class RecomputeAll(Engine):
+class RecomputesAll(SavedTensorPacker):
     """Tries a recipe for every saved tensor, and to keep the bits of every mask outside replays."""
-
-    learns = False
 
     def hold(self, tensor, decision, frame, scope):
         node = producer(tensor)[1]
@@ -52,13 +52,20 @@ class RecomputeAll(Engine):
         """A tensor without a recipe is kept, or replayed."""
 
 
+def recomputing_all(model: nn.Module, actions: Any) -> Engine:
+    """An engine that packs as `RecomputesAll`."""
+    made = Engine(model, actions, packer=RecomputesAll(model))
+    made.learning.is_possible = False
+    return made
+
+
 def engine(model: nn.Module, way: str, blocks: type[nn.Module] | tuple[type[nn.Module], ...] = Block) -> Engine:
     """An engine that treats `model` in one of WAYS."""
     tops = [path for path, module in model.named_modules() if isinstance(module, blocks) and path]
     inside = [path for path, _ in model.named_modules() if any(path.startswith(f"{top}.") for top in tops)]
     chosen = {"replay": tops, "nest": tops + inside, "both": tops + inside}.get(way, [])
     actions = actions_for({}, [f"{path}#{number}" for path in chosen for number in range(16)])
-    return (RecomputeAll if way in ("recompute", "both") else Engine)(model, actions)
+    return (recomputing_all if way in ("recompute", "both") else Engine)(model, actions)
 
 
 @contextmanager
@@ -155,13 +162,13 @@ class Packs:
 
 
 def count_packs(engine: Engine) -> Packs:
-    packs, pack = Packs(), engine.pack_saved_tensor
+    packs, pack = Packs(), engine.packer.pack
 
     def counting(now, tensor):
         packs.total += 1
         return pack(now, tensor)
 
-    engine.pack_saved_tensor = counting
+    engine.packer.pack = counting
     return packs
 
 

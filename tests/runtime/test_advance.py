@@ -9,7 +9,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.runtime.advance import Advance
-from lowtide.runtime.engine import Engine, actions_for
+from lowtide.runtime.engine import Engine
+from lowtide.runtime.plan_table import actions_for
 from lowtide.runtime.saved_values import Value
 from parts import Language
 from runtime.plans import (

@@ -24,7 +24,8 @@ from lowtide._torch.modes import saved_tensor_hooks
 from lowtide._torch.modules import CALL, original_call
 from lowtide.planner.records import Profile
 from lowtide.runtime.call_interceptor import CallInterceptor
-from lowtide.runtime.engine import Engine, actions_for
+from lowtide.runtime.engine import Engine
+from lowtide.runtime.plan_table import actions_for
 from parts import VOCABULARY, WIDTH, Language
 from runtime.plans import WAYS, Ops, count_packs, differences, engine, in_force, outcome
 from zoo import ZOO
@@ -106,8 +107,8 @@ def test_loss_gradients_buffers_and_random_numbers_are_those_of_the_plain_step(n
             assert differences(plain, run()) == [], f"{kind}, where only needed tensors are seen"
         finally:
             engine.remove()
-        assert not engine.drifted, kind
-        assert not engine.learns_again, kind
+        assert not engine.packer.drifted, kind
+        assert not engine.packer.learns_again, kind
 
 
 def has_generator(module: nn.Module) -> bool:
@@ -430,8 +431,8 @@ def test_unexpected_tensors_are_kept_and_reported_once():
         planned = [outcome(model, lambda: model(ids).sum().backward()) for _ in range(2)]
     engine.remove()
     assert len(said) == 1
-    assert engine.drifted <= set(addresses)
-    assert engine.drifted
+    assert engine.packer.drifted <= set(addresses)
+    assert engine.packer.drifted
     assert [differences(plain, found) for found in planned] == [[], []]
 
 
@@ -472,7 +473,7 @@ def test_nothing_is_planned_of_what_only_a_replay_would_hold():
     planned = outcome(model, lambda: model(x).sum().backward())
     engine.remove()
     assert differences(plain, planned) == []
-    assert not engine.drifted
+    assert not engine.packer.drifted
 
 
 class Masking(nn.Module):
@@ -508,7 +509,7 @@ def test_the_input_of_a_replayed_block_is_recomputed_from_what_another_one_was_g
     planned = outcome(model, lambda: model(x).sum().backward())
     engine.remove()
     assert differences(plain, planned) == []
-    assert not engine.drifted
+    assert not engine.packer.drifted
 
 
 def test_a_plan_that_changes_nothing_only_looks_how_large_batches_are_and_is_there_for_larger_ones():
@@ -639,7 +640,7 @@ def test_any_plan_on_any_network(draws, seed):
         try:
             assert differences(plain, outcome(model, step)) == []
             assert differences(plain, outcome(model, step)) == []
-            assert not engine.drifted
-            assert not engine.learns_again
+            assert not engine.packer.drifted
+            assert not engine.packer.learns_again
         finally:
             engine.remove()

@@ -11,7 +11,8 @@ from torch import nn
 from lowtide._torch.modules import CALL
 from lowtide.planner.address_nodes import NOTED
 from lowtide.runtime.call_interceptor import CallInterceptor, OuterInterceptor, pass_on
-from lowtide.runtime.engine import Engine, actions_for
+from lowtide.runtime.engine import Engine
+from lowtide.runtime.plan_table import actions_for
 
 X = torch.ones(2, 4)
 
@@ -221,7 +222,7 @@ def test_those_of_modules_without_needed_tensors_are_out_after_the_first_run(sta
     steps = [gradients(model) for _ in range(3)]
     assert seen == [[], UNNEEDED, UNNEEDED]  # `blocks.0.part` would save its tensor as one of `blocks.0`
     assert all(in_front(module) for module in model.modules())
-    assert not engine.drifted
+    assert not engine.packer.drifted
     engine.remove()
     plain = gradients(model)
     for step in steps:

@@ -14,8 +14,9 @@ from torch import nn
 
 from lowtide.errors import ReplayMismatch
 from lowtide.runtime.call_context import MOST_KNOWN
-from lowtide.runtime.engine import Engine, actions_for
+from lowtide.runtime.engine import Engine
 from lowtide.runtime.known_modules import KnownModules
+from lowtide.runtime.plan_table import actions_for
 from lowtide.runtime.tensor_writers import Overwritten
 from runtime.plans import differences, outcome
 

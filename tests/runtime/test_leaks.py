@@ -13,7 +13,7 @@ from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 from lowtide.memory.cpu_recorder import CpuRecorder
 from lowtide.memory.events import Allocate, Free, Mark
 from lowtide.runtime import recompute as recompute
-from lowtide.runtime.engine import CallScope, ForwardPass
+from lowtide.runtime.forward_pass import CallScope, ForwardPass
 from lowtide.runtime.recompute import Recompute
 from lowtide.runtime.replay import ReplayFrame
 from lowtide.runtime.saved_values import Handle, Value

@@ -145,7 +145,7 @@ def test_masks_are_kept_as_bits(name, way, made):
     made.number = 0
     assert not differences(plain, outcome(model, step))
     engine.remove()
-    assert not engine.drifted
+    assert not engine.packer.drifted
     assert made.number == len(decisions)
 
 
@@ -168,7 +168,7 @@ def test_every_mask_of_a_model(name, made):
     made.number = 0
     assert not differences(plain, outcome(case.model, step))
     assert made.number == len(decisions)
-    assert not engine.drifted
+    assert not engine.packer.drifted
 
 
 def planned(inner: nn.Module, decisions: dict[str, str]) -> tuple[nn.Module, Engine]:
@@ -222,7 +222,7 @@ def test_a_step_that_is_not_as_the_rehearsed_one_is_kept_and_that_is_said(inner)
 
     with pytest.warns(UserWarning, match="saves different tensors than the rehearsed step"):
         fitted = outcome(model, step)
-    assert engine.drifted <= decisions.keys()
+    assert engine.packer.drifted <= decisions.keys()
     engine.remove()
     assert not differences(fitted, outcome(model, step))
 
@@ -234,7 +234,7 @@ def test_in_a_batch_that_is_too_small_a_mask_is_kept_and_nothing_is_said(recwarn
     engine.install()
     model(torch.ones(7, 64)).sum().backward()
     engine.remove()
-    assert not engine.drifted
+    assert not engine.packer.drifted
     assert not [warning for warning in recwarn if "rehearsed" in str(warning.message)]
 
 
@@ -252,7 +252,7 @@ def test_p_may_change_from_step_to_step():
         engine.remove()
         assert not differences(fitted, outcome(model, step))
         engine.install()
-    assert not engine.drifted
+    assert not engine.packer.drifted
 
 
 def test_later_writes_to_the_mask_change_nothing():

@@ -12,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from lowtide._torch.nodes import saved_slots
 from lowtide.planner.address_nodes import NOTED
-from lowtide.runtime.engine import Engine, actions_for
+from lowtide.runtime.engine import Engine
+from lowtide.runtime.plan_table import actions_for
 from lowtide.runtime.saved_values import Handle, unpack
 from parts import WIDTH
 from runtime.plans import Ops, differences, outcome
@@ -101,8 +102,8 @@ def test_a_value_that_an_edge_leads_to_is_seen_in_every_run():
     with Ops() as ops:
         loss.backward()
     assert ops.count["tanh"] == 0  # no more is made than the sum
-    assert not engine.drifted
-    assert not engine.learns_again
+    assert not engine.packer.drifted
+    assert not engine.packer.learns_again
     engine.remove()
 
 
@@ -159,10 +160,10 @@ def test_tensors_written_between_two_calls_are_not_read_for_a_recompute(part):
     engine = planned(model, {"act.0#0:0": "ReluBackward0"})
     for _ in range(2):
         model(x).sum().backward(retain_graph=True)
-    assert not engine.drifted
+    assert not engine.packer.drifted
     model.writes = True
     out = model(x)
-    assert engine.drifted == {"act.0#0:0"}
+    assert engine.packer.drifted == {"act.0#0:0"}
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
     engine.remove()
@@ -241,7 +242,7 @@ def test_captured_operands_have_the_same_numbers_in_every_run():
         out = model(x)
         assert sum(isinstance(data, Handle) and not data.value.kept for data in packed(out)) == 1
         assert differences(plain, outcome(model, lambda: model(x).sum().backward())) == []
-    assert not engine.drifted
+    assert not engine.packer.drifted
     engine.remove()
 
 
@@ -263,7 +264,7 @@ def test_another_activation_in_a_later_run_is_said():
     model.smooth, x.grad = False, None
     model(x).sum().backward()
     assert len(said) == 1
-    assert engine.drifted == {"#0:0"}
+    assert engine.packer.drifted == {"#0:0"}
     engine.remove()
     planned_gradient, x.grad = x.grad, None
     model(x).sum().backward()
@@ -281,7 +282,7 @@ def test_a_part_that_is_left_out_in_some_steps():
                 unit.on = not turn >> number & 1
         one, other = (outcome(net, lambda net=net: loss_of(net).backward()) for net in (unplanned, model))
         assert differences(one, other) == [], turn
-    assert not engine.learns_again
+    assert not engine.packer.learns_again
     loss = loss_of(model)
     assert any(isinstance(data, Handle) and not data.value.kept for data in packed(loss))
     engine.remove()

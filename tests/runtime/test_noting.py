@@ -111,7 +111,7 @@ def check_other_numbers(model: nn.Module, profile: Profile) -> None:
         engine.install()
         assert not differences(plain, outcome(model, step_of(model)))
         engine.remove()
-    assert not engine.drifted
+    assert not engine.packer.drifted
 
 
 @pytest.mark.parametrize("name", WITH_NUMBERS)
@@ -154,7 +154,7 @@ def test_a_tensor_of_one_element_may_change_between_forward_and_backward():
     engine.install()
     assert not differences(plain, outcome(model, step))
     engine.remove()
-    assert not engine.drifted
+    assert not engine.packer.drifted
 
 
 def test_a_number_that_becomes_a_tensor_is_kept_and_that_is_said():
@@ -167,7 +167,7 @@ def test_a_number_that_becomes_a_tensor_is_kept_and_that_is_said():
     engine.install()
     with pytest.warns(UserWarning, match="saves different tensors than the rehearsed step"):
         assert not differences(plain, outcome(model, step_of(model)))
-    assert len(engine.drifted) == 1
+    assert len(engine.packer.drifted) == 1
     engine.remove()
 
 
@@ -264,7 +264,7 @@ def test_an_exception_ends_the_watch():
     model.inner.number = 0.7
     outcome(model, step_of(model))
     engine.remove()
-    assert not engine.drifted
+    assert not engine.packer.drifted
 
 
 def test_gpt2_as_it_ships_goes_without_its_activation():
@@ -347,7 +347,7 @@ def test_causal_attention_goes_without_its_scores():
     engine.install()
     assert not differences(plain, outcome(model, step_of(model)))
     engine.remove()
-    assert not engine.drifted
+    assert not engine.packer.drifted
 
 
 def largest(x, number):

@@ -14,8 +14,9 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.runtime import offload
-from lowtide.runtime.engine import Engine, actions_for
+from lowtide.runtime.engine import Engine
 from lowtide.runtime.offload import Offloaded, OffloadedStorage
+from lowtide.runtime.plan_table import actions_for
 from lowtide.runtime.saved_values import Value
 from parts import Language
 from runtime.plans import (
@@ -94,7 +95,7 @@ def test_an_offloaded_tensor_is_off_the_device_until_its_predecessor_is_read():
         loss = model(x)
         assert [ref.expired() for ref in model.made] == [True] * 4
         loss.backward()
-        assert not engine.drifted
+        assert not engine.packer.drifted
     assert len(fetched) == 4
 
 
@@ -154,7 +155,7 @@ def test_parameters_stay():
     with in_force(model, ["#0:0", "#0:1"]) as engine:
         loss = model(torch.randn(3, 8, requires_grad=True))
         assert count(OffloadedStorage) == 1
-        assert engine.drifted
+        assert engine.packer.drifted
         loss.backward()
 
 
@@ -211,7 +212,7 @@ def test_without_a_way_to_the_host_it_is_kept_and_that_is_said(monkeypatch: pyte
     model, x = Chain(2), torch.randn(3, 8)
     with in_force(model, ["#0:1"]) as engine, pytest.warns(UserWarning, match="these tensors are kept"):
         model(x).backward()
-    assert engine.drifted == {"#0:1"}
+    assert engine.packer.drifted == {"#0:1"}
 
 
 @pytest.mark.gpu

@@ -10,7 +10,8 @@ from torch import nn
 
 from lowtide.planner.address_nodes import NOTED
 from lowtide.runtime import saved_values
-from lowtide.runtime.engine import Engine, actions_for
+from lowtide.runtime.engine import Engine
+from lowtide.runtime.plan_table import actions_for
 
 PER_STEP = 100
 """Calls of a planned step, however large the model is."""
@@ -23,7 +24,7 @@ def calls(model: nn.Module, step: Callable[[], object], decided: dict[str, str],
     engine.install()
     step()
     n_planned = python_calls(step)
-    assert not engine.drifted
+    assert not engine.packer.drifted
     engine.remove()
     return n_plain, n_planned
 

@@ -197,7 +197,7 @@ def test_every_number_has_the_sign_that_backward_sees(odd):
         return leaf.grad
 
     plain, (packed_away, engine) = outcome(relu, run), under(relu, actions_for({"#0:0": SIGNS}, ()), run)
-    assert not engine.drifted
+    assert not engine.packer.drifted
     assert identical(plain["result"], packed_away["result"])
 
 
@@ -223,7 +223,7 @@ def test_readers_of_a_released_relu_result_recompute_it():
     plain = outcome(model, run)
     with pytest.warns(UserWarning, match="saves different tensors than the rehearsed step"):
         planned, engine = under(model, actions_for({"1#0:1": SIGNS}, ()), run)
-    assert engine.drifted == {"1#0:1"}
+    assert engine.packer.drifted == {"1#0:1"}
     assert not differences(plain, planned)
 
 
@@ -265,7 +265,7 @@ def test_the_shape_is_enough(node, last):
         return leaf.grad
 
     plain, (shape_only, engine) = outcome(pool, run), under(pool, actions_for({"#0:0": SHAPE}, ()), run)
-    assert not engine.drifted
+    assert not engine.packer.drifted
     assert identical(plain["result"], shape_only["result"])
 
 
@@ -280,7 +280,7 @@ def test_the_result_of_a_pool_is_not_recomputed_from_a_shape(node, before):
         return model(images()).square().sum().backward()
 
     plain, (planned, engine) = outcome(model, run), under(model, actions, run)
-    assert not engine.drifted
+    assert not engine.packer.drifted
     assert not differences(plain, planned)
 
 
@@ -335,12 +335,12 @@ def test_another_reader_than_the_planned_one_gets_the_values():
         return model(images()).sum().backward()
 
     _, engine = under(model, actions, run)
-    assert not engine.drifted
+    assert not engine.packer.drifted
     model[1].positive = model[2].pools = False
     plain = outcome(model, run)
     with pytest.warns(UserWarning, match="saves different tensors than the rehearsed step"):
         planned, engine = under(model, actions, run)
-    assert engine.drifted == {"1#0:0", "2#0:0"}
+    assert engine.packer.drifted == {"1#0:0", "2#0:0"}
     assert not differences(plain, planned)
 
 
@@ -364,7 +364,7 @@ def test_a_graph_that_is_kept_and_differentiated_again():
     for run in (twice, double):
         plain = outcome(model, run)
         planned, engine = under(model, actions, run)
-        assert not engine.drifted
+        assert not engine.packer.drifted
         assert not differences(plain, planned)
 
 
@@ -379,5 +379,5 @@ def test_inside_of_a_replayed_block():
     plain = outcome(model, run)
     for recompute in ({}, {"0.1#0:0": SIGNS}, {"0.2#0:0": SHAPE}, {"0.1#0:0": SIGNS, "0.2#0:0": SHAPE}):
         planned, engine = under(model, actions_for(recompute, ("0#0",)), run)
-        assert not engine.drifted
+        assert not engine.packer.drifted
         assert not differences(plain, planned)

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from lowtide.planner.address_nodes import NOTED
-from lowtide.runtime.engine import Engine, actions_for
+from lowtide.runtime.engine import Engine
+from lowtide.runtime.plan_table import actions_for
 from lowtide.runtime.recipes import RECIPES
 from lowtide.runtime.recompute import Recompute, certain
 from lowtide.runtime.recompute_builder import Builder
@@ -82,7 +83,7 @@ def test_nothing_is_searched_for_from_the_third_run_on(monkeypatch):
         names.clear()
         check(plain, model, X[: 4 - turn % 2])
         assert bool(names) == (turn < 2), (turn, names)
-    assert not engine.drifted
+    assert not engine.packer.drifted
     assert all(it.path is not None for it in decisions(engine))
     engine.remove()
 
@@ -97,7 +98,7 @@ def test_constants_are_read_in_each_step():
             net.norm.eps = 10.0**-turn
             net.bn.eps = 10.0**-turn
         check(plain, model)
-    assert not engine.drifted
+    assert not engine.packer.drifted
     engine.remove()
 
 

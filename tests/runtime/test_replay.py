@@ -30,7 +30,8 @@ from budgets import step_of, within
 from lowtide.errors import ReplayMismatch
 from lowtide.planner.records import Decisions
 from lowtide.planner.simulate.simulator import predict
-from lowtide.runtime.engine import Engine, actions_for
+from lowtide.runtime.engine import Engine
+from lowtide.runtime.plan_table import actions_for
 from lowtide.runtime.replay import ReplayFrame
 from parts import Block, Language, convolution
 from runtime.plans import Ops, differences, in_force, outcome

@@ -15,7 +15,8 @@ from lowtide._torch.inplace_functions import inplace_functions, list_functions
 from lowtide.planner import smallest_peak
 from lowtide.runtime import inplace_methods
 from lowtide.runtime import tensor_writers as writers
-from lowtide.runtime.engine import Engine, actions_for
+from lowtide.runtime.engine import Engine
+from lowtide.runtime.plan_table import actions_for
 from runtime.diagonal_params import diagonal_params
 from runtime.plans import installed
 

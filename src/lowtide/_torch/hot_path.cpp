@@ -58,7 +58,7 @@ bool is_none(PyObject* it) { return it == nullptr || it == Py_None; }
 // --- what Python lends: see `lend`
 
 #define NAMES(X)                                                                                                      \
-  X(scope) X(frame) X(probe) X(needed) X(ordinal) X(learnt) X(held) X(actions) X(recompute) X(path) X(engine)         \
+  X(scope) X(frame) X(probe) X(needed) X(ordinal) X(learnt) X(held) X(actions) X(recompute) X(path) X(packer)         \
   X(versions) X(address) X(node) X(builder) X(owners) X(relied_on) X(of_leaf) X(recipe) X(turns) X(recorded)          \
   X(is_common) X(unless) X(kind) X(data) X(unpack_hook) X(function) X(into) X(operands) X(make) X(when) X(places)       \
   X(numbers) X(owned) X(computed) X(look_up) X(shape) X(dtype) X(count) X(values) X(_expected) X(out) X(_frame)         \
@@ -677,7 +677,7 @@ Ref handle_for(PyObject* wrapped, PyObject* value) {
   return new_handle(value, view.it);
 }
 
-// `Engine.hold` of a value that an earlier slot recomputes; nothing where Python has to look more closely
+// `SavedTensorPacker.hold` of a value that an earlier slot recomputes; nothing where Python has to look more closely
 Ref recomputed_earlier(PyObject* wrapped, Value* value, long long version) {
   bool is_recomputed = !is_none(value->maker) && Py_TYPE(value->maker) == reinterpret_cast<PyTypeObject*>(lent_Recompute);
   if (!is_recomputed || !is_none(value->places)) return Ref();
@@ -687,9 +687,9 @@ Ref recomputed_earlier(PyObject* wrapped, Value* value, long long version) {
   return handle_for(wrapped, reinterpret_cast<PyObject*>(value));
 }
 
-// `Engine.follow_path`, or a handle on the value that an earlier slot recomputes; nothing where Python has to look
+// `SavedTensorPacker.follow_path`, or a handle on the value that an earlier slot recomputes; nothing where Python has to look
 // more closely
-Ref recomputed(PyObject* engine, PyObject* wrapped, PyObject* decision) {
+Ref recomputed(PyObject* packer, PyObject* wrapped, PyObject* decision) {
   at::Tensor base = whole(wrapped);
   if (!base.defined()) return Ref();
   NodePointer owner = base.grad_fn();
@@ -700,17 +700,17 @@ Ref recomputed(PyObject* engine, PyObject* wrapped, PyObject* decision) {
   if (Ref value = registered(*owner, output)) return recomputed_earlier(wrapped, reinterpret_cast<Value*>(value.it), version);
   Ref path = attribute(decision, s_path);
   if (is_none(path.it) || output || base.storage_offset() || attribute(path.it, s_is_common).it != Py_True) return Ref();
-  Ref versions = attribute(engine, s_versions), address = attribute(decision, s_address);
+  Ref versions = attribute(packer, s_versions), address = attribute(decision, s_address);
   PyObject* expected = PyDict_GetItem(versions.it, address.it);
   if (expected == nullptr || PyLong_AsLongLong(expected) != version) return Ref();
-  Ref builder = attribute(engine, s_builder);
+  Ref builder = attribute(packer, s_builder);
   Ref value = follow(path.it, builder.it, nullptr, owner, 0, &base);
   if (!value) return Ref();
   reinterpret_cast<Value*>(value.it)->version = version;
   return handle_for(wrapped, value.it);
 }
 
-// `Engine.keep` of tensors that have a node
+// `SavedTensorPacker.keep` of tensors that have a node
 Ref kept(PyObject* wrapped) {
   const at::Tensor& tensor = unwrapped(wrapped);
   at::Tensor base = whole(wrapped);
@@ -790,9 +790,9 @@ PyObject* pack_call(PyObject* callable, PyObject* const* arguments, size_t, PyOb
     if (decision == nullptr) {
       handle = frame.it == Py_None ? kept(tensor) : left(frame.it, tensor);
     } else if (frame.it == Py_None) {
-      Ref engine = attribute(run.it, s_engine);
+      Ref packer = attribute(run.it, s_packer);
       try {
-        handle = recomputed(engine.it, tensor, decision);
+        handle = recomputed(packer.it, tensor, decision);
       } catch (python_error& error) {  // an operand that must not be read: Python looks for it, and says so
         error.restore();
         if (!PyErr_ExceptionMatches(PyExc_Exception)) throw;

@@ -111,7 +111,7 @@ class Applied(Removable, Displayed):
     @property
     def drifted(self) -> frozenset[str]:
         """Addresses of slots that differed from the rehearsal, and were kept instead."""
-        return frozenset(self._engine.drifted) | self._unknown
+        return frozenset(self._engine.packer.drifted) | self._unknown
 
     def checked(self) -> AbstractContextManager[None]:
         """Return a context manager for one step: ReplayMismatch is raised if backward reads other bits than forward

@@ -30,8 +30,9 @@ class Names(names.Names):
         return storage_id(tensor)
 
     def packed(self, handle: Handle, tensor: Tensor) -> None:
-        assert self.engine.scope is not None
-        self.modules.append(self.engine.scope.path)
+        scope = self.engine.here.scope
+        assert scope is not None
+        self.modules.append(scope.path)
         slot = self.packs
         self.packs += 1
         self._slots[handle] = slot

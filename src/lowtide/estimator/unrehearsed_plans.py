@@ -28,6 +28,7 @@ from lowtide.runtime.engine import Engine
 from lowtide.runtime.plan_table import Decision, actions_for
 from lowtide.runtime.recipes import RECIPES, CannotRecompute
 from lowtide.runtime.recompute import Recompute
+from lowtide.runtime.saved_tensor_packer import SavedTensorPacker
 from lowtide.runtime.view_geometry import producer
 from lowtide.state.process_group import check_sharding
 
@@ -48,20 +49,78 @@ MIN_BYTES = 4096
 """Smallest tensor that is recomputed."""
 
 
-class Unrehearsed(Engine):
-    """An engine that recomputes each saved tensor outside replays that takes no matrix product to recompute."""
+class CheapRecomputes(SavedTensorPacker):
+    """The decision to recompute each saved tensor outside replays that takes no matrix product to recompute."""
 
-    learns = False
-
-    def __init__(self, model: nn.Module, replayed: Iterable[str]) -> None:
-        super().__init__(model, actions_for({}, replayed))
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
         self.messages.tell = lambda what: None  # nothing is trained
         self.builder: ValueNumbering = ValueNumbering(self.builder.owners)
         self._units = FsdpUnits(model)
         self._scopes = FsdpScopes()
-        self._hooks: list[RemovableHandle] = []
         self._open: list[int] = []
         """Calls of units in progress, by their numbers in `_scopes`."""
+
+    def begin_call(self, module: nn.Module) -> None:
+        """Observe that the forward of a module begins, which may be a unit that is resharded after it."""
+        if module in self._units.resharded:
+            self._open.append(len(self._scopes.spans))
+            self._scopes.spans[self._open[-1]] = next_sequence_number(), sys.maxsize
+
+    def end_call(self, module: nn.Module) -> None:
+        """Observe that the forward of a module ends."""
+        if module in self._units.resharded:
+            call = self._open.pop()
+            self._scopes.spans[call] = self._scopes.spans[call][0], next_sequence_number()
+
+    def pack(self, now: ForwardPass, tensor: Tensor) -> Handle:
+        scope = now.scope
+        assert scope is not None
+        if now.frame is None and tensor.nbytes >= MIN_BYTES and not is_wrapping(type(tensor)):
+            node = producer(tensor)[1]
+            recipe = None if node is None else RECIPES.get(node.name())
+            if recipe is not None and not recipe.expensive:
+                decision = Decision(recipe.node, f"{scope.id}:{scope.ordinal}")
+                scope.ordinal += 1
+                handle = self.hold(tensor, decision, None, scope)
+                if now.probe is not None:
+                    now.probe.packed(handle, tensor)
+                return handle
+        return super().pack(now, tensor)
+
+    def recompute(
+        self, node: Node, output: int, base: Tensor, earlier: Value | None, decision: Decision, scope: CallScope
+    ) -> Value:
+        value = super().recompute(node, output, base, earlier, decision, scope)
+        if _takes_a_product(value.maker):
+            raise CannotRecompute("it takes a matrix product")
+        if self._units.resharded and not self._is_gathered_for(value):
+            raise CannotRecompute("the parameters of its sharded module are not gathered where it is read")
+        return value
+
+    def _is_gathered_for(self, value: Value) -> bool:
+        """Return True if a value exists, or all units that recompute it are gathered when the call reads it."""
+        if value.tensor is not None:
+            return True
+        if not isinstance(value.maker, Recompute):
+            return False
+        unit = self._scopes.around(self.builder.numbers[value])
+        operands = (handle.value for handle in value.maker.operands if handle is not None)
+        return unit in (None, *self._open) and all(map(self._is_gathered_for, operands))
+
+    def note_drift(self, decision: Decision, node: Node | None = None) -> None:
+        """Report nothing: a tensor that can't be recomputed is kept."""
+
+
+class Unrehearsed(Engine):
+    """An engine with `CheapRecomputes`, and with replays of the modules at `replayed`."""
+
+    packer: CheapRecomputes
+
+    def __init__(self, model: nn.Module, replayed: Iterable[str]) -> None:
+        super().__init__(model, actions_for({}, replayed), packer=CheapRecomputes(model))
+        self.learning.is_possible = False
+        self._hooks: list[RemovableHandle] = []
         self._blocks = {model.get_submodule(path): calls for path, calls in self.tables[0].items()}
         self._sent: list[int] = []
         """Number of collectives before each call in progress that is to be replayed."""
@@ -86,9 +145,7 @@ class Unrehearsed(Engine):
         """Observe the beginning of a module's forward."""
         if in_backward():
             return
-        if module in self._units.resharded:
-            self._open.append(len(self._scopes.spans))
-            self._scopes.spans[self._open[-1]] = next_sequence_number(), sys.maxsize
+        self.packer.begin_call(module)
         if module in self._blocks:
             self._sent.append(n_sent[0])
 
@@ -96,50 +153,10 @@ class Unrehearsed(Engine):
         """Observe the end of a module's forward. A block that has sent anything is replayed in no later step."""
         if in_backward():
             return
-        if module in self._units.resharded:
-            call = self._open.pop()
-            self._scopes.spans[call] = self._scopes.spans[call][0], next_sequence_number()
+        self.packer.end_call(module)
         if module in self._blocks and n_sent[0] != self._sent.pop():
             for actions in self._blocks[module].values():
                 actions.replay = False
-
-    def pack_saved_tensor(self, now: ForwardPass, tensor: Tensor) -> Handle:
-        scope = now.scope
-        assert scope is not None
-        if now.frame is None and tensor.nbytes >= MIN_BYTES and not is_wrapping(type(tensor)):
-            node = producer(tensor)[1]
-            recipe = None if node is None else RECIPES.get(node.name())
-            if recipe is not None and not recipe.expensive:
-                decision = Decision(recipe.node, f"{scope.id}:{scope.ordinal}")
-                scope.ordinal += 1
-                handle = self.hold(tensor, decision, None, scope)
-                if now.probe is not None:
-                    now.probe.packed(handle, tensor)
-                return handle
-        return super().pack_saved_tensor(now, tensor)
-
-    def recompute(
-        self, node: Node, output: int, base: Tensor, earlier: Value | None, decision: Decision, scope: CallScope
-    ) -> Value:
-        value = super().recompute(node, output, base, earlier, decision, scope)
-        if _takes_a_product(value.maker):
-            raise CannotRecompute("it takes a matrix product")
-        if self._units.resharded and not self._is_gathered_for(value):
-            raise CannotRecompute("the parameters of its sharded module are not gathered where it is read")
-        return value
-
-    def _is_gathered_for(self, value: Value) -> bool:
-        """Return True if a value exists, or all units that recompute it are gathered when the call reads it."""
-        if value.tensor is not None:
-            return True
-        if not isinstance(value.maker, Recompute):
-            return False
-        unit = self._scopes.around(self.builder.numbers[value])
-        operands = (handle.value for handle in value.maker.operands if handle is not None)
-        return unit in (None, *self._open) and all(map(self._is_gathered_for, operands))
-
-    def note_drift(self, decision: Decision, node: Node | None = None) -> None:
-        """Report nothing: a tensor that can't be recomputed is kept."""
 
 
 def _takes_a_product(maker: object) -> bool:

@@ -39,7 +39,8 @@ from lowtide.runtime import saved_values as values
 from lowtide.runtime.batch_tensors import in_words, tensors_in
 from lowtide.runtime.call_arguments import tensors_in_call
 from lowtide.runtime.call_interceptor import CallInterceptor
-from lowtide.runtime.engine import ForwardPass
+from lowtide.runtime.engine import Engine
+from lowtide.runtime.forward_pass import ForwardPass
 from lowtide.runtime.recompute import Recompute
 from lowtide.runtime.replay import ReplayFrame
 from lowtide.runtime.saved_fields import Geometry
@@ -64,8 +65,20 @@ WAITS = "it waits for other processes, which need not run it again when this one
 RAISED = "it raised an exception"
 
 
+class AuditEngine(Engine):
+    """The engine of an audit, which ends with the audited step: its interceptors may be removed later."""
+
+    is_over = False
+    """True once the step has ended; the model may be called until `remove`."""
+
+    def begin(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return interceptor.inner(*args, **kwargs) if self.is_over else super().begin(interceptor, args, kwargs)
+
+
 class Audit(RecomputeAudit, Observer):
-    """An engine that keeps every tensor, and tries and measures every recompute and replay."""
+    """The audit of a step: it keeps every tensor, and tries and measures every recompute and replay."""
+
+    engine: AuditEngine
 
     def __init__(
         self,
@@ -83,6 +96,9 @@ class Audit(RecomputeAudit, Observer):
         added. Unless `in_place`, no gradient is written over another.
         """
         super().__init__(model, static, mark, frugal=frugal)
+        self.engine = AuditEngine(model, {}, packer=self)
+        self.bypassed: str | None = None
+        """Description of a call whose saved tensors the audit could not reach, with a remedy; known once it is over."""
         self.calls: list[CallDraft] = []
         self.refused = {} if refused is None else refused
         self.leaked: str | None = None
@@ -130,7 +146,7 @@ class Audit(RecomputeAudit, Observer):
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Audit the model's calls inside this `with` block."""
-        self.install()
+        self.engine.install()
         values.probe = self
         try:
             with self._units.watched(), observe_checkpointed_calls(self._checkpoints), contextlib.ExitStack() as stack:
@@ -139,7 +155,9 @@ class Audit(RecomputeAudit, Observer):
                 yield
         finally:
             values.probe = None
-            self.remove()
+            self.engine.remove()
+            self.bypassed = self.engine.bypassed
+            del self.engine  # it refers to the audit, and to the model
             self._open.clear()
             self._sent.clear()
             self._own_states.clear()
@@ -173,8 +191,8 @@ class Audit(RecomputeAudit, Observer):
 
     def _checkpoints(self) -> None:
         """Count a torch.utils.checkpoint call in the call in progress, except in a trial run or in backward."""
-        if self.scope is not None:
-            self.checkpointed[self.scope.path] += 1
+        if (scope := self.here.scope) is not None:
+            self.checkpointed[scope.path] += 1
 
     @property
     def shapes(self) -> list[CallShape]:
@@ -185,17 +203,16 @@ class Audit(RecomputeAudit, Observer):
         return shapes
 
     def sized_by_contents(self, operator: str) -> None:
-        if self.scope is not None:  # trial runs do not count
-            self.by_contents.setdefault(operator, self.scope.id.rpartition("#")[0])
+        if (scope := self.here.scope) is not None:  # trial runs do not count
+            self.by_contents.setdefault(operator, scope.id.rpartition("#")[0])
 
     # --- module calls
 
     def entering(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        assert self.scope is not None
+        scope = self.here.scope
+        assert scope is not None
         parent = self._open[-1][0] if self._open else None
-        call = CallDraft(
-            id=self.scope.id, cls=type(interceptor.module).__name__, parent=parent, first_slot=len(self.slots)
-        )
+        call = CallDraft(id=scope.id, cls=type(interceptor.module).__name__, parent=parent, first_slot=len(self.slots))
         self.calls.append(call)
         self._open.append((len(self.calls) - 1, None))
         self._sent.append(self._n_sent())
@@ -220,8 +237,8 @@ class Audit(RecomputeAudit, Observer):
             if self._why_refused(interceptor.module) is None:
                 self._own_states[frame] = CodeState(interceptor.module, frame.call_context)
 
-    def pack_saved_tensor(self, now: ForwardPass, tensor: Tensor) -> Handle:
-        handle = super().pack_saved_tensor(now, tensor)
+    def pack(self, now: ForwardPass, tensor: Tensor) -> Handle:
+        handle = super().pack(now, tensor)
         if self._frugal:
             self.try_free(handle, tensor)
             self.freed_values.free()
@@ -255,11 +272,12 @@ class Audit(RecomputeAudit, Observer):
 
     def argument(self, tensor: Tensor) -> Handle:
         """Hold an argument of the call that begins as an input slot of that call."""
-        assert self.scope is not None
+        scope = self.here.scope
+        assert scope is not None
         value, view = self.known(tensor)
         index, call = self._index[value], self.calls[-1]
         self._given.add(index)
-        label = f"{self.scope.path}: argument {describe(tensor, self.values[index].node)}"
+        label = f"{scope.path}: argument {describe(tensor, self.values[index].node)}"
         address = f"{call.id}@{len(call.inputs)}"
         call.inputs.append(SlotDraft(address=address, label=label, value=index, call=len(self.calls) - 1))
         return Handle(value, view)
@@ -467,10 +485,6 @@ class Audit(RecomputeAudit, Observer):
         return [self._handles[n] for n in range(call.first_slot, call.stop_slot)]
 
     # --- the probe
-
-    @property
-    def engine(self) -> Audit:  # type: ignore[override]
-        return self
 
     def has_packed(self, handle: Handle) -> bool:
         return handle in self._slot_of

@@ -26,15 +26,15 @@ from lowtide.profiler.measure_call import SHORT_MS, Flops, Meter
 from lowtide.profiler.operand_changes import OperandChanges
 from lowtide.profiler.partial_reads import Enough, are_signs_of
 from lowtide.profiler.released_tensors import FreedValues
-from lowtide.runtime.engine import Engine, ForwardPass
 from lowtide.runtime.fingerprint import place_of
-from lowtide.runtime.forward_pass import CallScope
+from lowtide.runtime.forward_pass import CallScope, ForwardPass
 from lowtide.runtime.partial_saves import packed, saved_for_shape, saves_signs
 from lowtide.runtime.recipes import IMPLEMENTATIONS, CannotRecompute
 from lowtide.runtime.recompute import Recompute, certain
 from lowtide.runtime.recompute_builder import Builder, ParameterOwners
 from lowtide.runtime.replay import ReplayFrame
 from lowtide.runtime.saved_fields import Geometry
+from lowtide.runtime.saved_tensor_packer import SavedTensorPacker
 from lowtide.runtime.saved_values import Handle, Value, register, registered, value_without_grad_fn
 from lowtide.runtime.view_geometry import producer
 from lowtide.state.bitwise import identical
@@ -53,15 +53,16 @@ DISTRIBUTED = "it is a distributed tensor, and operators on it may send to other
 NOTED_ELSEWHERE = "it takes what an operator was given in another call than the one that saves it"
 
 
-class RecomputeAudit(Engine):
-    """An engine that keeps every saved tensor and tries its recipe."""
+class RecomputeAudit(SavedTensorPacker):
+    """The decision to keep every saved tensor, after a trial of its recipe."""
 
     captures_all = True
 
     def __init__(
         self, model: nn.Module, static: frozenset[int], mark: Callable[[str, object], None], *, frugal: bool
     ) -> None:
-        super().__init__(model, {})
+        super().__init__(model)
+        self.model = model
         self.values: list[ValueDraft] = []
         self.slots: list[SlotDraft] = []
         self.elements: list[int] = []
@@ -107,7 +108,7 @@ class RecomputeAudit(Engine):
     def copied(self, tensor: Tensor, who: str) -> None:
         """Do nothing: no plan will read the tensor again."""
 
-    def pack_saved_tensor(self, now: ForwardPass, tensor: Tensor) -> Handle:
+    def pack(self, now: ForwardPass, tensor: Tensor) -> Handle:
         scope = now.scope
         assert scope is not None
         if tensor.is_cuda:
@@ -318,9 +319,10 @@ class RecomputeAudit(Engine):
         index, maker = self._index[known], value.maker
         draft = self.values[index]
         assert isinstance(maker, Recompute)
-        assert self.scope is not None
+        scope = self.here.scope
+        assert scope is not None
         places = self.operand_changes.sites[index] = self.places_of(maker)
-        if noted_elsewhere(places, self.scope):
+        if noted_elsewhere(places, scope):
             draft.refused = NOTED_ELSEWHERE
             return
         if self._frugal and needs_a_replay(maker):

@@ -37,8 +37,9 @@ class Names(Trace):
         super().entering(interceptor, args, kwargs)
 
     def packed(self, handle: Handle, tensor: Tensor) -> None:
-        assert self.engine.scope is not None
-        self.modules.append(self.engine.scope.path)
+        scope = self.engine.here.scope
+        assert scope is not None
+        self.modules.append(scope.path)
         super().packed(handle, tensor)
 
     def reading(self, handle: Handle) -> None:

@@ -137,7 +137,7 @@ class OnlineProfiler:
         self._watch = watch  # set after the start: a recording that failed to start must not be ended
         if known is None or size_of(begun) > GROWN * size_of(known.fingerprint):
             watch.audit = TrainingAudit(self.model, addresses, watch.mark, frugal=True, in_place=self._in_place)
-            watch.audit.excluded_modules = self._left_alone
+            watch.audit.engine.excluded_modules = self._left_alone
             watch.leave.enter_context(watch.audit.running())
         elif not self._plain or best is None or best.fingerprint != begun or best.plain is not None:
             # Trace also when nothing remains to be measured: this needs the least memory.
@@ -154,7 +154,7 @@ class OnlineProfiler:
         took_ms = watch.end()
         try:
             if watch.audit is not None:
-                watch.audit.is_over = True
+                watch.audit.engine.is_over = True
                 audited = AuditedTrainingStep(watch.size, watch.audit, watch.recorder)
                 self._kinds.add_audited(form_of(watch.size), audited)
                 self._compare(audited)

@@ -68,8 +68,6 @@ class MaxSavingEngine(Engine):
     """An engine that frees every tensor that an audit found recomputable; the trace then shows the exceptions."""
 
     is_measured = True
-    captures_all = True
-    learns = False
 
     def __init__(self, model: nn.Module, audit: Audit, *, in_place: bool = True) -> None:
         """Take the decisions of `audit` that free the most memory.
@@ -83,7 +81,9 @@ class MaxSavingEngine(Engine):
         least = {node: n_bytes for group in written_over for node, n_bytes in group.nodes.items()}
         actions = actions_for({a: nodes[a] for a in decisions.recompute}, decisions.replay)
         super().__init__(model, actions, in_place=[least])
-        self.builder.implementations = audit.implementations
+        self.learning.is_possible = False
+        self.packer.captures_all = True
+        self.packer.builder.implementations = audit.implementations
         # the profile names tensors that are freed too early, and the audit has reported all else
         self.messages.tell = lambda what: None
 
@@ -187,7 +187,7 @@ class Trace(Observer):
             self.kept.add(slot)
         self._slots[handle] = slot
         self._deaths[slot] = weakref.ref(handle, lambda _: self.mark(Released(slot)))
-        is_gathered = self.engine.builder.owners.is_gathered(handle.value, tensor)
+        is_gathered = self.engine.packer.builder.owners.is_gathered(handle.value, tensor)
         self.mark(Packed(slot, 0 if is_gathered else self._address(tensor)))
         self._holding.watch(handle)
         self.mark(HeldForRecompute(tuple(map(self._address, states_of(handle.value.maker)))))

@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from lowtide.planner.records import Fingerprint, Profile, Static
     from lowtide.profiler.differing_modules import CallShape
     from lowtide.profiler.drafts import CallDraft, SlotDraft, ValueDraft
-    from lowtide.runtime.call_interceptor import CallInterceptor
     from lowtide.runtime.replay import ReplayFrame
 
 NOT_RUN = "no plain step was run: its peak is predicted"
@@ -176,13 +175,7 @@ def inputs_in_words(inputs: list[list[str]]) -> str:
 
 
 class TrainingAudit(Audit):
-    """An audit that raises before the update if it has changed the step, and that ends with the step."""
-
-    is_over = False
-    """True once the step has ended; hooks are removed later, and the model may be called until then."""
-
-    def begin(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return interceptor.inner(*args, **kwargs) if self.is_over else super().begin(interceptor, args, kwargs)
+    """An audit that raises before the update if it has changed the step."""
 
     def try_all(self, call: CallDraft, frame: ReplayFrame, returned: Any) -> str | None:
         refused = super().try_all(call, frame, returned)

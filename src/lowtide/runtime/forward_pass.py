@@ -25,7 +25,7 @@ from lowtide.runtime import saved_values as values
 from lowtide.runtime.advance import left_to_advance
 from lowtide.runtime.offload import OffloadQueue
 from lowtide.runtime.operand_capture import CaptureSite, OperandCapture
-from lowtide.runtime.plan_table import NO_ACTIONS, Actions, NeededSlots
+from lowtide.runtime.plan_table import NO_ACTIONS, Actions
 from lowtide.runtime.replay import ReplayFrame
 from lowtide.runtime.saved_values import Handle, KeptTensor, Value, unpack
 
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from lowtide.runtime.call_interceptor import CallInterceptor
     from lowtide.runtime.engine import Engine
+    from lowtide.runtime.learnt_slots import NeededSlots
 
 
 class CallScope:
@@ -89,6 +90,11 @@ class ThreadState(threading.local):
 
     now: CallHandler | None = None
 
+    @property
+    def scope(self) -> CallScope | None:
+        """Return the module call in progress; None outside a forward pass, also inside a replay."""
+        return self.now.scope if isinstance(self.now, ForwardPass) else None
+
 
 class ForwardPass:
     """One run of the model's forward, with its position in the model."""
@@ -99,14 +105,15 @@ class ForwardPass:
         "engine",
         "frame",
         "has_hooks",
+        "has_room",
         "idle",
         "last_packed",
         "learnt",
         "n_calls",
-        "n_elements",
         "needed",
         "notes",
         "pack",
+        "packer",
         "plan",
         "probe",
         "results",
@@ -118,11 +125,11 @@ class ForwardPass:
         self, engine: Engine, plan: int = 0, needed: NeededSlots | None = None, *, learns: bool = False
     ) -> None:
         """Begin a run. Without `needed` the hooks see every saved tensor; `learns` records those they have to see."""
-        self.engine = engine
+        self.engine, self.packer = engine, engine.packer
         self.plan = plan
         """Number of the plan in force in this run."""
-        self.n_elements = 0
-        """Number of elements in the arguments of the model's call; 0 if the program calls a part of it."""
+        self.has_room = False
+        """True if the run is within the budget even if all of its saved tensors are kept."""
         self.needed = needed
         self.learnt: list[tuple[CallInterceptor, CallScope]] | None = [] if learns else None
         """Calls whose needed saved tensors are learnt."""
@@ -185,7 +192,7 @@ class ForwardPass:
         try:
             if probe is not None:
                 probe.entering(interceptor, args, kwargs)
-            if (actions.notes or self.engine.captures_all) and not self.notes:
+            if (actions.notes or self.packer.captures_all) and not self.notes:
                 run = self.run_replayable if interceptor.replays else self.run
                 result = self.run_capturing(run, interceptor, args, kwargs)
             elif interceptor.replays:
@@ -193,7 +200,7 @@ class ForwardPass:
             else:
                 result = interceptor.inner(*args, **kwargs)
             if actions.shape:
-                self.engine.free_values(scope, result)
+                self.packer.free_values(scope, result)
             if probe is not None:
                 probe.returning(interceptor, result)
             return result
@@ -258,7 +265,7 @@ class ForwardPass:
         if self.engine.here.now is not self:  # a trial run inside the call
             return place, None
         scope.noted += 1
-        value = self.engine.unrecorded(place, operand)
+        value = self.packer.unrecorded(place, operand)
         if value is not None:
             scope.held.append(value)
         if (probe := values.observer_of(self.engine)) is not None:
@@ -324,7 +331,7 @@ class ForwardPass:
         """Hold an argument of a call that will be replayed, as if the outer call had saved it."""
         if outer is not None:
             outer.count += 1
-        handle = self.engine.hold(tensor, scope.actions.inputs.get(next(places)), outer, scope)
+        handle = self.packer.hold(tensor, scope.actions.inputs.get(next(places)), outer, scope)
         if handle.value.maker is None and tensor.grad_fn is None:  # a mask, which autograd need not save
             if isinstance(
                 handle.view, torch.Tensor
@@ -392,8 +399,8 @@ def make_pack_hook(now: ForwardPass) -> Callable[[Tensor], Handle | KeptTensor]:
         # a thread of the device, in a backward pass inside the forward (`create_graph`)
         if now.engine.here.now is None:
             with now.engine.now(now):
-                return now.engine.pack_saved_tensor(now, tensor)
-        return now.engine.pack_saved_tensor(now, tensor)
+                return now.packer.pack(now, tensor)
+        return now.packer.pack(now, tensor)
 
     return pack if values.native is None else values.native.Pack(reference, pack)
 

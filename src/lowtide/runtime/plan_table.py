@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from torch import nn
 
 from lowtide.planner.address_nodes import NOTED, OFFLOAD, SHAPE, split_address
-from lowtide.runtime.call_interceptor import RemovableInterceptors
 
 if TYPE_CHECKING:
-    from lowtide.runtime.call_interceptor import CallInterceptor
-    from lowtide.runtime.forward_pass import CallScope
     from lowtide.runtime.recompute_path import RecomputePath
 
 
@@ -66,65 +63,6 @@ class Actions:
 
 
 NO_ACTIONS = Actions()
-
-
-class NeededSlots:
-    """Saved tensors of each call that the hooks have to see, learnt in a run in which the hooks saw all tensors.
-
-    These are tensors with a decision, tensors left to a replay, and tensors whose value was looked up through an edge
-    of the autograd graph. Autograd saves all others as without a plan, and checks their versions.
-    """
-
-    __slots__ = ("by_call", "idle", "n_saved", "unneeded")
-
-    def __init__(self) -> None:
-        self.by_call: dict[CallInterceptor, dict[int, set[int]]] = {}
-        """Ordinals for each call of a module, by the call's number."""
-        self.n_saved: dict[CallInterceptor, dict[int, int]] = {}
-        """For each call of a module, by the call's number, the most tensors that it has saved itself."""
-        self.idle: frozenset[CallInterceptor] = frozenset()
-        """Modules without needed or decided tensors in any call."""
-        self.unneeded: RemovableInterceptors | None = None
-        """Interceptors of those idle modules that no call for which the hooks are pushed is expected to make; None if
-        one did so.
-        """
-
-    def learn(self, plan: int, scopes: Iterable[tuple[CallInterceptor, CallScope]]) -> None:
-        """Add the needed slots of the calls of one run."""
-        for interceptor, scope in scopes:
-            known = self.by_call.setdefault(interceptor, {})
-            # includes slots that other hooks packed
-            decided = interceptor.actions[plan].get(scope.number, NO_ACTIONS).recompute
-            known[scope.number] = known.get(scope.number, set()) | (scope.learnt or set()) | decided.keys()
-            n_saved = self.n_saved.setdefault(interceptor, {})
-            n_saved[scope.number] = max(scope.ordinal, n_saved.get(scope.number, 0))
-        self.idle = frozenset(
-            interceptor
-            for interceptor, calls in self.by_call.items()
-            if not (any(calls.values()) or interceptor.replays or interceptor.is_compiled or interceptor.actions[plan])
-        )
-        called = {interceptor.module: interceptor for interceptor in self.by_call}
-        inside = {
-            module
-            for interceptor in self.by_call.keys() - self.idle
-            for module in _modules_called_by(interceptor, plan, called)
-        }
-        self.unneeded = RemovableInterceptors(it for it in self.idle if it.path and it.module not in inside)
-
-
-def _modules_called_by(
-    interceptor: CallInterceptor, plan: int, called: Mapping[nn.Module, CallInterceptor]
-) -> Iterator[nn.Module]:
-    """Yield the modules that calls of `interceptor` may make while its hooks are in force."""
-    if interceptor.replays or any(actions.notes for actions in interceptor.actions[plan].values()):
-        yield from interceptor.module.modules()  # the hooks, or the capture, are in force in all of them
-        return
-    pending = [*interceptor.module.children()]
-    while pending:
-        module = pending.pop()
-        yield module
-        if module not in called:  # a container, whose modules are called by others
-            pending += module.children()
 
 
 def actions_for(

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lowtide.planner.records import Decided, Plan
-    from lowtide.runtime.forward_pass import ForwardPass
 
 
 def table_of(decided: Decided) -> dict[str, dict[int, Actions]]:
@@ -65,12 +64,12 @@ class Planned(Engine):
         if any(plan.draws for plan in plans):
             tables = [with_like_blocks(model, table) for table in tables]
         super().__init__(model, *tables, in_place=[each.in_place for each in decided])
-        self.builder.implementations = shared_implementations(plans)
+        self.packer.builder.implementations = shared_implementations(plans)
         # where blocks are drawn at random, no two runs need the same tensors
-        self.draws = any(plan.draws for plan in plans)
-        self.learns = not self.draws
+        self.packer.draws = any(plan.draws for plan in plans)
+        self.learning.is_possible = not self.packer.draws
         self.excluded_modules = frozenset(path for plan in plans for path in plan.excluded_modules)
-        self.ambiguous_addresses = frozenset(address for plan in plans for address in plan.ambiguous_addresses)
+        self.packer.ambiguous_addresses = frozenset(address for plan in plans for address in plan.ambiguous_addresses)
         self.of_a_part: Callable[[tuple[Any, ...], dict[str, Any]], None] = lambda args, kwargs: None
         """Function called with the arguments of a part of the model that a step calls directly."""
         self._most = [most_elements(plan) for plan in plans]
@@ -98,8 +97,8 @@ class Planned(Engine):
             return fits
         return 0
 
-    def has_room(self, now: ForwardPass) -> bool:
-        return now.plan < len(self._fit_plain) and 0 < now.n_elements <= self._fit_plain[now.plan]
+    def has_room(self, plan: int, n_elements: int) -> bool:
+        return plan < len(self._fit_plain) and 0 < n_elements <= self._fit_plain[plan]
 
     def save_most(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Use the plan with the smallest peak for calls of this size and larger from now on; return False if it is in

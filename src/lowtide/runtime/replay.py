@@ -155,7 +155,7 @@ class ReplayFrame:
     def left(self, tensor: Tensor) -> Handle | None:
         """Return a handle on an operator's result that the call is about to save: left to this replay, or kept.
 
-        That is the common case. None for views, leaves and all else that `Engine.hold` looks into.
+        That is the common case. None for views, leaves and all else that `SavedTensorPacker.hold` looks into.
         """
         node = tensor.grad_fn
         if node is None or base_of(tensor) is not None or (output := tensor.output_nr) >= len(KEYS):

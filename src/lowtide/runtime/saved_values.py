@@ -250,7 +250,7 @@ class Observer:
         return True
 
     def entering(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Observe that a module is about to run; `interceptor.engine.scope` is its call."""
+        """Observe that a module is about to run; `engine.here.scope` is its call."""
 
     def returning(self, interceptor: CallInterceptor, result: Any) -> None:
         """Observe that the call is about to end, with a result."""

@@ -27,7 +27,7 @@ class Switching(Engine):
         decided = [*plans, plans[-1].fallback or plans[-1]]
         super().__init__(model, *map(table_of, decided), in_place=[decisions.in_place for decisions in decided])
         self.excluded_modules = frozenset(path for plan in plans for path in plan.excluded_modules)
-        self.ambiguous_addresses = frozenset(address for plan in plans for address in plan.ambiguous_addresses)
+        self.packer.ambiguous_addresses = frozenset(address for plan in plans for address in plan.ambiguous_addresses)
         self._shapes = [bucket.shapes for bucket in buckets]
         first, last = self._shapes[0], self._shapes[-1]
         self._size_paths = frozenset(path for path in last if len(buckets) == 1 or first.get(path) != last[path])
@@ -87,7 +87,7 @@ class Switched(Removable):
     @property
     def drifted(self) -> frozenset[str]:
         """Addresses of slots that differed from the rehearsals, and were kept instead."""
-        return frozenset(self._engine.drifted)
+        return frozenset(self._engine.packer.drifted)
 
     def remove(self) -> None:
         """Restore the model. Repeated calls do nothing."""

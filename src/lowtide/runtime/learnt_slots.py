@@ -1,0 +1,119 @@
+"""Saved tensors that a plan's hooks have to see, learnt from runs in which they see all tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from lowtide.runtime.call_interceptor import RemovableInterceptors
+from lowtide.runtime.plan_table import NO_ACTIONS
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from lowtide.runtime.call_interceptor import CallInterceptor
+    from lowtide.runtime.forward_pass import CallScope, ForwardPass
+
+MAX_LEARNT_AGAIN = 3
+"""Number of times that the needed saved tensors are learnt again. After that the hooks see all tensors, because runs
+differ too much.
+"""
+
+
+class NeededSlots:
+    """Saved tensors of each call that the hooks have to see, learnt in a run in which the hooks saw all tensors.
+
+    These are tensors with a decision, tensors left to a replay, and tensors whose value was looked up through an edge
+    of the autograd graph. Autograd saves all others as without a plan, and checks their versions.
+    """
+
+    __slots__ = ("by_call", "idle", "n_saved", "unneeded")
+
+    def __init__(self) -> None:
+        self.by_call: dict[CallInterceptor, dict[int, set[int]]] = {}
+        """Ordinals for each call of a module, by the call's number."""
+        self.n_saved: dict[CallInterceptor, dict[int, int]] = {}
+        """For each call of a module, by the call's number, the most tensors that it has saved itself."""
+        self.idle: frozenset[CallInterceptor] = frozenset()
+        """Modules without needed or decided tensors in any call."""
+        self.unneeded: RemovableInterceptors | None = None
+        """Interceptors of those idle modules that no call for which the hooks are pushed is expected to make; None if
+        one did so.
+        """
+
+    def learn(self, plan: int, scopes: Iterable[tuple[CallInterceptor, CallScope]]) -> None:
+        """Add the needed slots of the calls of one run."""
+        for interceptor, scope in scopes:
+            known = self.by_call.setdefault(interceptor, {})
+            # includes slots that other hooks packed
+            decided = interceptor.actions[plan].get(scope.number, NO_ACTIONS).recompute
+            known[scope.number] = known.get(scope.number, set()) | (scope.learnt or set()) | decided.keys()
+            n_saved = self.n_saved.setdefault(interceptor, {})
+            n_saved[scope.number] = max(scope.ordinal, n_saved.get(scope.number, 0))
+        self.idle = frozenset(
+            interceptor
+            for interceptor, calls in self.by_call.items()
+            if not (any(calls.values()) or interceptor.replays or interceptor.is_compiled or interceptor.actions[plan])
+        )
+        called = {interceptor.module: interceptor for interceptor in self.by_call}
+        inside = {
+            module
+            for interceptor in self.by_call.keys() - self.idle
+            for module in _modules_called_by(interceptor, plan, called)
+        }
+        self.unneeded = RemovableInterceptors(it for it in self.idle if it.path and it.module not in inside)
+
+
+class LearntSlots:
+    """The needed saved tensors of each plan of an engine, as far as runs have shown them."""
+
+    def __init__(self, n_plans: int) -> None:
+        self.is_possible = True
+        """True if all decisions are in the plans' tables, so that one run shows the saved tensors that are needed."""
+        self._learnt: list[NeededSlots]
+        self._complete: list[NeededSlots | None]
+        """The slots of plans whose learning run is over; None where the next run has to see all tensors."""
+        self._n_again = 0
+        """Number of learning runs after the first one of each plan."""
+        self._last_packed: Callable[[], object] = lambda: None
+        """Function that returns the last saved tensor of the learning run, or None once backward has read it. Until
+        then further calls of the model are of the same step, and may need other tensors.
+        """
+
+        self.forget(n_plans)
+
+    def forget(self, n_plans: int) -> None:
+        """Start without any run."""
+        self._learnt, self._complete = [NeededSlots() for _ in range(n_plans)], [None for _ in range(n_plans)]
+
+    def needed(self, plan: int) -> NeededSlots | None:
+        """Return the slots that the hooks have to see in the next run of `plan`; None if they have to see all."""
+        return self._complete[plan] if self._last_packed() is None else None
+
+    def learn_again(self, plan: int) -> None:
+        """Have the next run of `plan` see all tensors, and all further runs once that was done too often."""
+        self._complete[plan] = None
+        self._n_again += 1
+        self.is_possible = self.is_possible and self._n_again < MAX_LEARNT_AGAIN
+
+    def add(self, run: ForwardPass) -> None:
+        """Add what a run has shown, if it was one to learn from."""
+        if run.learnt:
+            self._learnt[run.plan].learn(run.plan, run.learnt)
+            self._complete[run.plan] = self._learnt[run.plan]
+            self._last_packed = run.last_packed
+
+
+def _modules_called_by(
+    interceptor: CallInterceptor, plan: int, called: Mapping[nn.Module, CallInterceptor]
+) -> Iterator[nn.Module]:
+    """Yield the modules that calls of `interceptor` may make while its hooks are in force."""
+    if interceptor.replays or any(actions.notes for actions in interceptor.actions[plan].values()):
+        yield from interceptor.module.modules()  # the hooks, or the capture, are in force in all of them
+        return
+    pending = [*interceptor.module.children()]
+    while pending:
+        module = pending.pop()
+        yield module
+        if module not in called:  # a container, whose modules are called by others
+            pending += module.children()
