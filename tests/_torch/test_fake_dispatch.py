@@ -118,3 +118,11 @@ def test_fake_tensors_have_the_attributes_that_torch_gives_them() -> None:
     assert first.data_ptr() == second.data_ptr() == 0
     assert second.fake_mode is mode
     assert mode.cache_info().hits
+
+
+def test_host_memory_is_one_device_whatever_its_number() -> None:
+    with fake_mode():
+        x = torch.empty(4)
+        results = [torch.empty(4, device="cpu:0"), x.to("cpu:1"), torch.zeros_like(x, device="cpu:1")]
+        results.append(sum(results, x))
+    assert {result.device for result in results} == {torch.empty(4, device="cpu:1").device}

@@ -30,6 +30,8 @@ class QuickFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _QUERIES:  # more than half of all calls
             return _QUERIES[func](args)
+        if kwargs and (device := kwargs.get("device")) is not None and device.type == "cpu":
+            kwargs = {**kwargs, "device": _CPU}
         if func in _fake_tensor._DISPATCH_HANDLE_DIRECTLY or not self.cache_enabled:
             return super().dispatch(func, types, args, kwargs or {})
         if func is aten._unsafe_view.default:  # the same for a fake tensor, but not cached by torch
@@ -103,6 +105,11 @@ class QuickFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         vars(fake).update(attributes)
         return fake
 
+
+_CPU = torch.device("cpu")
+"""Device of every tensor in host memory: operators that are asked for `cpu:0` return real tensors on `cpu`, and fake
+ones that other fake tensors do not mix with.
+"""
 
 _PLAIN = frozenset(
     {int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
