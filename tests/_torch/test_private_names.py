@@ -736,7 +736,7 @@ def test_the_profiler_reports_allocations_between_annotations(capfd: pytest.Capt
     assert not cpu_profiler.profiler_running()
     with profile(profile_memory=True) as profiler:
         assert cpu_profiler.profiler_running()
-        assert not cpu_profiler.profiler_warming_up()
+        assert not cpu_profiler.is_warming_up(profiler)
         annotation = cpu_profiler.RecordFunction("here")
         annotation.__enter__()
         annotation.__exit__(None, None, None)

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from lowtide.errors import RehearsalError
+from lowtide.memory import cpu_recorder
 from lowtide.memory.cpu_recorder import CpuRecorder
 from lowtide.memory.cuda_recorder import CudaRecorder
 from lowtide.memory.events import Allocate, Mark
@@ -293,7 +294,31 @@ def test_the_inspections_of_a_step_look_at_young_objects_only(model: nn.Sequenti
     finally:
         sys.setprofile(None)
         gc.enable()
-    assert searches == ["live_objects"] + ["find"] * 2 * 4  # two young generations at each of four moments
+    # two young generations: for profilers first, for garbage twice, at entry and at each of four moments
+    assert searches == ["live_objects"] + ["_unseen"] * 2 * (3 + 4)
+
+
+@pytest.mark.parametrize("is_held", [False, True])
+def test_garbage_is_collected_first_if_it_may_hold_memory(
+    model: nn.Sequential, is_held: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    train(model, optimizer)
+    kept = [torch.ones(3), {"a": model[0](torch.ones(2, I)).relu()}]
+    collected: list[int] = []
+
+    def step() -> None:
+        kept.append(torch.ones(100))
+
+    if not is_held:
+        loop: list[Any] = [torch.ones(1000)]
+        loop.append(loop)
+        del loop
+    monkeypatch.setattr(cpu_recorder.gc, "collect", lambda: collected.append(1))
+    with measure(model, optimizer) as memory:
+        step()
+    assert memory.peak_bytes == 400
+    assert len(collected) == (not is_held)
 
 
 def test_garbage_of_before_does_not_lower_the_peak() -> None:

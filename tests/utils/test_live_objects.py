@@ -1,12 +1,16 @@
 """Objects of some classes among all that are alive, found without running any code of theirs."""
 
 import gc
+import random
 import weakref
+from collections.abc import Collection
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from lowtide.utils import live_objects as live_objects_module
 from lowtide.utils.live_objects import LiveObjectFinder, live_objects
 
 
@@ -69,6 +73,56 @@ def test_a_finder_sees_what_is_frozen_and_given_back() -> None:
     gc.collect(1)
     assert sum(obj is hidden or obj is kept for obj in finder.find()) == 2
     gc.freeze()
+
+
+def test_a_finder_looks_only_at_the_end_of_the_oldest_generation(monkeypatch: pytest.MonkeyPatch) -> None:
+    finder, kept = LiveObjectFinder(Tensor), [torch.ones(1)]
+    looked_at: list[int] = []
+
+    def of_classes(everything: Collection[object], classes: tuple[type, ...]) -> list[Any]:
+        looked_at.append(len(everything))
+        return find_in(everything, classes)
+
+    find_in = live_objects_module._of_classes
+    monkeypatch.setattr(live_objects_module, "_of_classes", of_classes)
+    gc.unfreeze()
+    monkeypatch.setattr(live_objects_module, "_ANCHOR", gc.get_objects(generation=2)[0])
+    try:
+        for _ in range(6):
+            gc.collect(1)
+            kept.append(torch.ones(1))
+            assert {id(tensor) for tensor in kept} <= {id(obj) for obj in finder.find()}
+    finally:
+        gc.freeze()
+    assert all(n < looked_at[0] / 2 for n in looked_at[3:])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_a_finder_agrees_with_a_full_search_in_any_order_of_events(seed: int) -> None:
+    finder, draw = LiveObjectFinder(Tensor), random.Random(seed)
+    kept: list[torch.Tensor] = []
+    gc.unfreeze()
+    gc.disable()
+    try:
+        for _ in range(40):
+            event = draw.choice(["make", "make", "make many", "drop", "freeze", "unfreeze", "collect", "search"])
+            if event.startswith("make"):
+                kept += [torch.ones(1) for _ in range(50 if event == "make many" else 1)]
+            elif event == "drop" and kept:
+                del kept[draw.randrange(len(kept)) :]
+            elif event == "freeze":
+                gc.freeze()
+            elif event == "unfreeze":
+                gc.unfreeze()
+                gc.collect(1)
+            elif event == "collect":
+                gc.collect(draw.choice([0, 1, 1, 1, 2]))
+            elif event == "search":
+                everything = {id(tensor) for tensor in live_objects(Tensor)}
+                assert {id(obj) for obj in finder.find()} == everything
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def test_a_finder_keeps_nothing_and_leaves_no_cycle() -> None:

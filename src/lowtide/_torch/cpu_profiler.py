@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from typing import Any
 
 import torch
@@ -14,28 +13,26 @@ ALLOCATION = "[memory]"
 """Name of the profiler's events for allocations and frees. Torch 2.13, since 1.6."""
 
 
+PROFILERS: tuple[type, ...] = (torch.autograd.profiler.profile, torch.profiler.profile)
+"""Classes of torch's profilers; the second one uses the first. Torch 2.13."""
+
+
 def profiler_running() -> bool:
     """Return True if any of torch's profilers is recording, in any thread. Torch 2.13."""
     return bool(torch._C._autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled)
 
 
-def profiler_warming_up() -> bool:
-    """Return True if one of torch's profilers is prepared but not started yet.
+def is_warming_up(profiler: Any) -> bool:
+    """Return True if a profiler, one of the classes PROFILERS, is prepared but not started yet.
 
     Starting another profiler would take its place, and its own start would then end the process (2.13). torch has no
-    query for this, so the profiler objects are searched, in some 20 ms.
+    query for this, so its living profilers have to be asked.
     """
-    inner, outer = torch.autograd.profiler.profile, torch.profiler.profile
-    return any(
-        (type(profiler) is inner and profiler.entered and not profiler.profiling_start_time_ns)
-        # A profiler that accumulates prepares the same inner profiler repeatedly.
-        or (
-            type(profiler) is outer
-            and profiler.acc_events
-            and profiler.current_action is torch.profiler.ProfilerAction.WARMUP
-        )
-        for profiler in gc.get_referrers(inner, outer)
-    )
+    if isinstance(profiler, torch.autograd.profiler.profile):
+        return getattr(profiler, "entered", False) and not profiler.profiling_start_time_ns
+    # A profiler that accumulates prepares the same inner profiler repeatedly.
+    accumulates = getattr(profiler, "acc_events", False)
+    return bool(accumulates and profiler.current_action is torch.profiler.ProfilerAction.WARMUP)
 
 
 def stop_profiler() -> None:

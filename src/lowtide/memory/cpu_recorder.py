@@ -30,9 +30,9 @@ from lowtide._torch.backward import in_backward
 from lowtide._torch.cpu_profiler import (
     ALLOCATION,
     RecordFunction,
+    is_warming_up,
     profiler_roots,
     profiler_running,
-    profiler_warming_up,
     stop_profiler,
 )
 from lowtide.errors import RehearsalError
@@ -67,17 +67,20 @@ _unfinished: list[profile] = []
 class CpuRecorder(Recorder):
     """Recorder of CPU allocations in this thread, and in the backward threads it starts, while the `with` block runs.
 
-    `watch` are the tensors whose end during the recording lowers the level; by default all that exist, 50 to 100 ms to
-    find. Garbage is collected first. A mark costs 1.5 us, and the end of the recording about 10 us per allocation or
-    free.
+    `watch` are the tensors whose end during the recording lowers the level; by default all that exist, up to 100 ms to
+    find. Garbage is collected first, unless `has_garbage` says that none holds memory. A mark costs 1.5 us, and the end
+    of the recording about 10 us per allocation or free.
 
     Entering raises RehearsalError while any profiler runs or warms up, and inside a backward pass.
     """
 
     device = "cpu"
 
-    def __init__(self, *, watch: Iterable[torch.Tensor] | None = None) -> None:
+    def __init__(
+        self, *, watch: Iterable[torch.Tensor] | None = None, has_garbage: Callable[[], bool] | None = None
+    ) -> None:
         self._to_watch = watch
+        self._has_garbage = has_garbage
         self._watched: list[weakref.ref[torch.UntypedStorage]] = []
         self.entry_addresses = {}
         self.entry_bytes = {}
@@ -102,7 +105,9 @@ class CpuRecorder(Recorder):
             _recording = self
         try:
             self._thread = threading.get_ident()
-            gc.collect()  # otherwise a collection while recording would lower the level, and the peak with it
+            if self._has_garbage is None or self._has_garbage():
+                gc.collect()  # otherwise a collection while recording would lower the level, and the peak with it
+            self._has_garbage = None  # it may refer to the program's objects
             self._watch(entry.existing_tensors() if self._to_watch is None else self._to_watch)
             self._to_watch = None  # this list may hold the last reference to a tensor
             self._start()
@@ -264,7 +269,7 @@ def _other_profiler() -> str | None:
         return "Lowtide itself records already"
     if profiler_running():
         return "another profiler is running"
-    return "another profiler is warming up" if profiler_warming_up() else None
+    return "another profiler is warming up" if any(map(is_warming_up, entry.living_profilers())) else None
 
 
 def _refuse_backward() -> None:
@@ -295,7 +300,7 @@ class _Reader:
 
     def read(self, roots: list[Any], marks: list[Mark | Free]) -> list[Mark]:
         """Append the events of one session; `marks` are all that were made so far. Return the marks that it lacks."""
-        rows = list(_rows(roots))
+        rows = _rows(roots)
         rows.sort(key=itemgetter(0))  # a stable sort: the rows of one thread are in order already
         unseen = dict(enumerate(marks[self._n_marks :], self._n_marks))
         self._n_marks = len(marks)
@@ -319,22 +324,24 @@ class _Reader:
         self.events.append(Free(block.block, block.bytes))
 
 
-def _rows(roots: list[Any]) -> Iterator[tuple[int, int, int, str]]:
-    """Yield (time, bytes, address, operator) of each allocation and free; (time, 0, number, "") of each annotation."""
-    stack = [(iter(roots), "")]
-    while stack:
-        nodes, op = stack[-1]
-        for node in nodes:
-            name = node.name
-            if name == ALLOCATION:
-                fields = node.extra_fields
-                if fields.device.type == "cpu":
-                    yield node.start_time_ns, fields.alloc_size, fields.ptr, op
-            else:
-                is_mark = name.startswith(_MARK)
-                if is_mark:
-                    yield node.start_time_ns, 0, int(name[len(_MARK) :]), ""
-                stack.append((iter(node.children), op if is_mark else name))
-                break
-        else:
-            stack.pop()
+def _rows(roots: list[Any]) -> list[tuple[int, int, int, str]]:
+    """Return (time, bytes, address, operator) of each allocation and free; (time, 0, number, "") of each annotation."""
+    rows: list[tuple[int, int, int, str]] = []
+    pending = roots[::-1]
+    ops = [""] * len(pending)
+    while pending:
+        node, op = pending.pop(), ops.pop()
+        name = node.name
+        if name == ALLOCATION:
+            fields = node.extra_fields
+            if fields.device.type == "cpu":
+                rows.append((node.start_time_ns, fields.alloc_size, fields.ptr, op))
+            continue
+        if name.startswith(_MARK):
+            rows.append((node.start_time_ns, 0, int(name[len(_MARK) :]), ""))
+            name = op
+        if children := node.children:
+            children.reverse()
+            pending += children
+            ops += [name] * len(children)
+    return rows

@@ -35,7 +35,7 @@ Moment: TypeAlias = Literal["before backward", "after backward", "at the end of 
 _SURE_LOOKS = 8
 """Number of inspections that are always made: those of a step or two. Further ones are made as time allows."""
 
-_MOST_TIME = 1
+_MOST_TIME = 0.25
 """Time that further inspections may take, as a multiple of the rest of the block's time."""
 
 _LABEL = "lowtide.variables"  # labels of the marks for looks, and for the free of memory that a look listed
@@ -157,7 +157,8 @@ class DelObserver:
         rest = began - self._began - self._spent
         self._is_partial |= len(self._inspections) >= _SURE_LOOKS and self._spent > _MOST_TIME * rest
         if self.frame is None or self._is_partial:
-            self.mark(_LABEL, _Inspection(moments, (), []))  # labels the blocks alive at this moment as activations
+            if "before backward" in moments:  # the blocks alive at this moment are activations
+                self.mark(_LABEL, _Inspection(moments, (), []))
             return
         held_memory = held_by_variables(self.frame)
         if is_first:
@@ -233,22 +234,24 @@ class DelObserver:
         )
 
 
-def alive_before_backward(stream: EventStream) -> frozenset[int]:
-    """Return the blocks that forward has left alive when a backward pass begins."""
-    alive: set[int] = set()
+def living_blocks(stream: EventStream) -> tuple[set[int], list[Allocate]]:
+    """Return the blocks that forward has left alive when a backward pass begins, and the allocations of those that are
+    alive at the end.
+    """
+    alive: dict[int, Allocate] = {}
     blocks: set[int] = set()
-    for event in stream:
+    for event in stream.events:
         if type(event) is Allocate:
-            alive.add(event.block)
+            alive[event.block] = event
         elif type(event) is Free:
-            alive.discard(event.block)
+            alive.pop(event.block, None)
         elif (
             isinstance(event, Mark)
             and isinstance(look := event.data, _Inspection)
             and "before backward" in look.moments
         ):
-            blocks |= alive
-    return frozenset(blocks)
+            blocks.update(alive)
+    return blocks, list(alive.values())
 
 
 def without_marks(stream: EventStream) -> EventStream:

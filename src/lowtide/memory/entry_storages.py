@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from lowtide._torch.autograd_graph import nodes_behind
+from lowtide._torch.cpu_profiler import PROFILERS
 from lowtide._torch.nodes import raw_saved
 from lowtide._torch.tensors import is_leaf_tensor, parts_of
 from lowtide.utils.live_objects import LiveObjectFinder
@@ -22,7 +23,7 @@ from lowtide.utils.live_objects import LiveObjectFinder
 _MEMORY_FILES = ("/dev/shm/", "/memfd:", "/dev/zero", "/SYSV")
 """Paths of mapped files that are memory, not files on a disk: shared memory of processes."""
 
-_finder = LiveObjectFinder(Tensor, torch.jit.ScriptModule)
+_finder = LiveObjectFinder(Tensor, torch.jit.ScriptModule, *PROFILERS)
 
 _excluded: weakref.WeakValueDictionary[int, UntypedStorage] = weakref.WeakValueDictionary()
 """Storages, by address, of copies that a rehearsal holds and that are not the program's own."""
@@ -71,13 +72,13 @@ def existing_tensors() -> Iterator[Tensor]:
     Parts of sparse tensors and parameters of TorchScript are included. Not found: other tensors that only C++ holds,
     and objects that `gc.freeze` has hidden.
     """
-    held, scripts = _living()
+    held, scripts, _ = _living()
     yield from held
     for script in scripts:
         with contextlib.suppress(Exception):  # a module whose constructor still runs
             yield from (*script.parameters(), *script.buffers())
     yield from (leaf.grad for leaf in held if _is_leaf(leaf) and leaf.grad is not None)
-    yield from _saved_behind(held)
+    yield from saved_behind(held)
 
 
 def living_tensors() -> list[Tensor]:
@@ -85,13 +86,21 @@ def living_tensors() -> list[Tensor]:
     return _living()[0]
 
 
-def _living() -> tuple[list[Tensor], list[torch.jit.ScriptModule]]:
+def living_profilers() -> list[Any]:
+    """Return torch's profiler objects that Python holds; as quick as `living_tensors`."""
+    return _living()[2]
+
+
+def _living() -> tuple[list[Tensor], list[torch.jit.ScriptModule], list[Any]]:
     tensors: list[Tensor] = []
     scripts: list[torch.jit.ScriptModule] = []
+    profilers: list[Any] = []
     objects: list[Any] = _finder.find()
     for obj in objects:
-        (tensors if issubclass(type(obj), Tensor) else scripts).append(obj)
-    return tensors, scripts
+        kind = type(obj)
+        is_script = issubclass(kind, torch.jit.ScriptModule)
+        (tensors if issubclass(kind, Tensor) else scripts if is_script else profilers).append(obj)
+    return tensors, scripts, profilers
 
 
 def _on_the_host(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
@@ -130,7 +139,8 @@ def _is_inside(address: int, places: list[tuple[int, int]]) -> bool:
     return at >= 0 and address < places[at][1]
 
 
-def _saved_behind(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+def saved_behind(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Yield the saved tensors of the autograd graphs behind `tensors`."""
     for node in nodes_behind(tensors):
         yield from (saved for saved in raw_saved(node) if isinstance(saved, Tensor))
 

@@ -83,6 +83,12 @@ def held_by_variables(frame: FrameType) -> Held:
     return held
 
 
+def is_searched(value: object) -> bool:
+    """Return True if a variable of this value is searched for tensors."""
+    is_container = isinstance(value, _CONTAINERS) or (is_dataclass(value) and not isinstance(value, type))
+    return is_container and not isinstance(value, _NOT_ENTERED)
+
+
 class _Owners:
     """Objects reachable from variables, each with a bit mask of its holders: one bit per variable, and _OTHERS."""
 
@@ -118,8 +124,7 @@ class _Owners:
     def _gather(self, variables: dict[str, Any], n_references: int, of_others: tuple[str, ...]) -> None:
         """Find the objects; `of_others` are variables of enclosing functions, which this one cannot delete."""
         for name, value in variables.items():
-            is_container = isinstance(value, _CONTAINERS) or (is_dataclass(value) and not isinstance(value, type))
-            if is_container and name not in of_others and not isinstance(value, _NOT_ENTERED):
+            if name not in of_others and is_searched(value):
                 self._first[name] = self._add(value)
                 self._n_known[self._first[name]] += n_references
         number = 0

@@ -23,10 +23,11 @@ def live_objects(*classes: type[T]) -> list[T]:
 class LiveObjectFinder:
     """Search for the live objects of some classes, for frequent use: mostly it looks only at the youngest objects.
 
-    Objects that survive a collection of the middle generation are moved to the oldest. Until the garbage collector has
-    run, the oldest generation holds only objects that the last full search has seen. `gc.freeze` takes the youngest
-    objects away, a marker with them; objects that `gc.unfreeze` gives back are found once a generation was collected.
-    Objects are remembered by weak references.
+    Objects that survive a collection of the middle generation move to the end of the oldest, which only a full
+    collection reorders. So until then, objects of the oldest generation that lie before a marker from an earlier search
+    are known. `gc.freeze` takes the markers away, and `gc.unfreeze` puts what was frozen behind all others, the anchor
+    with it; objects that it gives back are found once a generation was collected. Objects are remembered by weak
+    references.
     """
 
     def __init__(self, *classes: type) -> None:
@@ -34,26 +35,44 @@ class LiveObjectFinder:
         self._known: dict[int, weakref.ref[object]] = {}
         self._collections: tuple[int, ...] = ()
         self._marker = _Marker()
+        self._boundary: _Marker | None = None
 
     def find(self) -> list[object]:
         """Return the live objects, except for those that `gc.freeze` has hidden."""
         before = _collections()
-        if _HAS_GENERATIONS and before == self._collections:
-            young: list[object] = []
-            for number in (0, 1):
-                young += _of_classes(gc.get_objects(generation=number), self._classes)
-            if _collections() == before and any(obj is self._marker for obj in young):
+        unseen = self._unseen(before) if _HAS_GENERATIONS else None
+        if unseen is not None and _collections() == before:
+            young: list[object] = _of_classes(unseen, self._classes)
+            if any(obj is self._marker for obj in young):
                 old = [obj for ref in self._known.values() if (obj := ref()) is not None]
-                return self._remember({id(obj): obj for obj in (*old, *young)}.values())
-        objects = self._remember(live_objects(*self._classes))
-        self._collections = before  # a collection in the meantime makes the next search a full one
-        return objects
+                return self._remember((*old, *young), before)
+        return self._remember(live_objects(*self._classes), before)
 
-    def _remember(self, objects: Iterable[object]) -> list[object]:
-        survivors = [obj for obj in objects if type(obj) is not _Marker]
-        self._known = {id(obj): weakref.ref(obj) for obj in survivors}
+    def _unseen(self, collections: tuple[int, ...]) -> list[object] | None:
+        """Return all objects that may be new since the last search; None if they cannot be told from the others."""
+        if collections[-1:] != self._collections[-1:]:
+            return None
+        unseen: list[object] = gc.get_objects(generation=0) + gc.get_objects(generation=1)
+        if collections != self._collections:
+            old = gc.get_objects(generation=2)
+            first = next((index for index, obj in enumerate(old[:_FIRST]) if obj is _ANCHOR), None)
+            last = next((index for index in range(len(old) - 1, -1, -1) if old[index] is self._boundary), None)
+            if first is None or last is None:
+                return None
+            unseen += old[:first] + old[last:]
+        return unseen
+
+    def _remember(self, objects: Iterable[object], collections: tuple[int, ...]) -> list[object]:
+        survivors = {id(obj): obj for obj in objects}
+        if id(self._marker) not in survivors:  # frozen
+            self._boundary = None
+        elif collections != self._collections:  # the marker is in the oldest generation now
+            self._boundary = self._marker
         self._marker = _Marker()
-        return survivors
+        self._collections = collections  # a collection during this search makes the next one look further
+        survivors = {number: obj for number, obj in survivors.items() if type(obj) is not _Marker}
+        self._known = {number: weakref.ref(obj) for number, obj in survivors.items()}
+        return list(survivors.values())
 
 
 class _Marker:
@@ -61,6 +80,12 @@ class _Marker:
     objects.
     """
 
+
+_ANCHOR = object.__repr__
+_FIRST = 16
+"""Number of objects at the beginning of the oldest generation among which the anchor lies, because it is as old as the
+interpreter. Behind these, objects that were frozen lie in front of it.
+"""
 
 _HAS_GENERATIONS = sys.version_info < (3, 14)
 """True if the garbage collector has the three generations that `LiveObjectFinder` counts on."""

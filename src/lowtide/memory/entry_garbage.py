@@ -1,0 +1,66 @@
+"""Tell if a recording may begin without a collection of garbage, which takes 0.1 s once torch is imported."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator
+from types import CodeType, FrameType, FunctionType, ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from lowtide._torch.tensors import is_leaf_tensor, storage_number
+from lowtide.memory import entry_storages as entry
+from lowtide.memory.frame_locals import local_variables
+from lowtide.memory.frame_variables import held_by_variables, is_searched
+
+_MOST_OBJECTS = 20_000
+_NOT_ENTERED = (ModuleType, type, CodeType, FrameType, str, bytes)
+
+
+def may_hold_memory(frame: FrameType, others: Iterable[object]) -> bool:
+    """Return False if it is sure that no storage in CPU memory waits for a collection of garbage.
+
+    A storage is safe if only variables of `frame`, a running function, hold it, or if it is reachable from `others`,
+    from the function's other variables (models and other objects, closures) or from the variables of its module. True
+    as soon as one is neither, or if more than 20,000 objects would have to be searched.
+    """
+    doubtful = {storage_number(storage) for storage in entry.storages_of(entry.existing_tensors())}
+    doubtful.difference_update(storage_number(storage) for storage, _ in held_by_variables(frame).storages)
+    if doubtful:
+        roots = [*others, *_other_variables(frame)]
+        for found in _reachable_tensors(roots):
+            doubtful.difference_update(storage_number(storage) for storage in entry.storages_of(found))
+            if not doubtful:
+                break
+    return bool(doubtful)
+
+
+def _other_variables(frame: FrameType) -> list[object]:
+    """Return the values of the variables whose holders `held_by_variables` does not judge."""
+    closure = frame.f_code.co_freevars
+    with local_variables(frame) as variables:
+        is_module = variables is frame.f_globals
+        roots = [value for name, value in variables.items() if name in closure or not is_searched(value)]
+    return roots if is_module else [*roots, *frame.f_globals.values()]
+
+
+def _reachable_tensors(roots: list[Any]) -> Iterator[list[Tensor]]:
+    """Yield tensors that are reachable from `roots`, the nearest first; with their gradients, and at last what their
+    graphs save.
+    """
+    seen: dict[int, Any] = {}
+    tensors: list[Tensor] = []
+    frontier = roots
+    while frontier and len(seen) < _MOST_OBJECTS:
+        new = {id(obj): obj for obj in frontier if id(obj) not in seen and gc.is_tracked(obj)}
+        seen |= new
+        entered = [obj for obj in new.values() if not isinstance(obj, _NOT_ENTERED)]
+        found = [obj for obj in entered if isinstance(obj, Tensor)]
+        tensors += found
+        yield found
+        yield [leaf.grad for leaf in found if is_leaf_tensor(leaf) and leaf.grad is not None]
+        # the globals of a function lead to whole modules
+        inside = ((obj.__closure__, obj.__defaults__) if isinstance(obj, FunctionType) else (obj,) for obj in entered)
+        frontier = gc.get_referents(*(obj for group in inside for obj in group))
+    yield list(entry.saved_behind(tensors))
