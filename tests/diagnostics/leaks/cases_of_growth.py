@@ -127,6 +127,117 @@ for _ in range(20):
         held_bytes=20 * ROWS * FLOAT,
         fix="keep only its newest part",
     ),
+    Case(
+        name="cache_filled_and_not_returned",
+        script="""
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.projection = nn.Linear(64, 64)
+    def forward(self, x, cache):
+        h = self.projection(x)
+        cache["keys"].append(h.detach())
+        keys = torch.cat(cache["keys"], 1)
+        return F.scaled_dot_product_attention(x, keys, keys) + h
+model, cache = Attention(), dict(keys=[])
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(16):
+    {}
+    output = model(torch.randn(8, 32, 64), cache)
+    output.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    del output
+""",
+        broken=("pass",),
+        mended=("cache = dict(keys=[])",),
+        code="LT021",
+        holder="'cache' ['keys'][16 entries]",
+        made="output = model(",
+        held_bytes=16 * ROWS * FLOAT,
+        fix="with an empty `cache['keys']`",
+    ),
+    Case(
+        name="caches_of_keys_and_values",
+        script="""
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.projection = nn.Linear(64, 64)
+    def forward(self, x, k_cache, v_cache):
+        h = self.projection(x)
+        k, v = torch.cat([k_cache, h], 1), torch.cat([v_cache, h], 1)
+        return F.scaled_dot_product_attention(x, k, v) + h, k.detach(), v.detach()
+model = Attention()
+k_cache, v_cache = torch.zeros(8, 0, 64), torch.zeros(8, 0, 64)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(20):
+    {}
+    output, k_cache, v_cache = model(torch.randn(8, 32, 64), k_cache, v_cache)
+    output.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    del output
+""",
+        broken=("pass",),
+        mended=("k_cache, v_cache = k_cache[:, -64:], v_cache[:, -64:]",),
+        code="LT021",
+        holder="global variable 'k_cache' and 'v_cache'",
+        made="output, k_cache, v_cache = model(",
+        held_bytes=2 * 20 * ROWS * FLOAT,
+        fix="with an empty `k_cache`, `v_cache`",
+    ),
+    Case(
+        name="keys_and_values_on_modules",
+        script="""
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.projection, self.k, self.v = nn.Linear(64, 64), None, None
+    def forward(self, x):
+        k, v = self.projection(x).detach(), self.projection(x + 1).detach()
+        if self.k is not None:
+            k, v = torch.cat([self.k, k], 1), torch.cat([self.v, v], 1)
+        self.k, self.v = k, v
+        return F.scaled_dot_product_attention(self.projection(x), k, v)
+model = nn.Sequential(Attention(), nn.Linear(64, 64))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(10):
+    {}
+    model(torch.randn(8, 32, 64)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+        broken=("pass",),
+        mended=("model[0].k = model[0].v = None",),
+        code="LT014",
+        holder="Sequential.0.k and 'v'",
+        held_bytes=2 * 10 * ROWS * FLOAT,
+        fix="do not assign `self.k`, `self.v`",
+    ),
+    Case(
+        name="keys_and_values_in_outputs_of_an_evaluation",
+        script="""
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.projection, self.head = nn.Linear(64, 64), nn.Linear(64, 64)
+    def forward(self, x):
+        h = self.projection(x)
+        return dict(logits=self.head(h), past_key_values=((h, h + 1),))
+model, outputs = Net().eval(), []
+with torch.no_grad():
+    for _ in range(40):
+        output = model(torch.randn(8, 32, 64))
+        {}
+""",
+        broken=("outputs.append(output)",),
+        mended=('outputs.append(output["logits"].argmax(-1))',),
+        code="LT030",
+        holder="list 'outputs' [31 entries]['past_key_values']",
+        made="output = model(",
+        fix="`use_cache=False`",
+    ),
     # --- parameters that only an optimizer refers to
     Case(
         name="groups_of_replaced_prompts",

@@ -60,7 +60,9 @@ class Call:
     n_marks: int = 0
     outputs: list[weakref.ref[Tensor]] = field(default_factory=list)
     memory: list[weakref.ref[UntypedStorage]] = field(default_factory=list)
-    """Storages of the outputs, which views and detached copies share."""
+    """Storages of the outputs, which views and detached copies share, and of what the call put into its arguments."""
+    given: frozenset[int] | None = None
+    """Storages of the arguments before the call, if it may put others into them."""
     graph_bytes: int = 0
     """Bytes that the call's graph keeps in addition to the outputs, where measured."""
     backwards: list[Backward] = field(default_factory=list)
@@ -90,6 +92,8 @@ class SiteStats:
     n_explained: int = 0
     module_ids: dict[int, int] = field(default_factory=dict)
     """Ids of called modules -> steps of their last calls; one line may call several modules of the same class."""
+    takes_containers: bool = False
+    """True if an argument of one of the first calls was a container, which the call may have filled."""
     is_used_again: bool = False
     """True if the backward pass of a later forward has gone through the graph of an earlier call."""
     unreached_bytes: int = 0
@@ -174,9 +178,12 @@ class CallLog:
         self.last = Call(self.n_calls, step, stats, id(model), next_sequence_number())
         return self.last
 
-    def end(self, call: Call, output: Any) -> list[Node]:
-        """Record that the call returned `output`; return the root nodes of its graph."""
+    def end(self, call: Call, output: Any, arguments: Iterable[Tensor] = ()) -> list[Node]:
+        """Record that the call returned `output`, and has `arguments` now; return the root nodes of its graph."""
         call.stop = next_sequence_number()
+        for tensor in arguments:
+            if call.given is not None and (number := storage_id(tensor)) and number not in call.given:
+                call.memory.append(weakref.ref(tensor.untyped_storage()))
         nodes: list[Node] = []
         for tensor in tensors_in(output):
             call.outputs.append(weakref.ref(tensor))

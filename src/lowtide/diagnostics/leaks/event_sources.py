@@ -56,12 +56,19 @@ class EventSources:
 
     def arguments(self) -> list[Tensor]:
         """Return the tensors passed to the module being called; empty if no module is."""
-        tensors: list[Tensor] = []
+        return [tensor for value in self._values() for tensor in tensors_in(value)]
+
+    def takes_containers(self) -> bool:
+        """Return True if an argument of the module being called may be a container, which the call can fill."""
+        return not all(value is None or isinstance(value, Tensor | int | float | str) for value in self._values())
+
+    def _values(self) -> list[Any]:
+        values: list[Any] = []
         for frame in frames_from(sys._getframe(1)):
             if frame.f_code is OBSERVED_CALL_CODE:
                 with local_variables(frame) as variables:
-                    tensors = [*tensors_in(variables.get("args")), *tensors_in(variables.get("kwargs"))]
-        return tensors
+                    values = [*(variables.get("args") or ()), *(variables.get("kwargs") or {}).values()]
+        return values
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._watch.optimizer_stepped(id(optimizer), _parameters(optimizer))

@@ -77,6 +77,8 @@ class Entry:
     idle_since: dict[int, int] = field(default_factory=dict)
     """Ids of modules that were not in use -> steps of the last inspection; the finding is void if one is called later.
     """
+    is_carried: bool = False
+    """True if the holder carries tensors without a graph from step to step."""
     is_cycle: bool = False
     """True if the holder keeps its entries for good once they no longer grow."""
 
@@ -269,6 +271,7 @@ class FindingLog:
         """Record in `entry` the bytes, entries and storages of this inspection; return them with the earlier ones."""
         storages, n_entries = _storages(group), _n_entries(group)
         entry.is_of_copies = group[0].subject in ("models", "optimizers")
+        entry.is_carried = any(item.subject == "carried" or item.is_state for item in group)
         entry.idle_since = {number: step for item in group for number in item.idle_ids}
         has_stopped = bool(entry.entries) and entry.has_stopped(n_entries, step)
         if not entry.entries or n_entries > entry.entries[-1]:

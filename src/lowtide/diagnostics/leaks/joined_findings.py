@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ from lowtide.report.finding import Finding
 if TYPE_CHECKING:
     from lowtide.diagnostics.leaks.finding_log import Entry
 
-_GATHERING = ("LT008", "LT010", "LT021", "LT029")
+_GATHERING = ("LT008", "LT010", "LT021", "LT029", "LT030")
 """Codes of what containers hold. One that holds graphs and values alike is reported for its graphs, so LT008 is first.
 """
 
@@ -29,7 +30,11 @@ def joined(findings: Iterable[tuple[Entry, Finding]]) -> list[Finding]:
     groups: dict[object, list[tuple[Entry, Finding]]] = {}
     for number, (entry, finding) in enumerate(findings):
         key: object = number
-        if finding.code in _GATHERING and entry.container:
+        if finding.code == "LT021" and entry.is_carried:
+            key = finding.code, finding.made_at
+        elif finding.code == "LT014":
+            key = finding.code, finding.holder.rpartition(".")[0], finding.made_at
+        elif finding.code in _GATHERING and entry.container:
             key = entry.container
         elif finding.code == "LT003" and entry.backward is not None:
             key = entry.backward.place, finding.made_at
@@ -41,17 +46,22 @@ def _join(group: list[tuple[Entry, Finding]]) -> Finding:
     is_of_graphs = any(finding.code == "LT008" for _, finding in group)
     group.sort(key=lambda one: ((one[1].code == "LT008") != is_of_graphs, -one[1].held_bytes, one[0].name))
     entry, first = group[0]
-    if first.code not in _GATHERING:
+    if first.code == "LT003":
         return first
     storages = {number: n for other, _ in group for number, n in other.storages.items()}
     names = list(dict.fromkeys(other.name for other, _ in group))
     shown = names if len(names) <= MOST_NAMES else names[:1]
+    is_of_variables = entry.is_carried or first.code == "LT014"
+    n_more = f"{len(group) - 1} more"
+    others = " and ".join(f"'{name}'" for name in shown[1:]) or n_more
     return replace(
         first,
-        holder=f"{first.holder} and {len(group) - 1} more of each entry",
+        holder=f"{first.holder} and {others if is_of_variables else f'{n_more} of each entry'}",
         held_bytes=max(first.held_bytes, sum(storages.values())),
         since_step=min(finding.since_step for _, finding in group),
-        fix=first.fix.replace(f"`{entry.name}`", ", ".join(f"`{name}`" for name in shown)),
+        fix=re.sub(
+            f"`(self\\.)?{re.escape(entry.name)}`", lambda at: ", ".join(f"`{at[1] or ''}{n}`" for n in shown), first.fix
+        ),
     )
 
 

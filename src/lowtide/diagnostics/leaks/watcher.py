@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lowtide._torch.backward import in_backward
 from lowtide._torch.compiled_code import is_compiling_here
 from lowtide._torch.nodes import next_sequence_number, sequence_number
+from lowtide._torch.tensors import storage_id
 from lowtide.diagnostics.leaks.call_log import (
     Backward,
     Call,
@@ -253,12 +254,16 @@ class Watch(Displayed):
         self._has_failed = False
         # a reentrant checkpoint's forward is no evaluation
         self._inspector.call_begins(site.key, module, is_evaluation=not self._checkpoints.is_recording)
-        self._call = self._calls.begin(site, module, self._steps.now)
+        self._call = call = self._calls.begin(site, module, self._steps.now)
+        if call.stats.n_calls <= _MEASURED_CALLS:
+            call.stats.takes_containers |= self._events.takes_containers()
+        if call.stats.takes_containers:
+            call.given = frozenset(map(storage_id, self._events.arguments()))
         if torch.is_grad_enabled() and self._call.stats.n_measured < _MEASURED_CALLS:
             self._dropped.model_begins(module)
 
     def _end_call(self, call: Call, module: nn.Module, output: Any) -> None:
-        nodes = self._calls.end(call, output)
+        nodes = self._calls.end(call, output, self._events.arguments() if call.given is not None else ())
         self._dropped.model_ends(self._steps.now, self._inspector.least_bytes)
         stats = call.stats
         if not nodes or stats.n_measured >= _MEASURED_CALLS:

@@ -160,7 +160,7 @@ class GrowingList(Rule):
         if item.has_graph or item.is_within_data or not grows(history.held_bytes):
             return False
         if item.subject == "carried":
-            return _is_added_to(item, history)
+            return _is_added_to(item, history) or (grows(history.entries, JOINS) and not history.has_stopped)
         if item.subject == "gradients":
             return True
         return (grows(history.entries) and not history.has_stopped) or _is_added_to(item, history)
@@ -241,6 +241,12 @@ class GatheredOutputs(Rule):
     """Rule for a holder whose memory grows over several inspections during an evaluation."""
 
     subjects = ("evaluation",)
+    fix_of_keys_and_values = "call the model with `use_cache=False`, because nothing reads the keys and values; and "
+
+    def fix_for(self, item: RetainedObject, history: History) -> str:
+        """Return the advice; the outputs of a language model hold its cache of keys and values."""
+        has_cache = item.holder is not None and "past_key_values" in item.holder.text
+        return self.fix_of_keys_and_values * has_cache + super().fix_for(item, history)
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         is_large = history.held_bytes[-1] >= max(LEAST_GATHERED_BYTES, history.largest_graph_bytes // 4)
