@@ -25,10 +25,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from uncopied import uncopied
 
 from lowtide import absent_processes, estimate, measure
 from lowtide._torch.tensors import parts_of, storage_id
+from processes.uncopied import uncopied
 
 N, RANKS, ROUNDS = 4, (0, 3), 4
 WIDTH, INNER, TOKENS = 64, 256, 203
