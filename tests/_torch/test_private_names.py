@@ -1126,3 +1126,21 @@ def test_a_module_that_is_imported_meanwhile_gets_the_functions_of_checkpointing
         imported.CheckpointFunction = checkpoint.CheckpointFunction
     assert imported._checkpoint_without_reentrant_generator is checkpoint._checkpoint_without_reentrant_generator
     assert imported.CheckpointFunction is checkpoint.CheckpointFunction
+
+
+def test_reads_of_attributes_are_told_from_calls_and_from_other_classes() -> None:
+    class Kind(torch.Tensor):
+        pass
+
+    class Seeing(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(tensors.reads_attribute(func, types))
+            return func(*args, **(kwargs or {}))
+
+    seen: list[bool] = []
+    plain, kind = torch.ones(2), torch.ones(2).as_subclass(Kind)
+    with Seeing():
+        for read in (plain.grad, nn.Parameter(plain).requires_grad, plain.numel(), kind.layout):
+            assert read is not plain
+        plain.grad = None
+    assert seen == [True, True, False, False, False]

@@ -27,13 +27,22 @@ def is_plain(tensor: torch.Tensor) -> bool:
     return type(tensor) in _PLAIN and tensor.layout is torch.strided
 
 
+def reads_attribute(function: Any, types: Any) -> bool:
+    """Return True if a function that a mode sees reads an attribute of a tensor of `types`, a plain one. Torch 2.13."""
+    return type(function) is _READER and function.__name__ == "__get__" and len(types) == 1 and types[0] in _PLAIN
+
+
+_READER: Any = type(vars(torch._C.TensorBase)["grad"].__get__)
+
+
 def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the tensors that own the memory: those inside a sparse, nested or other wrapper, else `tensor` itself."""
-    if tensor.layout is torch.sparse_coo:
+    layout = tensor.layout
+    if layout is torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())
-    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+    elif layout in (torch.sparse_csr, torch.sparse_bsr):
         yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+    elif layout in (torch.sparse_csc, torch.sparse_bsc):
         yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
     elif hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:

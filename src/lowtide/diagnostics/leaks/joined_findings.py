@@ -60,7 +60,9 @@ def _join(group: list[tuple[Entry, Finding]]) -> Finding:
         held_bytes=max(first.held_bytes, sum(storages.values())),
         since_step=min(finding.since_step for _, finding in group),
         fix=re.sub(
-            f"`(self\\.)?{re.escape(entry.name)}`", lambda at: ", ".join(f"`{at[1] or ''}{n}`" for n in shown), first.fix
+            f"`(self\\.)?{re.escape(entry.name)}`",
+            lambda at: ", ".join(f"`{at[1] or ''}{n}`" for n in shown),
+            first.fix,
         ),
     )
 

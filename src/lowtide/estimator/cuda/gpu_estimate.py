@@ -14,7 +14,7 @@ from lowtide.estimator.cuda.ops.op_registry import ScratchBlock
 from lowtide.estimator.memory_estimate import MemoryEstimate
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.allocator.segment_addresses import OTHERS, DriverAddresses, Order
-from lowtide.memory.allocator.simulation import Reserved, simulate
+from lowtide.memory.allocator.simulation import Requests, Reserved, simulate
 from lowtide.memory.events import Allocate, Event, EventStream, Mark
 from lowtide.memory.gpu_specs import GPUS, GpuSpec, context_bytes
 from lowtide.memory.memory_timeline import Timeline
@@ -222,6 +222,8 @@ class Outcome:
         self._endless: dict[tuple[int, int], Reserved] = {}
         """Peaks with unlimited memory, by the stream's id and the number of the address order."""
         self._by_workspace: dict[tuple[str, int], EventStream] = {}
+        self._requests: dict[int, Requests] = {}
+        """Requests of each stream, by the stream's id."""
         self._sure: dict[GpuSpec, bool] = {}
         """Results of `_surely_fits`."""
         self._verdicts: dict[GpuSpec, Verdict] = {}
@@ -280,14 +282,21 @@ class Outcome:
             # no allocation fails if the run with unlimited memory needs no more; simulated only where that is likely
             if endless.peak_reserved_bytes <= capacity >= self._without_end(stream, order).peak_reserved_bytes:
                 return True
-        return simulate(stream, self._config, capacity, total=gpu.total_bytes, addresses=self._orders[order]()).fits
+        addresses = self._orders[order]()
+        return simulate(self._of(stream), self._config, capacity, total=gpu.total_bytes, addresses=addresses).fits
 
     def _without_end(self, stream: EventStream, order: int) -> Reserved:
         """Return the peaks of one of the streams on a GPU of unlimited memory."""
         key = id(stream), order
         if key not in self._endless:
-            self._endless[key] = simulate(stream, self._config, addresses=self._orders[order]())
+            self._endless[key] = simulate(self._of(stream), self._config, addresses=self._orders[order]())
         return self._endless[key]
+
+    def _of(self, stream: EventStream) -> Requests:
+        """Return the requests of one of the streams."""
+        if id(stream) not in self._requests:
+            self._requests[id(stream)] = Requests(stream)
+        return self._requests[id(stream)]
 
     def _on_gpu(self, name: str, workspace: int) -> EventStream:
         """Return a stream with the cuBLAS workspaces of a GPU."""

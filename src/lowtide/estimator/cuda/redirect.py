@@ -16,9 +16,15 @@ from unittest.mock import patch
 import torch
 from torch.overrides import TorchFunctionMode
 
-from lowtide._torch.fake_modes import default_device, fake_devices_shown, is_fake, on_default_device
+from lowtide._torch.fake_modes import (
+    default_device,
+    fake_devices_shown,
+    is_fake,
+    on_default_device,
+    without_function_modes,
+)
 from lowtide._torch.pytree import tree_map
-from lowtide._torch.tensors import IS_CUDA, PARSE_TO, SET_REQUIRES_GRAD
+from lowtide._torch.tensors import IS_CUDA, PARSE_TO, SET_REQUIRES_GRAD, reads_attribute
 from lowtide.estimator.cuda import tensor_types
 from lowtide.estimator.cuda import torch_cuda_api as about
 from lowtide.estimator.cuda import unsupported_api as refused
@@ -49,6 +55,9 @@ class CudaRedirect(TorchFunctionMode):
         self._device = torch.device(device, 0) if device == NAME else torch.device(device)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self._tracker is not None and reads_attribute(func, types) and func not in _IS_CUDA:
+            with without_function_modes():  # half of all calls, and the other modes have no answer of their own
+                return func(*args)
         func, args, kwargs = as_move(func, args, kwargs or {})
         if func in _IS_CUDA:
             return self.has(args[0])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from lowtide.memory.allocator.caching import Addresses, OutOfMemory
@@ -47,8 +47,36 @@ class Reserved:
         return self.failure is None
 
 
+class Requests:
+    """The requests of a stream to the allocator, which are worth keeping where a stream is simulated repeatedly."""
+
+    __slots__ = ("at_entry", "rows")
+
+    def __init__(self, stream: EventStream) -> None:
+        self.at_entry = [(freed.block, freed.bytes) for freed in freed_from_entry(stream) if freed.bytes]
+        """Number and bytes of each block from entry that the stream frees."""
+        self.rows = [*_rows(stream)]
+        """Index of the event, number, bytes and CUDA stream of each block; frees have negative bytes, and requests to
+        empty the cache none.
+        """
+
+
+def _rows(stream: EventStream) -> Iterator[tuple[int, int, int, int]]:
+    """Yield the rows of `Requests`; torch allocates nothing for 0 bytes."""
+    streams = stream.streams
+    for index, event in enumerate(stream.events):
+        if type(event) is Allocate:
+            if event.bytes:
+                yield index, event.block, event.bytes, streams.get(event.block, 0)
+        elif type(event) is Free:
+            if event.bytes:
+                yield index, event.block, -event.bytes, 0
+        elif type(event) is Mark and (event.label, event.data) == (ALLOCATOR, EMPTY_CACHE):
+            yield index, 0, 0, 0
+
+
 def simulate(
-    stream: EventStream,
+    stream: EventStream | Requests,
     config: AllocatorConfig | None = None,
     capacity: int | None = None,
     *,
@@ -62,24 +90,24 @@ def simulate(
     applies. `at_entry` are the sizes of the blocks that exist when the stream begins and stay; blocks from entry that
     the stream frees are added to them, with their sizes from the stream. `addresses` are those of new segments.
     """
+    requests = Requests(stream) if isinstance(stream, EventStream) else stream
     allocator = allocator_for(config, capacity, total=total, addresses=addresses)
+    malloc, free = allocator.malloc, allocator.free
     alive = {}
     index = -1
     failure = None
     try:
         for n_bytes in at_entry:
-            if n_bytes:  # torch allocates nothing for 0 bytes
-                allocator.malloc(n_bytes)
-        for freed in freed_from_entry(stream):
-            if freed.bytes:
-                alive[freed.block] = allocator.malloc(freed.bytes)
-        for index, event in enumerate(stream.events):  # noqa: B007  for the failure
-            if type(event) is Allocate:
-                if event.bytes:
-                    alive[event.block] = allocator.malloc(event.bytes, stream.streams.get(event.block, 0))
-            elif type(event) is Free and event.bytes:
-                allocator.free(alive.pop(event.block))
-            elif type(event) is Mark and (event.label, event.data) == (ALLOCATOR, EMPTY_CACHE):
+            if n_bytes:
+                malloc(n_bytes)
+        for block, n_bytes in requests.at_entry:
+            alive[block] = malloc(n_bytes)
+        for index, block, n_bytes, number in requests.rows:  # noqa: B007  for the failure
+            if n_bytes > 0:
+                alive[block] = malloc(n_bytes, number)
+            elif n_bytes:
+                free(alive.pop(block))
+            else:
                 allocator.empty_cache()
     except OutOfMemory as refusal:
         failure = Failure(
