@@ -94,6 +94,17 @@ def test_a_failing_piece_leaves_the_gradients_alone() -> None:
     assert all(p.grad is known[name] for name, p in model.named_parameters())
 
 
+def test_rows_of_a_model_are_compared_once_and_without_a_graph() -> None:
+    """Otherwise the first run of a rehearsal would do work that the next one does not."""
+    model, batch = model_of("gpt2"), batch_of(4)
+    has_graph = []
+    model.register_forward_pre_hook(lambda *_: has_graph.append(torch.is_grad_enabled()))
+    for n in (2, 4):
+        with pulled(model, "micro-batches", n=n):
+            model(**batch).loss.backward()
+    assert has_graph == [False] * 3 + [True] * 6
+
+
 def test_batch_norm_is_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     with pytest.raises(LeverNotApplicable, match="1 normalizes over the batch"), pulled(model, "micro-batches", n=2):

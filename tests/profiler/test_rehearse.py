@@ -1,6 +1,7 @@
 """A rehearsal finds what is saved, predicts the peak of the plain step, and leaves nothing behind."""
 
 import copy
+import functools
 import itertools
 import random
 import sys
@@ -608,6 +609,22 @@ def test_a_step_that_differs_each_time_is_refused():
             model(batch).sum().backward()
 
     assert "the same work each time" in _refused(model, step, batch)
+
+
+def test_a_step_whose_first_run_fills_a_cache_is_rehearsed():
+    """The cache is the program's own, out of reach of what a rehearsal restores."""
+    model, batch = nn.Sequential(nn.Linear(64, 64), nn.Tanh()), torch.randn(32, 64)
+
+    @functools.cache
+    def scale(rows):
+        return float(model(torch.ones(rows, 64)).detach().abs().mean())
+
+    def step(batch):
+        model(batch * scale(len(batch))).sum().backward()
+
+    profile = lowtide.rehearse(model, step, batch)
+    assert scale.cache_info().misses == 1
+    assert [slot.address for slot in profile.slots] == ["0#0:0", "1#0:0"]
 
 
 def test_a_step_that_draws_its_own_batch_is_refused():

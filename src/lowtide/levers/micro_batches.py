@@ -124,7 +124,7 @@ class _Active:
             n_items = kwargs.get("num_items_in_batch")
             weight = None if n_items is None else SumOver(float(n_items))
             with gathering(trained):
-                total = accumulate_weighted(loss_of, (args, kwargs), self._n, weight)
+                total = accumulate_weighted(loss_of, (args, kwargs), self._n, weight, compared_as=self._model)
             gathered = [(p, p.grad) for p in trained if p.grad is not None]
         finally:
             for parameter, gradient in before:

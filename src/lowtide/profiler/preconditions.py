@@ -236,11 +236,16 @@ def check_same_work(model: torch.nn.Module, audit: Audit, trace: Trace) -> None:
                 "in the next. It must do the same work each time that it is given the same batch: draw the batch "
                 "outside the step, and pass it in."
             )
-    if trace.packs != len(audit.slots):
+    if not did_same_work(audit, trace):
         raise RehearsalError(
             f"the step saved {len(audit.slots)} tensors in one run and {trace.packs} in the next. It must do the same "
             "work each time that it is given the same batch and random numbers, also after an update of its parameters."
         )
+
+
+def did_same_work(audit: Audit, trace: Trace) -> bool:
+    """Return True if both runs of a step saved the same number of tensors."""
+    return trace.packs == len(audit.slots)
 
 
 def is_specialised(model: torch.nn.Module) -> bool:

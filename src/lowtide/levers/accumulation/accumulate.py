@@ -23,7 +23,7 @@ Debts: batch statistics inside reentrant checkpoints and compiled models are not
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -34,7 +34,11 @@ from lowtide._torch.nodes import SAVED
 from lowtide.errors import LowtideError
 from lowtide.levers.accumulation.cached_representations import accumulated_by_representations
 from lowtide.levers.accumulation.loss_reduction import Shares, SumOver, Weight, average_of, shares_for
-from lowtide.levers.accumulation.row_independence import check_no_product_of_rows, check_rows_are_independent
+from lowtide.levers.accumulation.row_independence import (
+    batch_norm_refusal,
+    check_no_product_of_rows,
+    compute_losses_to_compare,
+)
 from lowtide.levers.accumulation.split_batch import micro_batches, rows_of
 
 Batch = TypeVar("Batch")
@@ -129,13 +133,15 @@ def accumulate_weighted(
     shared: Collection[str] = (),
     batch_norm: bool = False,
     backward: Callable[[Tensor], object] = torch.Tensor.backward,
+    compared_as: Hashable = None,
 ) -> Tensor:
-    """Run `accumulate`, also accepting a SumOver as `weight`."""
+    """Run `accumulate`, also accepting a SumOver as `weight`, and a key by which the loss is known again."""
     parts = micro_batches(batch, n, shared=shared)
     rows = [rows_of(part, shared) for part in parts]
     is_checked = len(parts) > 1 and not (isinstance(weight, SumOver) or batch_norm)
+    comparison = None
     if is_checked:
-        check_rows_are_independent(loss_of, batch, parts, rows, weight, shared, _refuse_batch_norm)
+        comparison = compute_losses_to_compare(loss_of, batch, parts[:2], rows[:2], weight, shared, compared_as)
     shares: Shares | None = None
     total: Tensor | None = None
     for number, part in enumerate(parts):
@@ -144,6 +150,8 @@ def accumulate_weighted(
         if shares is None:
             if not batch_norm:
                 _refuse_batch_norm([loss])
+            if comparison is not None:
+                comparison.check(loss, parts[:2], rows[:2], weight)
             if is_checked:
                 check_no_product_of_rows(loss, rows[0])
             try:
@@ -195,8 +203,4 @@ def _check(loss: Any) -> None:
 def _refuse_batch_norm(results: Sequence[Tensor]) -> None:
     for node in nodes_behind(results):
         if "BatchNorm" in node.name() and getattr(node, SAVED + "training", True):
-            raise LowtideError(
-                f"the model normalizes over the batch ({node.name()} in training mode): in micro-batches its "
-                "statistics, and with them the gradients, differ from those of the whole batch. Use layer or group "
-                "norm, put the batch norm in eval mode, or accept it with batch_norm=True."
-            )
+            raise batch_norm_refusal(node.name())

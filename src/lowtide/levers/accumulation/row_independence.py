@@ -15,6 +15,7 @@ import functools
 import weakref
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -38,47 +39,66 @@ _compared: set[Hashable] = set()
 """Loss functions that were compared and accepted, by their code, what they use, and the weight of their average."""
 
 
-def check_rows_are_independent(
+@dataclass(frozen=True)
+class RowComparison:
+    """The losses of a batch's first two pieces: of each alone, and of both together."""
+
+    identity: Hashable
+    alone: tuple[Tensor, Tensor]
+    together: Tensor
+    is_random: bool
+    """True if random numbers were drawn, other than for dropout, so that the losses can't be compared."""
+
+    def check(self, first: Tensor, pair: Sequence[Any], rows: Sequence[int], weight: Weight) -> None:
+        """Compare the losses. Raises LowtideError if those alone do not add up to that of both.
+
+        Args:
+            first: The loss of the first piece, with its graph, which tells how the loss averages.
+            pair: The two pieces.
+            rows: Numbers of rows of the two pieces.
+            weight: How the loss averages, as `accumulate` takes it.
+        """
+        try:
+            shares = shares_for(first, pair, rows, weight)
+        except LowtideError:  # the caller raises it for the whole batch
+            return
+        expected = sum(shares.of(n) * float(loss) for n, loss in enumerate(self.alone) if shares.of(n))
+        whole = float(self.together)
+        is_other = abs(whole - expected) > _tolerance(self.together) * max(abs(whole), abs(expected), 1e-6)
+        if is_other and not self.is_random:
+            raise _refusal(f"{sum(rows)} rows have loss {whole:.4g}, their halves {expected:.4g} together")
+        if len(_compared) < _MOST_COMPARED:
+            _compared.add(self.identity)
+
+
+def compute_losses_to_compare(
     loss_of: Callable[[Any], Tensor],
     batch: Any,
-    parts: Sequence[Any],
+    pair: Sequence[Any],
     rows: Sequence[int],
     weight: Weight,
     shared: Collection[str],
-    check_graph: Callable[[Sequence[Tensor]], None],
-) -> None:
-    """Compare the loss of the first two `parts` together with the sum of their separate losses; done once per function.
+    compared_as: Hashable = None,
+) -> RowComparison | None:
+    """Compute the losses of the first two pieces of `batch`, alone and together; None once that was done for `loss_of`.
 
-    Raises LowtideError if they differ, and whatever `check_graph` raises for the loss of the first piece. The state of
-    the random number generators is restored.
+    The same code with the same functions, modules and objects is the same loss, unless `compared_as` is its key.
+
+    Also None if they can't be computed. The random number generators are restored. No graph is made, so neither a
+    plan nor a rehearsal of the step in which this happens sees work that later steps don't repeat.
+
+    Raises LowtideError for a model that normalizes over the batch.
     """
-    identity = _identity(loss_of), _identity(weight) if callable(weight) else weight
+    identity = compared_as or _identity(loss_of), _identity(weight) if callable(weight) else weight
     if identity in _compared:
-        return
-    pair = parts[:2]
-    together = first_rows(batch, sum(rows[:2]), shared)
-    with _preserve_random_state() as has_drawn, _WithoutDropout():  # type: ignore[no-untyped-call]
-        first: Any = loss_of(pair[0])
-        if not isinstance(first, Tensor) or first.numel() != 1 or first.grad_fn is None:
-            return  # the caller raises the error for it
-        check_graph([first])
+        return None
+    both = first_rows(batch, sum(rows), shared)
+    with _preserve_random_state() as has_drawn, _WithoutDropout(), torch.no_grad():  # type: ignore[no-untyped-call]
         try:
-            shares = shares_for(first, pair, rows[:2], weight)
-        except LowtideError:
-            return
-        first = first.detach()
-        try:
-            with torch.no_grad():
-                whole, second = loss_of(together), loss_of(pair[1])
-        except RuntimeError:  # a loss that computes gradients itself
-            return
-        is_random = has_drawn()
-    expected = sum(shares.of(n) * float(loss) for n, loss in enumerate((first, second)) if shares.of(n))
-    is_other = abs(float(whole) - expected) > _tolerance(whole) * max(abs(float(whole)), abs(expected), 1e-6)
-    if is_other and not is_random:
-        raise _refusal(f"{sum(rows[:2])} rows have loss {float(whole):.4g}, their halves {expected:.4g} together")
-    if len(_compared) < _MOST_COMPARED:
-        _compared.add(identity)
+            first, together, second = (loss_of(piece) for piece in (pair[0], both, pair[1]))
+        except RuntimeError:  # a loss that computes gradients itself; the caller meets any other error again
+            return None
+        return RowComparison(identity, (first, second), together, is_random=has_drawn())
 
 
 def _tolerance(loss: Tensor) -> float:
@@ -136,6 +156,15 @@ def _is_of_parameter(node: Any) -> bool:
     return is_leaf(node) or (len(inputs) == 1 and is_leaf(inputs[0]))
 
 
+def batch_norm_refusal(name: str) -> LowtideError:
+    """Return the error for a model with the batch normalization `name` in training mode."""
+    return LowtideError(
+        f"the model normalizes over the batch ({name} in training mode): in micro-batches its statistics, and with "
+        "them the gradients, differ from those of the whole batch. Use layer or group norm, put the batch norm in "
+        "eval mode, or accept it with batch_norm=True."
+    )
+
+
 def _refusal(reason: str) -> LowtideError:
     return LowtideError(
         f"the loss is not a sum over rows: {reason}. Rows that depend on each other, such as in-batch negatives, "
@@ -161,7 +190,10 @@ def _preserve_random_state() -> Iterator[Callable[[], bool]]:
 
 
 class _WithoutDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replaces dropout's masks by ones, so that losses of different pieces can be compared."""
+    """Replaces dropout's masks by ones, so that losses of different pieces can be compared.
+
+    Raises LowtideError before a batch normalization in training mode.
+    """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -171,6 +203,8 @@ class _WithoutDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten.native_dropout.default:
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         names = [argument.name for argument in func._schema.arguments]
+        if "batch_norm" in func.__name__ and _is_in_training(names, args, kwargs):
+            raise batch_norm_refusal(str(func.overloadpacket))
         if "dropout_p" in names:
             position = names.index("dropout_p")
             if position < len(args):
@@ -178,3 +212,9 @@ class _WithoutDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
             elif "dropout_p" in kwargs:
                 kwargs = {**kwargs, "dropout_p": 0.0}
         return func(*args, **kwargs)
+
+
+def _is_in_training(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Return True for arguments of a batch normalization that updates its statistics."""
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return bool(given.get("training", given.get("train", True)))
