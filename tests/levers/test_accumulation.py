@@ -406,6 +406,27 @@ def test_a_step_that_accumulates_is_fitted_though_its_rows_are_compared_in_the_f
         assert fitted.verdict.identical
 
 
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("device", [None, "T4"])
+def test_a_step_that_accumulates_is_estimated(device: str | None, smoothing: float) -> None:
+    model, labels = nn.Linear(8, 5), torch.randint(5, (32,))
+    labels[:3] = -100
+
+    def loss_of(part: tuple[Tensor, Tensor]) -> Tensor:
+        return F.cross_entropy(model(part[0]), part[1], label_smoothing=smoothing)
+
+    def step(batch: tuple[Tensor, Tensor]) -> None:
+        lowtide.accumulate(loss_of, batch, 4)
+
+    batch = torch.randn(32, 8), labels
+    whole = lowtide.estimate(model, lambda batch: loss_of(batch).backward(), batch, device=device).peak_bytes
+    assert 0 < lowtide.estimate(model, step, batch, device=device).peak_bytes <= whole
+    has_graph: list[bool] = []
+    model.register_forward_pre_hook(lambda *_: has_graph.append(torch.is_grad_enabled()))
+    step(batch)
+    assert has_graph == [False] * 3 + [True] * 4  # rows can only be compared in a real step
+
+
 def test_a_piece_that_averages_in_another_way_is_noticed_before_its_backward() -> None:
     model, batch = Net(), tokens(4)
 

@@ -76,6 +76,15 @@ def test_a_timeline_reads_like_a_table() -> None:
     assert str(Timeline(EventStream(()))) == "peak 0 B over entry"
 
 
+def test_phases_of_micro_batches_share_a_row() -> None:
+    phases = [Mark(PHASE, "forward"), Mark(PHASE, "backward")] * 3
+    blocks = [Allocate(n, 100 + n, 512 * n, "op") for n in range(6)]
+    events = [event for n, phase in enumerate(phases) for event in (phase, blocks[n], Free(n, blocks[n].bytes))]
+    lines = str(Timeline(EventStream(tuple(events)))).splitlines()
+    at = lines.index("most in each phase:")
+    assert lines[at + 1 : at + 3] == ["  forward   104 B  most of 3", "  backward  105 B  most of 3"]
+
+
 def test_a_part_of_a_stream_has_its_own_entry() -> None:
     part = Timeline(STREAM.between(7, 10))
     assert part.curve == (-100, -40, -90)  # blocks 0 and 1 are from before

@@ -36,7 +36,10 @@ def table(
         alive.append((category, sum(block.bytes for block in blocks), f"{len(blocks)} block{'s' * (len(blocks) > 1)}"))
     alive.append(("freed since entry", -timeline.freed_from_entry(timeline.peak_index), ""))
     yield from columns("alive at the peak", alive)
-    peaks = [(phase.name, sum(before.values()) + phase.peak_bytes, "") for phase in timeline.phases]
+    spans: dict[str, list[int]] = {}
+    for span in timeline.phases:  # with micro-batches, several of one phase
+        spans.setdefault(span.name, []).append(sum(before.values()) + span.peak_bytes)
+    peaks = [(name, max(each), f"most of {len(each)}" if len(each) > 1 else "") for name, each in spans.items()]
     yield from columns("most in each phase", peaks)
     large = [block for blocks in groups.values() for block in blocks if block.bytes * 100 >= peak]
     largest = sorted(large, key=lambda block: -block.bytes)[:TOP_BLOCKS]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from lowtide._torch.autograd_graph import is_leaf, variable_of
+from lowtide._torch.fake_modes import is_fake
 from lowtide._torch.nodes import SAVED, node_metadata, output_metadata
 from lowtide.errors import LowtideError
 from lowtide.levers.accumulation.split_batch import tensors_by_name
@@ -138,8 +139,10 @@ def _read_likelihood(node: Node) -> Average | None:
     ignored = int(getattr(node, SAVED + "ignore_index", -100))
     ignored = ignored - (1 << 64) if ignored >= 1 << 63 else ignored  # torch returns it as unsigned
     kind: Literal["mean", "sum"] = "mean" if reduction == _MEAN else "sum"
-    terms = float(total) if kind == "mean" else float(target.numel())
-    return Average(kind, terms, target, ignored, weight)
+    average = Average(kind, float(target.numel()), target, ignored, weight)
+    if kind == "sum":
+        return average
+    return replace(average, terms=_count(average, target) if is_fake(total) else float(total))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +162,9 @@ class _Smoothed:
         average = _read_likelihood(self.likelihood)
         if average is None or (average.kind == "mean") != (self.divisor is not None):
             return None
-        if self.divisor is not None and abs(float(self.divisor) - average.terms) > 1e-6 * average.terms:
+        if self.divisor is None or is_fake(self.divisor):
+            return replace(average, smoothing=self.smoothing)
+        if abs(float(self.divisor) - average.terms) > 1e-6 * average.terms:
             return None
         return replace(average, smoothing=self.smoothing)
 

@@ -23,8 +23,10 @@ import torch
 from torch import Tensor
 
 from lowtide._torch.autograd_graph import is_leaf, nodes_behind
+from lowtide._torch.fake_modes import is_fake
 from lowtide._torch.modes import TorchDispatchMode
 from lowtide._torch.nodes import output_metadata
+from lowtide._torch.pytree import tree_leaves
 from lowtide.errors import LowtideError
 from lowtide.levers.accumulation.loss_reduction import Weight, shares_for
 from lowtide.levers.accumulation.split_batch import first_rows
@@ -84,13 +86,13 @@ def compute_losses_to_compare(
 
     The same code with the same functions, modules and objects is the same loss, unless `compared_as` is its key.
 
-    Also None if they can't be computed. The random number generators are restored. No graph is made, so neither a
+    Also None if they can't be computed, as on fake tensors. The random number generators are restored. No graph is made, so neither a
     plan nor a rehearsal of the step in which this happens sees work that later steps don't repeat.
 
     Raises LowtideError for a model that normalizes over the batch.
     """
     identity = compared_as or _identity(loss_of), _identity(weight) if callable(weight) else weight
-    if identity in _compared:
+    if identity in _compared or any(map(is_fake, tree_leaves(pair))):
         return None
     both = first_rows(batch, sum(rows), shared)
     with _preserve_random_state() as has_drawn, _WithoutDropout(), torch.no_grad():  # type: ignore[no-untyped-call]
