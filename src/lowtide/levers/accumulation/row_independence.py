@@ -86,8 +86,8 @@ def compute_losses_to_compare(
 
     The same code with the same functions, modules and objects is the same loss, unless `compared_as` is its key.
 
-    Also None if they can't be computed, as on fake tensors. The random number generators are restored. No graph is made, so neither a
-    plan nor a rehearsal of the step in which this happens sees work that later steps don't repeat.
+    Also None if they can't be computed, as on fake tensors. The random number generators are restored. No graph is
+    made, so neither a plan nor a rehearsal of the step in which this happens sees work that later steps don't repeat.
 
     Raises LowtideError for a model that normalizes over the batch.
     """
