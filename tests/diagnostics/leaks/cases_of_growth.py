@@ -216,6 +216,29 @@ for _ in range(10):
         fix="do not assign `self.k`, `self.v`",
     ),
     Case(
+        name="generators_that_wait",
+        script="""
+model, kept = mlp(2), []
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+def stages(x):
+    yield model(x).mean()
+    yield x.mean()
+for _ in range(16):
+    generator = stages(torch.randn(64, 256))
+    next(generator).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    kept.append(generator)
+    {}
+""",
+        broken=("pass",),
+        mended=("generator.close()",),
+        code="LT021",
+        holder="generator 'stages', its variable 'x'",
+        held_bytes=15 * 64 * 256 * FLOAT,
+        fix="end the generators that hold `x`",
+    ),
+    Case(
         name="keys_and_values_in_outputs_of_an_evaluation",
         script="""
 class Net(nn.Module):

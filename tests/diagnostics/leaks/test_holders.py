@@ -248,3 +248,20 @@ def test_what_a_loop_reads_before_it_assigns_it_is_its_state(line: str, is_state
     names: dict[str, Any] = {}
     exec(f"def run(step, out, h, total):\n    for _ in range(3):\n        {line}\n    return {name}\n", names)
     assert is_carried_variable(names["run"].__code__, name) is is_state
+
+
+CELLS = (
+    "loss = model(torch.ones(64, 64)).square().mean()",
+    "watched = lowtide.watch(model)\nwatched.__enter__()",
+    "for _ in range(4):\n    new = model(torch.ones(64, 64)).square().mean()\n    new.backward()\n    optimizer.step()",
+    "watched.__exit__(None, None, None)",
+)
+
+
+def test_a_variable_of_an_earlier_cell_is_one_holder_whichever_cell_runs() -> None:
+    model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    namespace = {"__name__": "cells", "torch": torch, "lowtide": lowtide, "model": model, "optimizer": optimizer}
+    for number, cell in enumerate(CELLS):
+        exec(compile(cell, f"<cell {number}>", "exec"), namespace)
+    assert [finding.holder for finding in namespace["watched"].findings] == ["cells global variable 'loss'"]

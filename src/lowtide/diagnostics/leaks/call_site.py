@@ -83,6 +83,11 @@ def line_of_store(code: CodeType, name: str, now: int) -> int:
     return max(above or lines, default=now)
 
 
+def stores(code: CodeType, name: str) -> bool:
+    """Return True if `code` assigns variable `name`."""
+    return name in _stores(code)
+
+
 def is_carried(cls: type, attribute: str) -> bool:
     """Return True if a method of `cls` reads the attribute, and assigns it afterwards or reads its entries: a state."""
     functions = (f for base in cls.__mro__ for name, f in vars(base).items() if name != "__init__")

@@ -182,10 +182,10 @@ class HolderSearch:
         return Holder(
             kind="variable",
             text=f"{where} {shown}",
-            key=f"{place.file} {grouped}",
+            key=f"{variable.home} {grouped}",
             name=full_name,
             owner=way.owner(name) or full_name,
-            container=way.outermost_container(f"{place.file} {name}"),
+            container=way.outermost_container(f"{variable.home} {name}"),
             containers=way.containers,
             is_keyed=way.is_keyed,
             gathers=way.gathers,

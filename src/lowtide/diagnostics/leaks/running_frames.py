@@ -11,7 +11,7 @@ import threading
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from lowtide.diagnostics.leaks.call_site import Place, is_carried_variable, line_of_store
+from lowtide.diagnostics.leaks.call_site import Place, is_carried_variable, line_of_store, stores
 from lowtide.memory.frame_locals import local_variables
 from lowtide.state.introspection import origin
 from lowtide.utils.frames import frames_from
@@ -26,6 +26,13 @@ class Variable(NamedTuple):
     place: Place
     code: CodeType | None = None
     """Code of the function or module, while it runs."""
+    module: str = ""
+    """File or name of the module, for a variable of one: the cells of a notebook are files of their own."""
+
+    @property
+    def home(self) -> str:
+        """File or module that the variable belongs to."""
+        return self.module or self.place.file
 
     @property
     def is_carried(self) -> bool:
@@ -67,12 +74,13 @@ class RunningFrames:
         """Return the variable `name` of the module with this namespace."""
         frame = self._module_lines.get(id(namespace))
         file = namespace.get("__file__") or namespace.get("__name__") or "<unknown>"
-        if frame is None:
-            return Variable(name, _module_variables.get((str(file), name), Place(str(file), 0)))
+        is_of_other_cell = frame is not None and frame.f_code.co_filename != file and not stores(frame.f_code, name)
+        if frame is None or is_of_other_cell:
+            return Variable(name, _module_variables.get((str(file), name), Place(str(file), 0)), module=str(file))
         code = frame.f_code
         place = Place(code.co_filename, line_of_store(code, name, frame.f_lineno))
         _module_variables[str(file), name] = place
-        return Variable(name, place, code)
+        return Variable(name, place, code, str(file))
 
     def _read(self, frame: FrameType) -> None:
         code = frame.f_code

@@ -120,6 +120,10 @@ class GrowingList(Rule):
         "epoch instead (a generator with `while True: yield from loader`)"
     )
 
+    fix_of_generators = (
+        "end the generators that hold `{name}` (`close()`), or do not keep them: one that waits at a `yield` keeps all "
+        "its variables"
+    )
     fix_of_tee = (
         "`itertools.tee` keeps what one of its iterators has returned until the other has, too: advance both, or make "
         "two iterators of the loader"
@@ -143,6 +147,8 @@ class GrowingList(Rule):
             return self.fix_of_cycle
         if item.holder is not None and item.holder.is_tee:
             return self.fix_of_tee
+        if item.is_held_as("generator") and item.holder is not None and not item.holder.containers:
+            return self.fix_of_generators
         if item.subject in _FIX_OF_COPIES:
             return _FIX_OF_COPIES[item.subject]
         if item.subject == "gradients":
