@@ -5,6 +5,21 @@ from diagnostics.oom.reported import Reported  # type: ignore[import-not-found]
 
 REPORTED = [
     Reported(
+        "a NEFF of Neuron",
+        "true-need",
+        "smaller batches",
+        "RuntimeError: Bad StatusOr access: RESOURCE_EXHAUSTED: LoadExecutable: Failed to load NEFF: status=4, msg=Allocation Failure",
+        never="nvidia",
+    ),
+    Reported(
+        "a tensor of Neuron",
+        "true-need",
+        "smaller batches",
+        "[TDRV] Failed to allocate 1073741824 bytes (alignment: 65536) on nd0:nc0, usage: TENSOR",
+        says="1 GiB",
+        never="nvidia",
+    ),
+    Reported(
         "reserved form, in pieces",
         "fragmentation",
         "max_split_size_mb",

@@ -72,8 +72,12 @@ DEVICE_HEADS: tuple[MessageHead, ...] = (
     ),
     head("Failed to alloc", r"Failed to alloc(?:ate)? (?:DEVICE|HOST) memory", "neuron", "Neuron runtime"),
     head(
-        "Allocation Failure|NRT_RESOURCE", r"status(?:=| |: )?4 \(?Allocation Failure|NRT_RESOURCE", "neuron", "Neuron"
+        "Allocation Failure|NRT_RESOURCE",
+        r"status(?:=| |: )?4(?: \(?|, msg=)Allocation Failure|NRT_RESOURCE",
+        "neuron",
+        "Neuron",
     ),
+    head("on nd", r"Failed to allocate \d{1,20} bytes [^\n]{0,60}on nd\d{1,3}:nc\d{1,3}", "neuron", "Neuron runtime"),
     head("runner process has", r"llama runner process has terminated: .{0,80}out of memory", "cuda", "Ollama's runner"),
     head(
         "CL_|clE|MEM_OBJECT",
