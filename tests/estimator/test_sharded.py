@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, distributed, nn
+from torch.distributed._composable.replicate import replicate
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -250,6 +251,13 @@ def test_more_gpus_than_processes_are_refused() -> None:
         lowtide.absent_processes(2),
     ):
         pass
+
+
+def test_a_replicated_module_is_refused() -> None:
+    with lowtide.absent_processes(2):
+        model = replicate(nn.Linear(4, 4))
+        with pytest.raises(lowtide.RehearsalError, match="DistributedDataParallel instead"):
+            lowtide.estimate(model, lambda batch: model(batch).sum().backward(), torch.ones(2, 4))
 
 
 def test_sends_between_two_processes_are_refused() -> None:

@@ -303,6 +303,12 @@ def keeping_own_state() -> tuple[Any, str, Callable[..., None]]:
     return state_dict, "_broadcast_state_dict", kept
 
 
+def is_replicated(module: torch.nn.Module) -> bool:
+    """Return True if `replicate` was called on a module, which makes a DDP wrapper in its first forward. Torch 2.13."""
+    contract = sys.modules.get("torch.distributed._composable.contract")
+    return contract is not None and "replicate" in (contract._get_registry(module) or ())
+
+
 def n_groups() -> int:
     """Return the number of process groups of more than one process. Torch 2.13, since 1.10."""
     return sum(group.size() > 1 for group in torch.distributed.distributed_c10d._world.pg_map)

@@ -14,7 +14,7 @@ from unittest.mock import patch
 
 import torch
 
-from lowtide._torch.distributed import meshes_on, ring_attention, sharding_without_modes
+from lowtide._torch.distributed import is_replicated, meshes_on, ring_attention, sharding_without_modes
 from lowtide._torch.fsdp import (
     ShardGroup,
     devices_of_states,
@@ -39,6 +39,12 @@ if TYPE_CHECKING:
 FSDP1 = (
     "the model is wrapped in FullyShardedDataParallel (FSDP1), which is not estimated.\n  Shard it with "
     "torch.distributed.fsdp.fully_shard (FSDP2)."
+)
+
+
+REPLICATED = (
+    "the model is replicated by torch.distributed._composable.replicate, which is not estimated: it makes its buckets "
+    "in the first forward.\n  Wrap the model in DistributedDataParallel instead."
 )
 
 
@@ -100,10 +106,12 @@ def on_host(modules: Iterable[Any]) -> set[int]:
 
 def check_estimated(modules: Iterable[nn.Module]) -> None:
     """Raise RehearsalError for a model whose sharding can't be estimated."""
+    modules = tuple(modules)
+    if any(map(is_replicated, modules)):
+        raise RehearsalError(REPLICATED)
     fsdp = sys.modules.get("torch.distributed.fsdp")
     if fsdp is None:
         return
-    modules = tuple(modules)
     for module in modules:
         if isinstance(module, fsdp.FullyShardedDataParallel):
             raise RehearsalError(FSDP1)
