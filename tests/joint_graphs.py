@@ -164,3 +164,25 @@ def loss_head() -> JointGraph:
         [6],
         "loss_head",
     )
+
+
+def over_tokens(permute: str) -> JointGraph:
+    """Y = mm(norm(table[ids] + view(mm(ids)))); torch saves embeddings and norm. The view may transpose."""
+    return JointGraph(
+        [
+            node("input", size=FEW, root=0),
+            node("pointwise", (0,), root=1, target="aten.embedding", module="ids"),
+            node("extern", (0,), root=2, target="aten.mm", module="mix"),
+            node("view", (2,), root=2, target=permute),
+            node("pointwise", (1, 3), root=4, target="aten.add", module="sum"),
+            node("reduction", (4,), FEW, root=5, module="norm"),
+            node("pointwise", (4, 5), root=6, module="norm"),
+            node("extern", (6,), root=7, target="aten.mm", module="out"),
+            node("input", root=8, tangent=True),
+            node("extern", (8, 6), root=9, backward=True, target="aten.mm"),
+            node("extern", (9, 1), root=10, backward=True, target="aten.mm"),
+        ],
+        [7],
+        [10],
+        "tokens",
+    )

@@ -15,7 +15,7 @@ from torch._dynamo.utils import counters
 from torch._functorch import config as functorch_config
 from torch._guards import CompileContext, CompileId, compile_context
 from torch._inductor import config as inductor_config
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, Qwen3Config, Qwen3ForCausalLM
 
 import lowtide
 from compiled_by_hand import plan_for
@@ -25,6 +25,7 @@ from lowtide.api.compiled_fit import as_measured
 from lowtide.api.verify import compare_with_plain, scheduled_peak
 from lowtide.planner.planning import plain_peak_bytes, smallest_peak, smallest_plan
 from lowtide.planner.records import Plan
+from lowtide.profiler.compiled_steps import rehearse_compiled
 from lowtide.runtime.joint_slots import JointSlots
 from parts import Convolves
 
@@ -416,3 +417,32 @@ def test_a_model_that_a_compiled_function_calls_is_freed_and_its_plan_goes_with_
     gc.collect()
     assert alive() is None
     assert inductor_config.custom_partitioner_fn is None
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("inductor")
+def test_rotary_embeddings_that_layers_recompute_are_not_computed_in_one_kernel() -> None:
+    """That kernel would hold queries and keys of one layer until those of the other are there."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=512,
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        use_cache=False,
+    )
+    model, ids = Qwen3ForCausalLM(config), torch.randint(0, 512, (8, 128))
+    step = torch.compile(lambda batch: model(input_ids=batch, labels=batch).loss)
+
+    def trains(batch: Tensor) -> None:
+        step(batch).backward()
+
+    with kernels_left_out():
+        profile = rehearse_compiled(model, trains, ids)
+    planned = lowtide.plan(profile, int(0.6 * plain_peak_bytes(profile)))
+    measured = scheduled_peak(model, trains, ids, planned, None)
+    assert measured is not None
+    assert abs(measured / planned.predicted.peak_bytes - 1) < 0.01

@@ -2,7 +2,7 @@
 
 import pytest
 
-from joint_graphs import MANY, block, classified, embedded, loss_head, masked, normalised, residual
+from joint_graphs import MANY, block, classified, embedded, loss_head, masked, normalised, over_tokens, residual
 from lowtide.profiler.joint_memory import backward_half, forward_half
 from lowtide.runtime.joint_slots import JointSlots
 
@@ -51,6 +51,12 @@ def test_what_is_computed_from_an_output_of_convolutions_is_always_saved(target:
     slots = JointSlots(residual(target), frozenset({3}))
     assert [slot.node for slot in slots.slots] == [3]
     assert slots.without({slots.slots[0].address}).given & {3} == given
+
+
+@pytest.mark.parametrize(("view", "addresses"), [("aten.view", {"ids#0:0", "sum#0:0"}), ("aten.permute", {"norm#0:1"})])
+def test_sums_over_transposed_values_read_what_they_read_without_a_plan(view: str, addresses: set[str]) -> None:
+    slots = JointSlots(over_tokens(view), frozenset({1, 5, 6}))
+    assert {slot.address for slot in slots.slots if not slot.is_kept} == addresses
 
 
 def test_a_tensor_that_is_computed_from_a_block_s_input_is_computed_again_from_it() -> None:

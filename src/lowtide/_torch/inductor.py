@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from lowtide._torch.kernel_fusion import respect_marks
 from lowtide._torch.patching import replace_function
 from lowtide.errors import LowtideError, RehearsalError
 
@@ -40,6 +41,7 @@ def partition_by(partitioner: Any, of: object = None, *, reuse: bool = True) -> 
         raise LowtideError(f"{_other(before)}.")
     config.custom_partitioner_fn = partitioner
     config.allow_buffer_reuse = had_reuse and reuse
+    ignore_marks = respect_marks()
     torch._dynamo.reset()
 
     def restore() -> bool:
@@ -47,6 +49,7 @@ def partition_by(partitioner: Any, of: object = None, *, reuse: bool = True) -> 
         if is_mine:
             config.custom_partitioner_fn = before
             config.allow_buffer_reuse = had_reuse
+            ignore_marks()
         return is_mine
 
     def undo() -> None:

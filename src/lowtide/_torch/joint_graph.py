@@ -18,6 +18,8 @@ from typing import Any, Final, Literal, cast
 import torch
 from torch import fx
 
+from lowtide._torch.kernel_fusion import fuse_nearby_only
+
 Kind = Literal["input", "view", "pointwise", "reduction", "extern"]
 
 
@@ -169,6 +171,7 @@ def partitioned(
     """Partition a joint graph as torch does, but save the values that `choose` returns."""
     partitioners: Any = importlib.import_module("torch._functorch.partitioners")  # the first import takes a second
     stock = partitioners.choose_saved_values_set
+    planned: list[JointGraph] = []
 
     def chosen(graph: fx.Graph, info: Any, memory_budget: float = 1) -> list[fx.Node]:
         plain = stock(graph, info, memory_budget=memory_budget)
@@ -178,12 +181,16 @@ def partitioned(
         index = {node: i for i, node in enumerate(nodes)}
         before = frozenset(index[node] for node in plain)
         after = choose(joint, before)
+        if after != before:
+            planned.append(joint)
         return plain if after == before else [nodes[i] for i in sorted(after)]
 
     partitioners.choose_saved_values_set = chosen
     try:
         both: tuple[fx.GraphModule, fx.GraphModule]
         both = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **settings)
+        for joint in planned:
+            fuse_nearby_only(both[1], is_mixed=any(node.is_half for node in joint.nodes))
         return both
     finally:
         partitioners.choose_saved_values_set = stock

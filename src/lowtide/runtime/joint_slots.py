@@ -15,6 +15,11 @@ On a CPU, inductor vectorises a fused loop at the width of 16-bit elements if ev
 - A value that fused arithmetic computes from random numbers, or without any 16-bit value, is always saved: dropout's
   masks and sums of embeddings. Random numbers are computed in a separate kernel, in 32 bits.
 
+On a CPU, a fused loop that reads a transposed value is vectorised over other dimensions than one that reads the result
+from memory, and sums up in another order. So a value that fused arithmetic computes from a transposed one, as in an MLP
+over tokens, is a slot only if torch's forward writes it too. One that is summed together with transposed values, and
+that forward writes only because torch saves it, is always saved.
+
 In a graph with convolutions, inductor stores values in the channels-last format, but outputs of forward in the format
 that eager mode gives them. Several threads share a sum over a channel or not, depending on the format of what the sum
 reads (torch 2.13, `LoopNest.max_parallel_depth` in `torch/_inductor/codegen/cpp.py`). So a value that fused arithmetic
@@ -46,6 +51,8 @@ sigmoid sin sinh tan tanh
 """
 APPROXIMATED = frozenset(f"aten.{name}" for name in _NAMES.split())
 """Functions for which a vectorised loop on a CPU has other code than a scalar one, which rounds differently."""
+
+TRANSPOSING = frozenset({"aten.permute", "aten.t", "aten.transpose"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +92,8 @@ class JointSlots:
         largest = max((nodes[at].bytes for at in (*roots, *(i for i in plain if nodes[i].is_given))), default=0)
         self._small = largest // SMALL
         self._is_mixed = any(node.is_half for node in nodes)
+        self._kept: set[int] = set()
+        """Slots that any plan keeps."""
         upstream = {root: self._upstream(root, held) for root in sorted(roots)}
         saved = set(upstream.values()) - plain
         saved |= {node for node in upstream.values() if nodes[node].kind != "input"}
@@ -95,12 +104,10 @@ class JointSlots:
             if n.is_forward and n.kind == "reduction" and n.root == i and 0 < n.bytes <= self._small
         } - held.union(self.as_torch().again)
         outputs = held - plain if any(node.target == "aten.convolution" for node in nodes) else set[int]()
-        self._kept: set[int] = set()
-        """Slots that any plan keeps."""
         for node in sorted(saved | random | reduced):
             is_small = nodes[node].kind == "input" or nodes[node].bytes <= self._small
-            changes_bits = self._follows_sum(node) or self._changes_width(node) or self._fused_into(node) & outputs
-            if node in random or is_small or changes_bits:
+            changes_bits = self._follows_sum(node) or self._changes_width(node) or self._changes_loop_of_sum(node)
+            if node in random or is_small or changes_bits or self._fused_into(node) & outputs:
                 self._kept.add(node)
         at = _addresses(joint, f"{joint.key}/" if is_named else "")
         self.slots = tuple(
@@ -163,7 +170,7 @@ class JointSlots:
             if "random" in node.target:
                 break
             root = operand
-            if not self._is_mixed or self._is_written(root):
+            if not (self._is_mixed or self._reads_transposed(root)) or self._is_written(root):
                 source = root
         return source
 
@@ -190,12 +197,35 @@ class JointSlots:
             fused.add(at)
         return fused
 
+    def _reads_transposed(self, root: int) -> bool:
+        """Return True if fused arithmetic computes the value from one in another order of dimensions."""
+        return any(self.joint.nodes[at].target in TRANSPOSING for at in self._fused_into(root))
+
+    def _changes_loop_of_sum(self, slot: int) -> bool:
+        """Return True if a sum over transposed values reads the slot from memory only because it is saved."""
+        nodes = self.joint.nodes
+        if nodes[slot].kind != "pointwise" or self._is_read_by_extern(slot):
+            return False
+        pending, reached = [slot], set[int]()
+        while pending:
+            for user in nodes[pending.pop()].users:
+                if nodes[user].is_backward or user in reached:
+                    continue
+                reached.add(user)
+                if nodes[user].kind == "reduction" and any(map(self._reads_transposed, nodes[user].args)):
+                    return True
+                if nodes[user].kind in ("pointwise", "view"):
+                    pending.append(user)
+        return False
+
     def _is_written(self, root: int) -> bool:
         """Return True if torch's own forward writes the value to memory."""
-        nodes = self.joint.nodes
-        if nodes[root].kind != "pointwise" or root in self.roots:  # inputs are in memory as well
-            return True
-        pending = [root]
+        is_fused = self.joint.nodes[root].kind == "pointwise" and root not in self.roots  # inputs are in memory as well
+        return not is_fused or self._is_read_by_extern(root)
+
+    def _is_read_by_extern(self, value: int) -> bool:
+        """Return True if an extern kernel of forward, which reads from memory, reads the value."""
+        nodes, pending = self.joint.nodes, [value]
         while pending:
             users = [user for user in nodes[pending.pop()].users if not nodes[user].is_backward]
             if any(nodes[user].kind == "extern" for user in users):
