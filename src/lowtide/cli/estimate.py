@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import sys
+import threading
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +26,16 @@ from lowtide.units import format_apart
 from lowtide.utils.messages import say
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from lowtide.estimator.memory_estimate import MemoryEstimate
     from lowtide.estimator.unrehearsed_plans import How
     from lowtide.memory.gpu_specs import GpuSpec
     from lowtide.report.run_record import RunRecord
 
+
+SLOW_S = 30
+"""Seconds after which a script that has not begun to train is said to be computed until then."""
 
 _STAND_INS = "from here on nothing is computed: numbers that the script prints stand in for true ones"
 
@@ -162,12 +167,12 @@ def estimate(
     processes = None if n_gpus is None else AbsentProcesses(size=n_gpus, rank=rank or 0)
     estimates: dict[int | None, MemoryEstimate] = {}
     for size in sizes or (None,):
-        with contextlib.redirect_stdout(sys.stderr):
+        with contextlib.redirect_stdout(sys.stderr), _said_if_slow(target) as is_training:
             code, estimate = estimate_script(
                 script,
                 gpu,
                 size,
-                on_entered=lambda: say(_STAND_INS) if not estimates else None,
+                on_entered=is_training if estimates else partial(is_training, _STAND_INS),
                 processes=processes,
                 how=how,
                 plan=plan,
@@ -250,6 +255,34 @@ def _record(estimates: Mapping[int | None, MemoryEstimate], target: str, budget_
     shown = estimates[[*estimates][-1]].to_record(command_line(), subject=target)
     needs = (estimate.on_gpu(size) for size, estimate in estimates.items() if isinstance(estimate, GpuMemoryEstimate))
     return replace(shown, needs=tuple(needs), plain_budget_bytes=budget_bytes)
+
+
+@contextlib.contextmanager
+def _said_if_slow(target: str) -> Iterator[Callable[..., None]]:
+    """Yield a function to call, with what is to be said then, when the script begins to train.
+
+    If that takes long, say why, once.
+    """
+    timer = threading.Timer(
+        SLOW_S,
+        say,
+        [
+            f"{target} has run for {SLOW_S} s and has not trained yet. Up to its first training step everything is "
+            "computed, on this machine: leave out or shorten what takes long, such as an evaluation"
+        ],
+    )
+    timer.daemon = True
+    timer.start()
+
+    def is_training(*texts: str) -> None:
+        timer.cancel()
+        for text in texts:
+            say(text)
+
+    try:
+        yield is_training
+    finally:
+        timer.cancel()
 
 
 def _ended(target: str, code: int, size: int | None) -> str:
