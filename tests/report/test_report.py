@@ -40,6 +40,13 @@ def test_operators_whose_operands_are_noted_have_their_own_name() -> None:
     assert decisions(made) == "recomputed softmax (3), where (1)"
 
 
+def test_a_plan_that_keeps_everything_says_why_it_fits() -> None:
+    made = plan(transformer(2), "100%")
+    assert decisions(made) == "everything is kept: the plain step fits"
+    compiled = replace(made, graphs=("38bda055227f6841",), budget_bytes=made.plain.peak_bytes - 1)
+    assert decisions(compiled) == "everything is kept: its backward, compiled anew, has fewer temporaries"
+
+
 def verdict_on(differences: dict[str, tuple[str, ...]], *varying: str) -> Verdict:
     return Verdict(
         budget_bytes=100,

@@ -70,12 +70,20 @@ _WORD_STARTS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=\d)(?=[A-Z][a-z])|(?<=\dD)(?
 _MOST_LISTED = 8
 
 
+def _why_it_fits(plan: Plan) -> str:
+    """Explain why a plan without decisions fits."""
+    if plan.levers:
+        return "the step fits"
+    if plan.graphs and plan.plain.peak_bytes > plan.budget_bytes:
+        return "its backward, compiled anew, has fewer temporaries"
+    return "the plain step fits"
+
+
 def decisions(plan: Plan) -> str:
     """List recomputes and replays by kind: `recomputed layer norm (24), GELU (12); replayed transformer.h.{0-3}`."""
     settings = [] if plan.allows_in_place else ["no gradients in place"]
     if plan.decisions == Decisions():
-        kept = "everything is kept: the step fits" if plan.levers else "everything is kept: the plain step fits"
-        return "; ".join([kept, *settings])
+        return "; ".join([f"everything is kept: {_why_it_fits(plan)}", *settings])
     parts = settings
     if plan.in_place:
         parts.append(f"gradients in place: {', '.join(map(operator_name, plan.in_place))}")
