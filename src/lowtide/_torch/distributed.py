@@ -6,7 +6,7 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
@@ -140,6 +140,14 @@ def simulated_collectives_counted() -> Iterator[None]:
             if hasattr(group, name):
                 stack.enter_context(patch.object(group, name, counting(getattr(group, name))))
         yield
+
+
+def ddp_wrappers(modules: Iterable[Any]) -> list[torch.nn.parallel.DistributedDataParallel]:
+    """Return the modules that are DDP wrappers.
+
+    DDP is an ABC, so `isinstance` would hash the class of each module, and a metaclass may make its classes unhashable.
+    """
+    return [module for module in modules if torch.nn.parallel.DistributedDataParallel in type(module).__mro__]
 
 
 def awaits_first_backward(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:

@@ -26,6 +26,7 @@ from lowtide._torch.distributed import (
     awaits_first_backward,
     bucket_limits,
     communication_hooks,
+    ddp_wrappers,
     has_new_buckets,
     sent_parameters,
 )
@@ -42,8 +43,7 @@ class Reducers:
     """Context in which each DDP wrapper among `modules` has a reducer that sends nothing."""
 
     def __init__(self, modules: Iterable[Any], tracker: AllocationTracker) -> None:
-        wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
-        self._reducers = [_Reducer(wrapper, tracker) for wrapper in wrappers]
+        self._reducers = [_Reducer(wrapper, tracker) for wrapper in ddp_wrappers(modules)]
         self._stack = contextlib.ExitStack()
 
     @property

@@ -87,13 +87,13 @@ class Audit(RecomputeAudit, Observer):
         mark: Callable[[str, object], None],
         *,
         frugal: bool = False,
-        refused: dict[type[nn.Module], str] | None = None,
+        refused: dict[int, str] | None = None,
         in_place: bool = True,
     ) -> None:
         """Prepare an audit of `model`.
 
-        `refused` maps classes of modules to the reason not to replay them; classes found not to be replayable are
-        added. Unless `in_place`, no gradient is written over another.
+        `refused` maps classes of modules, by id, to the reason not to replay them; classes found not to be replayable
+        are added. Unless `in_place`, no gradient is written over another.
         """
         super().__init__(model, static, mark, frugal=frugal)
         self.engine = AuditEngine(model, {}, packer=self)
@@ -337,18 +337,18 @@ class Audit(RecomputeAudit, Observer):
             if frame.is_held_outside():
                 self.leaked = str(frame.interceptor)
             call.result_value, refused = None, LEAKS
-            self.refused[type(module)] = LEAKS
+            self.refused[id(type(module))] = LEAKS
         frame.held = None
         if draws:
             call.result_value, refused = None, DRAWS
-            self.refused[type(module)] = DRAWS
+            self.refused[id(type(module))] = DRAWS
         return refused
 
     def _why_refused(self, module: nn.Module) -> str | None:
         """Return the reason not to replay a module that belongs to a refused class, or contains such a module; else
         None.
         """
-        kinds = map(type, module.modules()) if self.refused else ()
+        kinds = (id(type(inside)) for inside in module.modules()) if self.refused else ()
         return next((self.refused[kind] for kind in kinds if kind in self.refused), None)
 
     def try_replay(self, call: CallDraft, frame: ReplayFrame, freed: dict[Value, int]) -> str | None:

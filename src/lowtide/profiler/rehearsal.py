@@ -63,7 +63,7 @@ class Rehearsal:
         self.model, self.batch = model, batch
         self.made_for = fingerprint(model, batch)
         self._unchanged, self._updates, self._in_place = unchanged, updates, in_place
-        self._refused: dict[type[nn.Module], str] = {}
+        self._refused: dict[int, str] = {}  # by id: a metaclass may make its classes unhashable
         """Module classes that are not replayed, with the reasons."""
         self._orders: set[tuple[str, ...]] = set()
         """Sequences of module calls seen so far, one for each order."""
@@ -140,8 +140,8 @@ class Rehearsal:
             try:
                 return self._attempt()
             except (ReplayMismatch, Overwritten) as error:
-                if error.module_class is not None and error.module_class not in self._refused:
-                    self._refused[error.module_class] = CHANGED
+                if error.module_class is not None and id(error.module_class) not in self._refused:
+                    self._refused[id(error.module_class)] = CHANGED
                 elif not (isinstance(error, Overwritten) and error.is_of_parameter):
                     raise
             self._unchanged.restore()

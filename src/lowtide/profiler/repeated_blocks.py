@@ -36,9 +36,9 @@ def repeated_blocks(model: nn.Module) -> frozenset[nn.Module]:
 
     def visit(module: nn.Module) -> None:
         in_list = is_container(module)
-        classes = Counter(type(child) for child in module.children())
+        classes = Counter(id(type(child)) for child in module.children())  # a metaclass may make its classes unhashable
         for child in module.children():
-            if in_list and classes[type(child)] > 1 and worth_a_replay(child) and not is_list(child):
+            if in_list and classes[id(type(child))] > 1 and worth_a_replay(child) and not is_list(child):
                 blocks.add(child)
             else:
                 visit(child)

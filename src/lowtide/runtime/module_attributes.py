@@ -56,7 +56,7 @@ class Attributes:
             for name, value in table.items():
                 if name in TORCHS:
                     continue
-                if type(value) in ATOMS:
+                if id(type(value)) in _ATOMS:
                     self._plain.append((table, name, value, value))
                 elif isinstance(value, _TAKEN):
                     self._take(table, name, value)
@@ -109,7 +109,7 @@ class Attributes:
     @property
     def restored_ids(self) -> set[int]:
         """Return the ids of containers that `restore` replaces by copies or truncated copies."""
-        return {id(value) for _, _, value, _ in (*self._plain, *self._long) if type(value) not in ATOMS}
+        return {id(value) for _, _, value, _ in (*self._plain, *self._long) if id(type(value)) not in _ATOMS}
 
     @property
     def tensors(self) -> Iterator[tuple[Tensor, int]]:
@@ -157,13 +157,14 @@ class Attributes:
 
 _CONTAINERS: Final = (list, tuple, set, frozenset, dict, deque)
 _TAKEN: Final = (Tensor, Enum, *_CONTAINERS)
-_KINDS: Final = frozenset({*_CONTAINERS, OrderedDict, defaultdict, Counter})
+_KINDS: Final = (*_CONTAINERS, OrderedDict, defaultdict, Counter)
 """Types of plain data, whose values can be compared and copied."""
+_ATOMS: Final = frozenset(map(id, ATOMS))  # by id: a metaclass may make its classes unhashable
 
 
 def _is_known(value: Any, tensors: list[Tensor], depth: int = 0) -> bool:
     """Return True for plain data, tensors, and containers of these; append the tensors to `tensors`."""
-    if type(value) in ATOMS or isinstance(value, Enum):
+    if id(type(value)) in _ATOMS or isinstance(value, Enum):
         return True
     if isinstance(value, Tensor):
         tensors.append(value)
@@ -171,7 +172,7 @@ def _is_known(value: Any, tensors: list[Tensor], depth: int = 0) -> bool:
     if type(value) not in _KINDS or len(value) > LARGEST >> 3 * depth:
         return False
     inside = value.values() if isinstance(value, dict) else value
-    names_are_plain = not isinstance(value, dict) or all(type(name) in ATOMS for name in value)
+    names_are_plain = not isinstance(value, dict) or all(id(type(name)) in _ATOMS for name in value)
     return names_are_plain and all(_is_known(item, tensors, depth + 1) for item in inside)
 
 

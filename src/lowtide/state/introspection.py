@@ -92,7 +92,7 @@ class NamedAttributes:
     def __init__(self, *names: str) -> None:
         self._names: dict[str, None] = dict.fromkeys(names)  # ordered by visit
         self._tables: list[dict[str, Any]] = []
-        self._kinds: set[type] = set()
+        self._kinds: dict[int, type] = {}  # by id: a metaclass may make its classes unhashable
 
     def add_code(self, function: FunctionType) -> list[Any]:
         """Record the code of a function; return the attributes that it names of objects visited so far."""
@@ -104,8 +104,8 @@ class NamedAttributes:
         """Record an object, or a class itself; return its attributes that were named so far."""
         tables = [] if isinstance(obj, type) or not hasattr(obj, "__dict__") else [vars(obj)]
         kinds = (obj if isinstance(obj, type) else type(obj)).__mro__
-        new = [kind for kind in kinds if kind not in self._kinds and is_user_code(kind)]
-        self._kinds.update(new)
+        new = [kind for kind in kinds if id(kind) not in self._kinds and is_user_code(kind)]
+        self._kinds.update((id(kind), kind) for kind in new)
         tables += [dict(vars(kind)) for kind in new]
         self._tables += tables
         return [_underlying_function(table[name]) for table in tables for name in self._names if name in table]

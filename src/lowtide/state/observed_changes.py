@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from enum import Enum
 from operator import length_hint
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ SUMMED_BYTES = 2**28
 MOST_SHOWN = 8
 
 _WORDS = (int, float, complex, str, bytes, type(None), Enum)
+_FILE: Final[type[Any]] = io.IOBase.__mro__[1]  # no ABC, which would hash the class of each object
 _DATA = {"datasets", "multiprocessing", "queue", "_queue", "socket", "subprocess", "concurrent", "asyncio", "sqlite3"}
 """Packages of data and of data transport."""
 _OBSERVERS = ("torch.profiler", "torch.autograd.", "torch.utils.tensorboard", "torch.utils.data")
@@ -45,7 +46,7 @@ def is_excluded(obj: Any) -> bool:
     kind = type(obj)
     if isinstance(obj, nn.Module):
         return False
-    if hasattr(kind, "__next__") or isinstance(obj, io.IOBase | DataLoader | Dataset | Sampler):
+    if hasattr(kind, "__next__") or isinstance(obj, (_FILE, DataLoader, Dataset, Sampler)):
         return True
     defined_in = kind.__module__
     if defined_in.partition(".")[0] in _DATA or defined_in.startswith(_OBSERVERS):
@@ -112,7 +113,7 @@ def _observable_state(obj: Any) -> Iterator[tuple[str, Any]]:
                 yield from ((f".{name}", content) for name, content in _observable_contents(variables))
         else:
             yield "", _Unquoted("its end")
-    elif isinstance(obj, io.IOBase):
+    elif isinstance(obj, _FILE):
         with suppress(OSError, ValueError):
             yield "", _Unquoted(f"position {obj.tell()}")
     elif isinstance(obj, itertools.count):

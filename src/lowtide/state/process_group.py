@@ -15,11 +15,11 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 from lowtide._torch.distributed import (
     awaits_first_backward,
     collectives_alone,
+    ddp_wrappers,
     has_new_buckets,
     is_wrapping,
     n_collectives,
@@ -105,7 +105,7 @@ def n_with_new_buckets(modules: Iterable[torch.nn.Module]) -> int:
     """Count the DDP modules that have rebuilt their buckets in the order in which gradients arrive. Memory moves when
     they do.
     """
-    return sum(isinstance(module, DistributedDataParallel) and has_new_buckets(module) for module in modules)
+    return sum(map(has_new_buckets, ddp_wrappers(modules)))
 
 
 class NoSync:
@@ -120,7 +120,7 @@ class NoSync:
         self._units = units(modules)
         groups = [group for unit in self._units for group in shard_groups(unit)]
         check_at_rest(groups)
-        wrappers = [module for module in modules if isinstance(module, DistributedDataParallel)]
+        wrappers = ddp_wrappers(modules)
         if any(map(awaits_first_backward, wrappers)):
             raise RehearsalError(
                 "DistributedDataParallel(static_graph=True) learns from its first backward pass, which a rehearsal "

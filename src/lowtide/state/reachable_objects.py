@@ -378,7 +378,7 @@ def _remove(objects: list[Any], ids: Collection[int]) -> None:
     objects[:] = [obj for obj in objects if id(obj) not in ids]
 
 
-_WORDS: Final = frozenset({str, int, float, bool, bytes, complex, types.NoneType, types.ModuleType, WeakContent})
+_WORDS: Final = (str, int, float, bool, bytes, complex, types.NoneType, types.ModuleType, WeakContent)
 _BUFFERS: Final = (bytearray, array.array, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
 
 

@@ -48,7 +48,7 @@ class CodeState(ReachableState):
         hooks = [hook for part in parts for table in _HOOKS for hook in getattr(part, table).values()]
         self._bound: list[Cell | Variables] = []
         """Variables that functions refer to."""
-        kinds = {type(part) for part in parts if is_user_code(type(part))}
+        kinds = [type(part) for part in parts if is_user_code(type(part))]
         super().__init__(*(part.forward for part in parts), *parts, *hooks, *kinds)
         self.iterates = any(hasattr(type(obj), "__next__") for obj in self.visited)
         tables = {id(vars(part)) for part in parts}
