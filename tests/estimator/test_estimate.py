@@ -4,6 +4,7 @@ import gc
 import re
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -275,6 +276,46 @@ def test_tensor_kinds_without_fake_tensors_are_refused(model, x, where, said) ->
     if said == "nested tensors":
         with pytest.raises(lowtide.RehearsalError, match=said):
             lowtide.rehearse(model, step, x)
+
+
+CALLS = [lowtide.rehearse, lowtide.timeline, lowtide.estimate, partial(lowtide.estimate, device="L4")]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+def test_nested_batches_are_refused_only_if_they_enter_the_model(layout: torch.layout) -> None:
+    model = nn.Linear(8, 8)
+    batch = torch.nested.nested_tensor([torch.randn(2 + i, 8) for i in range(4)], layout=layout)
+
+    def step(batch: torch.Tensor) -> None:
+        torch.cat([*model(batch).unbind()]).square().mean().backward()
+
+    def padded(batch: torch.Tensor) -> None:
+        model(torch.nested.to_padded_tensor(batch, 0.0)).square().mean().backward()
+
+    for call in CALLS:
+        with pytest.raises(lowtide.RehearsalError, match="nested tensors"):
+            call(model, step, batch)
+    with pytest.raises(lowtide.RehearsalError, match="can't be resized"):
+        lowtide.largest_batch(model, step, batch, budget="1MiB")
+    assert lowtide.rehearse(model, padded, batch).slots
+
+
+@pytest.mark.filterwarnings("error:The .grad attribute")
+def test_parameters_swapped_for_a_call_have_no_gradients_of_their_own() -> None:
+    model, batch = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), torch.randn(4, 8)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def step(batch: torch.Tensor) -> None:
+        doubled = {name: parameter * 2 for name, parameter in model.named_parameters()}
+        torch.func.functional_call(model, doubled, (batch,)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with lowtide.within("100%", progress=False) as run:
+        for _ in range(3):
+            step(batch)
+    assert run.plan is not None
 
 
 def test_gradients_of_traced_modules_are_as_they_were() -> None:

@@ -388,3 +388,16 @@ def test_a_lever_is_timed_with_whole_batches() -> None:
     fitted = lowtide.fit(model, step, batch, budget="95%", levers=["step in backward"])
     fitted.remove()
     assert [*batch] == ["x", "y"]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adafactor, torch.optim.Muon])
+def test_state_of_optimizers_that_torch_names_by_their_package_is_restored(kind: Any) -> None:
+    model = nn.Linear(4, 4, bias=False)  # Adafactor.__module__ is "torch.optim", that of Adam "torch.optim.adam"
+    optimizer = kind(model.parameters())
+
+    def step(batch: Tensor) -> None:
+        model(batch).square().sum().backward()
+        optimizer.step()
+
+    lowtide.rehearse(model, step, torch.randn(8, 4))
+    assert not optimizer.state

@@ -23,8 +23,8 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor is plain strided memory: not sparse, no subclass with its own behaviour. Torch 2.13."""
-    return type(tensor) in _PLAIN and tensor.layout is torch.strided
+    """Return True if a tensor is plain strided memory: not sparse, nested or of a subclass of its own. Torch 2.13."""
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def reads_attribute(function: Any, types: Any) -> bool:
@@ -48,6 +48,8 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         for name in tensor.__tensor_flatten__()[0]:
             if isinstance(part := getattr(tensor, name), torch.Tensor):  # a DTensor names its mesh, too
                 yield from parts_of(part)
+    elif tensor.is_nested:  # in the strided layout, whose sizes cannot be read
+        yield tensor.values()
     else:
         yield tensor
 

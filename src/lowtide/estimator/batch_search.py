@@ -197,6 +197,8 @@ def _largest_within(peak: Callable[[int], int], budget: int, *, start: int, most
 def size_of(batch: Any, dim: int) -> int:
     """Return the size of the first tensor or array that has dimension `dim`. Raises RehearsalError without one."""
     for obj in tensors_in(tree_map(_tensor, batch)):
+        if obj.is_nested:
+            raise RehearsalError("the batch has a nested tensor (torch.nested), which can't be resized: pad it.")
         if obj.dim() > dim:
             return int(obj.shape[dim])
     raise RehearsalError(

@@ -167,7 +167,7 @@ def static_of(
         parameters=add(parameters),
         buffers=add(b for module in modules for b in module.buffers(recurse=False)),
         inputs=add(tensors_in(batch)),
-        gradients=add((*(p.grad for p in parameters), *buckets)),
+        gradients=add((*(p.grad for p in parameters if p.is_leaf), *buckets)),
         optimizer=add(t for o in optimizers for entry in o.state.values() for t in tensors_in(entry)),
     )
     return static, frozenset(block for number in numbers if (block := tracker.ledger.block(number)) is not None)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lowtide.planner.address_nodes import node_name
+from lowtide.runtime.batch_tensors import in_words
 from lowtide.runtime.saved_values import SEED_BYTES
 
 if TYPE_CHECKING:
@@ -86,4 +87,4 @@ class CallDraft:
 
 def describe(tensor: Tensor, node: str) -> str:
     """Describe a tensor by node, shape and dtype: `GeluBackward0 [8, 1024, 3072] float32`."""
-    return f"{node_name(node) or 'leaf'} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+    return f"{node_name(node) or 'leaf'} {in_words([tensor])}"

@@ -149,7 +149,7 @@ class Trace(Observer):
         self.mark(OptimizerStep(has_ended=False))
 
     def _gradients(self, *, at_entry: bool = False) -> None:
-        gradients = (p.grad for p in self.engine.model.parameters())
+        gradients = (p.grad for p in self.engine.model.parameters() if p.is_leaf)
         addresses = tuple(self._address(part) for g in gradients if g is not None for part in parts_of(g))
         self.mark(Gradients(addresses, at_entry), everything=True)
 

@@ -47,5 +47,6 @@ def with_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def in_words(tensors: Iterable[Tensor]) -> str:
-    """Format shapes and dtypes: `[8, 1024] int64, [8, 1024] bool`."""
-    return ", ".join(f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in tensors)
+    """Format shapes and dtypes: `[8, 1024] int64, [8, 1024] bool`; for a nested tensor, that of all its rows."""
+    whole = (t.values() if t.is_nested else t for t in tensors)
+    return ", ".join(f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in whole)

@@ -10,14 +10,18 @@ from typing import Any
 from lowtide.runtime.call_arguments import tensors_in_call
 
 _SHAPE = attrgetter("shape")
+_IS_NESTED = attrgetter("is_nested")
 
 Shapes = tuple[tuple[int, ...], ...]
 """Shapes of all tensors passed to a call, in order."""
 
 
 def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
-    """Return the shapes of a call's tensors; 0-dimensional ones, such as a token count, are left out."""
-    return tuple(filter(None, map(_SHAPE, tensors_in_call(args, kwargs))))
+    """Return the shapes of a call's tensors, without 0-dimensional ones, such as a token count, and nested ones."""
+    tensors = tensors_in_call(args, kwargs)
+    if any(map(_IS_NESTED, tensors)):  # its sizes are no numbers, or cannot be read
+        tensors = [tensor for tensor in tensors if not tensor.is_nested]
+    return tuple(filter(None, map(_SHAPE, tensors)))
 
 
 def shapes_in(words: str) -> Shapes:

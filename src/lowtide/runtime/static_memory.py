@@ -54,7 +54,7 @@ def static_bytes(model: nn.Module, batch: Any, optimizers: Iterable[Optimizer]) 
     parameters = add(trained)
     buffers = add(model.buffers())
     inputs = add(tensors_in(batch))
-    gradients = add(p.grad for p in trained) + sum(
+    gradients = add(p.grad for p in trained if p.is_leaf) + sum(
         _bucket_bytes(wrapper) for wrapper in wrappers if place_of(wrapper) == there
     )
     state = add(state_of(optimizers))

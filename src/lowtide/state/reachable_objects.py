@@ -296,7 +296,7 @@ class ReachableObjects(ReachableState):
         return is_excluded(obj)
 
     def _is_walked(self, obj: Any) -> bool:
-        defined_in = type(obj).__module__
+        defined_in = f"{type(obj).__module__}."
         return isinstance(obj, nn.Module) or not defined_in.startswith("torch.") or defined_in.startswith(_WALKED)
 
     def _attributes(self, obj: Any, excluded: Collection[str] = ()) -> Iterable[Any]:
@@ -310,7 +310,7 @@ class ReachableObjects(ReachableState):
             self._seen[id(attributes)] = attributes
             own = Entries(attributes, weakly=self.weakly, owner=type(obj).__name__, excluded=excluded)
             contents += self._record(own)
-            self._optimizer_attributes |= {id(own)} if type(obj).__module__.startswith("torch.optim.") else set()
+            self._optimizer_attributes |= {id(own)} if f"{type(obj).__module__}.".startswith("torch.optim.") else set()
         return contents
 
     def _module(self, module: nn.Module) -> Iterable[Any]:
