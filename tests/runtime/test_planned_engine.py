@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lowtide.planner.records import Decided, Plan
 from lowtide.runtime.call_shapes import Shapes, elements, no_larger, shapes_in, shapes_of, within
-from lowtide.runtime.planned_engine import Planned, most_elements, shared_implementations
+from lowtide.runtime.planned_engine import Planned, elements_that_fit, most_elements, shared_implementations
 from runtime.plans import installed
 from runtime.test_guards import PLAN
 
@@ -73,6 +73,18 @@ def test_calls_of_a_part_are_reported_with_their_arguments() -> None:
 def test_the_largest_of_all_rehearsed_calls_counts() -> None:
     assert most_elements(replace(PLAN, input_shapes=("[4, 6] float32, [4] int64", "[5, 2] float32"))) == 28
     assert most_elements(replace(PLAN, input_shapes=())) == inf
+
+
+def test_calls_need_no_plan_up_to_the_elements_whose_activations_fit_beside_the_rest() -> None:
+    plain = replace(PLAN.plain, peak_bytes=1000, held_bytes=600)
+    plan = replace(for_rows(4), plain=plain, budget_bytes=700)
+    assert elements_that_fit(plan) == 12  # 300 of 600 bytes, so half of 24 elements
+    assert elements_that_fit(replace(plan, budget_for="reserved")) == 0
+    assert elements_that_fit(replace(plan, input_shapes=())) == 0
+    assert elements_that_fit(replace(plan, plain=replace(plain, held_bytes=0))) == 0
+    engine = Planned(nn.Linear(6, 6), replace(plan, fallback=FALLBACK))
+    assert [engine.has_room(0, n_elements) for n_elements in (0, 1, 12, 13)] == [False, True, True, False]
+    assert not engine.has_room(1, 1)  # the fallback
 
 
 def test_an_implementation_is_used_where_all_plans_name_it() -> None:

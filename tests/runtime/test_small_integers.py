@@ -38,6 +38,13 @@ def test_a_resnets_stem_keeps_one_byte_for_each_index_and_four_for_each_point() 
     assert torch.equal(packed(INDICES, found).get(), found)
 
 
+def test_packing_allocates_the_packed_bytes_alone_on_a_cpu() -> None:
+    found = indices((4, 8, 112, 112), stride=2, padding=1)
+    with lowtide.measure() as memory:
+        offsets = offsets_of(found)
+    assert memory.peak_bytes == offsets["bits"].nbytes
+
+
 def test_wider_planes_take_two_bytes() -> None:
     found = indices((8, 8, 40, 400), stride=2, padding=1)
     assert held_bytes(found) == 2 * found.numel() + 4 * found[0, 0].numel()

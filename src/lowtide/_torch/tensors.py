@@ -79,11 +79,11 @@ def fakes_have_addresses() -> Iterator[None]:
 
 
 STORAGE: Callable[[torch.Tensor], torch.UntypedStorage] = operator.methodcaller("untyped_storage")
-"""Return a tensor's storage. Raises an exception of NO_STORAGE for a tensor without one."""
+"""Return a tensor's storage. Raises NO_STORAGE for a tensor without one."""
 STORAGE_NUMBER: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
 """Return the number of a storage, as `storage_number` does without a call of a Python function. Torch 2.13."""
-NO_STORAGE = (NotImplementedError, RuntimeError)
-"""Exceptions that sparse tensors raise when they are asked for their storage. Torch 2.13."""
+NO_STORAGE = RuntimeError
+"""Exception that sparse tensors raise when they are asked for their storage: a NotImplementedError. Torch 2.13."""
 
 
 def storage_id(tensor: torch.Tensor) -> int:

@@ -114,7 +114,7 @@ def _on_the_host(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
                 if is_there and (address := storage.data_ptr()) and address not in visited:
                     visited.add(address)
                     yield storage
-        except (RuntimeError, NotImplementedError, TypeError):
+        except (RuntimeError, TypeError):
             # a fake or wrapped tensor, or one internal to a graph, has no storage
             continue
 

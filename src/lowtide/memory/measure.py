@@ -269,7 +269,7 @@ def _named_tensors(
 def _address(tensor: Tensor) -> int:
     try:
         return tensor.untyped_storage().data_ptr()
-    except (RuntimeError, NotImplementedError):  # sparse: only its parts have storages
+    except RuntimeError:  # sparse: only its parts have storages
         return 0
 
 

@@ -81,7 +81,7 @@ def is_exposed(tensor: Tensor) -> bool:
     """
     try:
         storage = tensor.untyped_storage()
-    except (NotImplementedError, RuntimeError):  # sparse
+    except RuntimeError:  # sparse
         return False
     if not storage.resizable():
         return tensor.device.type == "cpu" and is_plain(tensor)

@@ -77,7 +77,7 @@ def storage_bytes(tensor: Tensor) -> int:
     """Return the bytes of a tensor's whole storage; of a sparse tensor's elements."""
     try:
         return tensor.untyped_storage().nbytes()
-    except (NotImplementedError, RuntimeError):
+    except RuntimeError:
         return sum(part.untyped_storage().nbytes() for part in parts_of(tensor) if part is not tensor)
 
 
