@@ -1,12 +1,14 @@
 """Bytes that exist before a step begins, each storage once, and the optimizers that they belong to."""
 
 import gc
+from types import SimpleNamespace
 
+import pytest
 import torch
 from torch import nn
 
 from lowtide.runtime.live_optimizers import is_of, listed, optimizers_of, state_bytes, updated_by
-from lowtide.runtime.static_memory import static_bytes
+from lowtide.runtime.static_memory import _bucket_bytes, static_bytes
 
 
 class Model(nn.Module):
@@ -43,8 +45,18 @@ def test_gradients_state_and_what_else_is_updated() -> None:
 
 def test_tensors_without_memory_on_the_device_count_nothing() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4), nn.Linear(4, 4, device="meta"))
-    static, _ = static_bytes(model, torch.ones(2, device="meta"), [])
+    static, addresses = static_bytes(model, [torch.ones(2, device="meta"), torch.ones(0)], [])
     assert (static.parameters, static.inputs) == (80, 0)
+    assert 0 not in addresses  # an empty storage has none of its own
+
+
+@pytest.mark.parametrize(("are_views", "n_bytes"), [(False, 64 + 28), (True, 28)])
+def test_buckets_hold_the_gradients_that_are_sent_unless_these_are_views_of_them(are_views: bool, n_bytes: int) -> None:
+    model = nn.ParameterDict({name: torch.ones(n) for name, n in (("ours", 16), ("new", 7), ("frozen", 3), ("own", 5))})
+    model["frozen"].requires_grad_(False)
+    model["ours"].grad = torch.ones(16)
+    wrapper = SimpleNamespace(module=model, parameters_to_ignore={"own"}, gradient_as_bucket_view=are_views)
+    assert _bucket_bytes(wrapper) == n_bytes  # type: ignore[arg-type]
 
 
 def test_optimizers_are_found_by_the_parameters_that_they_update() -> None:
