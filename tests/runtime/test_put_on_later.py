@@ -158,6 +158,17 @@ def test_removals_from_modules_are_no_change() -> None:
     assert before.change() == "1 has no module at wide any longer"
 
 
+def test_other_parameters_and_buffers_are_named() -> None:
+    layer = nn.Linear(2, 2)
+    before = AsPlanned(layer, "1.wide")
+    layer.register_buffer("mask", torch.ones(2))
+    assert before.change() == "1.wide has mask and had nothing"
+    del layer.bias
+    assert before.change() == "1.wide has mask and had bias"
+    del layer.mask
+    assert before.change() == "1.wide has nothing and had bias"
+
+
 def test_a_pruned_weight_that_moves_a_planned_tensor_is_reported() -> None:
     model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)), torch.randn(64, WIDTH)
     engine = Engine(model, actions_for({"2#0:0": "TanhBackward0"}, ()))
