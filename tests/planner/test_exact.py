@@ -57,6 +57,25 @@ def test_what_two_calls_of_the_model_save_at_one_address_is_recomputed_in_both()
     assert bound <= 4.0
 
 
+def test_addresses_whose_decisions_hold_in_some_calls_only_are_ambiguous() -> None:
+    """The second of two values comes from another node in each call; the third is the same in both."""
+    tape = Tape()
+    for _ in range(2):
+        with tape.call("model#0", refused="the model itself"):
+            x = tape.op(10)
+            y = tape.op(40, x, saves=[x], recipe="gelu")
+            z = tape.op(40, x, saves=[y], recipe="relu")
+            tape.op(1, z, saves=[z])
+    profile = tape.profile()
+    values = [
+        replace(value, node="SiluBackward0" if n == y else "GeluBackward0") for n, value in enumerate(profile.values)
+    ]
+    profile = replace(profile, values=tuple(values))
+    made = plan(profile, min(outcome.peak_bytes for outcome in bruteforce.predictions(profile)))
+    assert set(made.recompute) == {"model#0:1", "model#0:2"}
+    assert made.ambiguous_addresses == ("model#0:1",)
+
+
 def test_infeasible_problems_have_an_infinite_bound() -> None:
     assert searched(chain(3), 20) == (float("inf"), None)
 

@@ -403,6 +403,25 @@ def test_a_result_kept_inside_a_call_is_not_advanced() -> None:
     assert (replayed.held_bytes, replayed.extra_ms) == (10, 3.0)
 
 
+def test_a_result_inside_a_replayed_call_is_not_advanced() -> None:
+    """Two blocks inside one that is replayed: a replay of the outer one, the first call, brings both back."""
+    tape = Tape()
+    x = tape.op(10)
+    with tape.call("outer#0", x, ms=9.0):
+        with tape.call("inner#0", x):
+            y = tape.op(20, x, saves=[x])
+        with tape.call("next#0", y):
+            tape.op(30, y, saves=[y], saves_result=True)
+    profile = tape.profile()
+    profile = replace(
+        profile, calls=(profile.calls[0], replace(profile.calls[1], result_value=y, advance_ms=3.0), profile.calls[2])
+    )
+    replayed = predict(profile, Decisions(replay=frozenset({"outer#0"})))
+    assert replayed.extra_ms == 9.0
+    assert predict(profile, Decisions(replay=frozenset({"outer#0"}), advance=frozenset({"inner#0"}))) == replayed
+    assert predict(profile, Decisions(advance=frozenset({"inner#0"}))).extra_ms == 3.0
+
+
 def test_an_offloaded_storage_is_off_the_device_until_its_predecessor_is_read() -> None:
     """h0, h1, h2 of 40 bytes each: one op makes each from the last, and saves it; 2 bytes in 1 ms."""
     tape = Tape()

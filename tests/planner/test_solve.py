@@ -227,6 +227,14 @@ def test_free_recomputes_are_added_and_others_are_not() -> None:
     assert added.recompute == {"model#0:0"}
 
 
+def test_budgets_that_an_extreme_plan_meets_need_no_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    ladder = BudgetLadder(Simulator(chain(4)))
+    monkeypatch.setattr(ladder.exact, "search", None)
+    assert ladder.best(ladder.bottom.peak - 1) is None
+    assert ladder.best(ladder.bottom.peak) is ladder.bottom
+    assert ladder.best(ladder.top.peak) is ladder.best(ladder.top.peak + 1) is ladder.top
+
+
 def test_where_rows_are_no_guide_at_a_small_budget_they_may_be_one_at_a_larger_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
