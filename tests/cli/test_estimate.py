@@ -292,6 +292,49 @@ for i in range(4):
 """
 
 
+COMPUTED_BEFORE = """
+import torch
+import torch.nn.functional as F
+import lowtide
+from torch import nn
+
+model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8)).cuda()
+prompt = nn.Parameter(torch.randn(64, 64, device="cuda"))
+optimizer = torch.optim.Adam([*model.parameters(), prompt])
+x, y = torch.randn(256, 64, device="cuda"), torch.randint(8, (256,), device="cuda")
+
+def prompted():
+    F.cross_entropy(model(x @ prompt), y).backward()
+
+def swapped():
+    doubled = {name: parameter * 2 for name, parameter in model.named_parameters()}
+    F.cross_entropy(torch.func.functional_call(model, doubled, (x,)), y).backward()
+
+def in_pieces():
+    lowtide.accumulate(lambda part: F.cross_entropy(model(part[0]), part[1]), (x, y), 4)
+
+def as_representations():
+    def loss_of(rows):
+        return F.cross_entropy(rows @ rows.T, torch.arange(len(rows), device=rows.device))
+    lowtide.accumulate(loss_of, x, 4, representations=model)
+
+for _ in range(4):
+    WORK()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize("work", ["prompted", "swapped", "in_pieces", "as_representations"])
+def test_tensors_computed_before_the_first_forward_are_on_the_gpu_too(estimate, work) -> None:
+    code, out, _ = estimate("--device", "T4", text=COMPUTED_BEFORE.replace("WORK", work))
+    assert code == 0
+    assert "on the CPU is assumed" not in out
+    n_trained = 64 * 256 + 256 + 256 * 8 + 8 + (64 * 64 if work == "prompted" else 0)
+    (state,) = re.findall(r"optimizer state +(.+?)  there before", out)
+    assert state == format_bytes(2 * 4 * n_trained)  # Adam's two averages; its counts are on the CPU
+
+
 @pytest.mark.parametrize("rows", [64, 16, 256])
 def test_a_sweep_keeps_the_graph_of_computed_tensors(estimate, rows) -> None:
     found = []

@@ -228,3 +228,13 @@ def test_two_processes_have_the_gradients_of_all_rows(run_python: RunPython, tmp
     done = run_python(str(program), str(tmp_path / "meeting"), "contrastive.gathers", path=program.parents[1])
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("contrastive.gathers: as it should be") == 2
+
+
+@pytest.mark.parametrize("device", [None, "T4"])
+def test_a_step_with_representations_is_estimated(device: str | None) -> None:
+    pair, batch = made()
+
+    def step(batch: dict[str, Tensor]) -> None:
+        lowtide.accumulate(pair.loss_of, batch, 2, representations=pair.encode)
+
+    assert lowtide.estimate(pair, step, batch, device=device).peak_bytes > 0

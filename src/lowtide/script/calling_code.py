@@ -17,6 +17,8 @@ from lowtide.utils.frames import frames_from, module_name
 
 _OTHERS = ("torch.", "lowtide.", "importlib")
 _BLOCKS = (*_OTHERS, "contextlib")
+_FOR_CALLER = "lowtide.levers.accumulation."
+"""Package whose functions hold pieces of the caller's batch in variables."""
 
 _outermost: list[CodeType] = []
 """Functions at which the search for variables ends, because the detected steps are in one of their `with` blocks."""
@@ -36,15 +38,16 @@ def end_search_here() -> Iterator[None]:
 
 
 def caller_variables() -> Iterator[Any]:
-    """Yield the values of variables in calling functions, innermost first, except those of torch and of this package.
+    """Yield the values of variables in calling functions, innermost first, without those of torch and Lowtide.
 
-    The search ends at the script, or at the function with the detected block: variables of callers beyond it, such as a
-    test, are not searched.
+    The pieces of a batch that `accumulate` runs count as the caller's. The search ends at the script, or at the
+    function with the detected block: variables of callers beyond it, such as a test, are not searched.
     """
     for frame in frames_from(sys._getframe(1)):
         if module_name(frame) == Script.__module__:
             break
-        if not module_name(frame).startswith(_OTHERS):
+        name = module_name(frame)
+        if name.startswith(_FOR_CALLER) or not name.startswith(_OTHERS):
             with local_variables(frame) as variables:
                 values = [*variables.values()]
             yield from values

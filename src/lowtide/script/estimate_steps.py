@@ -22,6 +22,7 @@ from lowtide.estimator.packed_sequences import sizes_in
 from lowtide.estimator.two_step_run import TwoStepRun
 from lowtide.runtime.batch_tensors import tensors_in
 from lowtide.runtime.fsdp_scopes import own_parameters, units
+from lowtide.runtime.live_optimizers import optimizers_of
 from lowtide.script.alternating_models import PATIENCE, caller_has_other_optimizers, held_by, ids, parameter_ids
 from lowtide.script.calling_code import caller_optimizers, caller_variables
 from lowtide.script.estimate_batches import BatchSize, FirstCalls
@@ -118,7 +119,7 @@ class Estimating(StepListener):
         self._optimizers = optimizers
         self._first_calls.begin_step()
         if self._rehearsal is None:
-            if not self._may_enter(batch):
+            if not self._may_enter([batch, *model.parameters()]):
                 self._held_up = model, optimizers
                 return
             self._enter(model, batch, resizing)
@@ -207,11 +208,11 @@ class Estimating(StepListener):
                 self._model = module
                 return
 
-    def _may_enter(self, batch: Any) -> bool:
+    def _may_enter(self, inputs: Any) -> bool:
         """Return False inside a checkpoint, and for inputs with a graph: a graph that began on the CPU has to end
-        there.
+        there. Parameters are inputs, too: `torch.func.functional_call` may put computed ones in their place.
         """
-        return saved_tensor_hooks() is None and all(tensor.is_leaf for tensor in tensors_in(batch))
+        return saved_tensor_hooks() is None and all(tensor.is_leaf for tensor in tensors_in(inputs))
 
     def finish(self) -> None:
         """Conclude at the end of a script that ran one step, or passes without an optimizer."""
@@ -261,7 +262,8 @@ class Estimating(StepListener):
 
     def on_step_end(self, model: nn.Module) -> None:
         """Count a step; after the second, restore all real tensors and end the script."""
-        if self._rehearsal is None:
+        if self._rehearsal is None:  # a real step, in which optimizers have made their state
+            self._optimizers = tuple({id(o): o for o in (*optimizers_of(model), *caller_optimizers())}.values())
             self._enter(model, [])
             return
         self._n_steps += 1
