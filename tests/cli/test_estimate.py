@@ -292,6 +292,27 @@ for i in range(4):
 """
 
 
+SPECTRAL = """
+import torch
+from torch import nn
+from torch.nn.utils.parametrizations import spectral_norm
+
+model = nn.Sequential(*[spectral_norm(nn.Linear(64, 64)) for _ in range(2)])
+print("built")
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(2):
+    model(torch.ones(8, 64)).sum().backward()
+    optimizer.step()
+"""
+
+
+def test_a_parametrization_that_is_registered_does_not_begin_training(estimate) -> None:
+    code, out, err = estimate(text=SPECTRAL)
+    assert code == 0
+    assert err.index("built") < err.index("from here on nothing is computed")
+    assert f"parameters  {format_bytes(4 * 2 * (64 * 64 + 64))}  there before" in re.sub(" +  ", "  ", out)
+
+
 COMPUTED_BEFORE = """
 import torch
 import torch.nn.functional as F

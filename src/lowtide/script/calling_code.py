@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import Any
 
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 from torch.optim import Optimizer
 
 from lowtide.memory.frame_locals import local_variables
@@ -58,3 +60,10 @@ def caller_variables() -> Iterator[Any]:
 def caller_optimizers() -> list[Optimizer]:
     """Return the optimizers reachable from the variables of calling functions."""
     return [obj for obj in ReachableState(*caller_variables()).visited if isinstance(obj, Optimizer)]
+
+
+def is_registered_now(module: nn.Module) -> bool:
+    """Return True for a parametrization that torch calls once when it is registered, to check its result."""
+    if not isinstance(module, ParametrizationList):
+        return False
+    return any(frame.f_code is ParametrizationList.__init__.__code__ for frame in frames_from(sys._getframe(1)))

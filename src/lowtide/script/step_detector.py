@@ -46,6 +46,7 @@ from lowtide.script.alternating_models import (
     held_by,
     parameter_ids,
 )
+from lowtide.script.calling_code import is_registered_now
 from lowtide.script.candidate_models import CandidateModels
 from lowtide.script.compiled_functions import trained_modules, watch_compiled_functions
 from lowtide.script.manual_updates import ManualUpdates
@@ -231,6 +232,8 @@ class Steps:
         if not module.training:
             if self.model is None:
                 self._prompted.evaluated(module)
+            return False
+        if is_registered_now(module):
             return False
         if in_backward():
             self.unseen.in_backward_only |= self.model is None
