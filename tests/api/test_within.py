@@ -692,3 +692,35 @@ def test_an_existing_plan_is_named_in_the_error() -> None:
 def test_an_invalid_budget_is_refused_before_any_step(budget: str) -> None:
     with pytest.raises(lowtide.BudgetError):
         lowtide.within(budget)
+
+
+class Dropping(nn.Module):
+    """LayerDrop: in each step another half of the layers, more or less."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            if torch.rand(()) < 0.5:
+                x = layer(x).tanh()
+        return x
+
+
+def test_where_layers_are_drawn_at_random_the_error_tells_what_plans_for_them() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), Dropping(), nn.Linear(64, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def loop() -> None:
+        for _ in range(10):
+            model(torch.randn(512, 64)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with pytest.raises(lowtide.Infeasible) as caught, lowtide.within("70%"):
+        loop()
+    assert "left alone, as it calls other modules in each step: 1." in str(caught.value)
+    assert "lowtide.fit plans for the step in which every layer runs" in str(caught.value)
+    assert "smaller batches need less" not in str(caught.value)

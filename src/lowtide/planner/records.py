@@ -23,6 +23,8 @@ CHECKPOINTED: Final = "torch.utils.checkpoint"
 """First words of a profile's note on calls that checkpoint themselves; the error for a budget that no plan fits repeats
 it.
 """
+LEFT_ALONE: Final = "left alone, as it"
+"""First words of a profile's note on modules that plans leave alone; that error repeats it, too."""
 AS_A_WHOLE: Final = "replayed as a whole"
 """Words in a profile's notes on compiled code that is not planned inside; that error repeats these notes, too."""
 

@@ -97,8 +97,6 @@ class Audit(RecomputeAudit, Observer):
         """
         super().__init__(model, static, mark, frugal=frugal)
         self.engine = AuditEngine(model, {}, packer=self)
-        self.bypassed: str | None = None
-        """Description of a call whose saved tensors the audit could not reach, with a remedy; known once it is over."""
         self.calls: list[CallDraft] = []
         self.refused = {} if refused is None else refused
         self.leaked: str | None = None
@@ -156,7 +154,6 @@ class Audit(RecomputeAudit, Observer):
         finally:
             values.probe = None
             self.engine.remove()
-            self.bypassed = self.engine.bypassed
             del self.engine  # it refers to the audit, and to the model
             self._open.clear()
             self._sent.clear()

@@ -23,6 +23,11 @@ def modules_that_differ(one: Sequence[CallShape], other: Sequence[CallShape]) ->
     return frozenset(_uneven(_Step(one), _Step(other), None, None))
 
 
+def modules_called_by(path: str, calls: Sequence[CallShape]) -> frozenset[str]:
+    """Return the paths of the modules that the module at `path` called directly."""
+    return frozenset(call.path for call in calls if call.parent is not None and calls[call.parent].path == path)
+
+
 class _Step:
     def __init__(self, calls: Sequence[CallShape]) -> None:
         self.calls = calls

@@ -10,12 +10,13 @@ The audit is always a frugal one, because the training loop can't repeat its fir
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lowtide.memory.memory_timeline import Timeline
-from lowtide.profiler.differing_modules import modules_that_differ
+from lowtide.planner.records import LEFT_ALONE
+from lowtide.profiler.differing_modules import modules_called_by, modules_that_differ
 from lowtide.profiler.peak_margin import DRAWS
 from lowtide.profiler.preconditions import (
     check_one_device,
@@ -47,6 +48,9 @@ if TYPE_CHECKING:
 
     from lowtide.planner.records import Fingerprint, Profile
 
+DRAWN_LAYERS = (
+    "Where layers are drawn at random, as with LayerDrop, lowtide.fit plans for the step in which every layer runs"
+)
 VARIES = (
     "the model does other work from step to step, as with LayerDrop: the plan is for the largest rehearsed step, "
     "blocks that did not run in it get the decisions of others of their class, and a larger step may exceed the budget"
@@ -107,6 +111,8 @@ class OnlineProfiler:
         """True once the model has called other modules than in an earlier step, or called them in another order."""
         self._left_alone: frozenset[str] = frozenset()
         """Paths of modules that plans leave alone, because they save different tensors in each step."""
+        self._skipping: set[str] = set()
+        """Those of them that call other modules in each step, as where layers are drawn at random."""
         self._to_come: Update | None = None
         """Update that is still to come, by optimizers of the model that have not stepped so far."""
 
@@ -190,6 +196,11 @@ class OnlineProfiler:
             self._kinds.forget_form(form)
             self._is_drawn |= "" in differing
             if "" not in differing:
+                self._skipping |= {
+                    path
+                    for path in differing
+                    if modules_called_by(path, audit.shapes) != modules_called_by(path, trace.calls)
+                }
                 self._leave_alone(differing)
             raise Unusable(difference)
         if trace.inputs != audit.inputs and (is_alike or len(trace.inputs) != len(audit.inputs)):
@@ -248,6 +259,13 @@ class OnlineProfiler:
             watch.end()
             watch.leave.close()
 
+    def _left_alone_notes(self) -> Iterator[str]:
+        """Yield the notes on modules that plans leave alone."""
+        if others := sorted(self._left_alone - self._skipping):
+            yield f"{LEFT_ALONE} saves something else in each step: {', '.join(others)}"
+        if skipping := sorted(self._left_alone & self._skipping):
+            yield f"{LEFT_ALONE} calls other modules in each step: {', '.join(skipping)}. {DRAWN_LAYERS}"
+
     def _settle(self, *, may_wait: bool) -> None:
         """Set the profile to that of the largest traced step, unless waiting for further steps is worthwhile."""
         best, largest, fullest = self._best, self._largest, self._fullest
@@ -259,7 +277,7 @@ class OnlineProfiler:
             profile, alone = best.profile(self.model, fullest), tuple(sorted(self._left_alone))
             if self._to_come is not None:
                 profile = replace(self._to_come.counted(profile), notes=(*profile.notes, *self._to_come.notes()))
-            notes = [f"left alone, as it saves something else in each step: {', '.join(alone)}"] if alone else []
+            notes = [*self._left_alone_notes()]
             several = self._kinds.several()
             is_drawn = self._is_drawn or not all(map(take_turns, several))
             if several and not is_drawn:

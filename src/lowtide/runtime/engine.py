@@ -72,8 +72,6 @@ class Engine:
         """Number of calls from outside that reached the engine and may be followed by a training backward."""
         self.n_runs_in_eval_mode = 0
         """Number of calls from outside that were passed through because the model was in eval mode."""
-        self.bypassed: str | None = None
-        """Description of a call whose saved tensors the plan could not reach, with a remedy."""
         self.learning = LearntSlots(len(actions))
         self._writing: InPlace | None = None
         """The permission to write gradients in place, while it is in force."""
@@ -129,7 +127,7 @@ class Engine:
         self.n_runs += 1
         _interrupts.install_handler()
         if in_transform():  # transforms allow no saved-tensor hooks: run as without a plan
-            self.bypassed = IN_TRANSFORM
+            self.packer.bypassed = IN_TRANSFORM
             if self.does_anything:
                 self.messages.say(
                     f"{interceptor} was called inside a transform of torch.func (grad, vmap, ...): the plan does "
@@ -139,7 +137,7 @@ class Engine:
                 return interceptor.inner(*args, **kwargs)
         hooks = saved_tensor_hooks() or (None if paused.pack is None else (paused.pack, unpack))
         if hooks is not None:
-            self.bypassed = in_hooks(hooks[0])
+            self.packer.bypassed = in_hooks(hooks[0])
             if self.does_anything and hooks[1] is not unpack:  # hooks that are not those of a plan on an outer model
                 self.messages.say(
                     f"{interceptor} was called inside other saved-tensor hooks (torch.utils.checkpoint or "

@@ -54,6 +54,8 @@ class SavedTensorPacker:
         """The search for the operands of a recompute."""
         self.here = ThreadState()
         """The handler of module calls in this thread: the run in progress, if any."""
+        self.bypassed: str | None = None
+        """Description of a call whose saved tensors did not get here, with a remedy."""
         self.versions: dict[str, int] = {}
         """For each address the version of the recomputed tensor when it was first saved there."""
         self.drifted: set[str] = set()

@@ -12,7 +12,7 @@ from lowtide.levers.lever import LeverNotApplicable
 from lowtide.memory.events import Busy
 from lowtide.planner.records import AS_A_WHOLE
 from lowtide.profiler.checkpointed_blocks import with_checkpoint_note
-from lowtide.profiler.online import PATIENCE, OnlineProfiler
+from lowtide.profiler.online import DRAWN_LAYERS, PATIENCE, OnlineProfiler
 from lowtide.profiler.preconditions import check_not_scripted, has_planned_blocks, has_torchscript
 from lowtide.runtime.composite_model import CompositeModel, name_of
 from lowtide.script.part_calls import PartCalls
@@ -51,8 +51,7 @@ WHOLE_IN_PROCESSES: Final = (
 
 ONE_FORM = (
     "  Have the model do the same work in each step, or give a step of your own and the largest batch to "
-    "lowtide.rehearse or lowtide.fit. Where layers are drawn at random, as with LayerDrop, lowtide.fit plans for the "
-    "step in which every layer runs."
+    f"lowtide.rehearse or lowtide.fit. {DRAWN_LAYERS}."
 )
 
 

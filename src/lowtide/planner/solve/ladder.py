@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 
 from lowtide.errors import Infeasible
 from lowtide.planner.objectives import with_work_costs
-from lowtide.planner.records import AS_A_WHOLE, CHECKPOINTED, Decisions, Profile, Static
+from lowtide.planner.records import AS_A_WHOLE, CHECKPOINTED, LEFT_ALONE, Decisions, Profile, Static
 from lowtide.planner.simulate.assignment import DecisionVector
 from lowtide.planner.simulate.simulator import Simulator
 from lowtide.planner.solve.exact import BranchAndBound, Bytes, is_rough
@@ -104,7 +104,8 @@ def infeasible(simulator: Simulator, budget_bytes: int, smallest: DecisionVector
     # The simulator may have gradients in place, which saves memory, too.
     plain_bytes = max(plain.peak_bytes, simulator.profile.measured_plain_peak_bytes or 0)
     notes, temporaries = [], prediction.parts.get("temporaries", 0)
-    if temporaries and prediction.peak_bytes > NOTHING_SAVED * plain_bytes:
+    excluded = [note for note in simulator.profile.notes if LEFT_ALONE in note]
+    if temporaries and prediction.peak_bytes > NOTHING_SAVED * plain_bytes and not excluded:
         begun = {at: phase for phase, at in simulator.profile.phases.items() if at <= prediction.peak_position}
         phase = begun[max(begun)] if begun else "before forward"
         notes.append(f"plans save next to nothing of this step: {format_bytes(temporaries)} {_TEMPORARIES[phase]}")
@@ -114,6 +115,7 @@ def infeasible(simulator: Simulator, budget_bytes: int, smallest: DecisionVector
             f"{format_bytes(left_bytes)} at its peak are left from the step before, such as an output that a variable "
             "holds until the next forward has returned: `del` it at the end of the step"
         )
+    notes += excluded
     notes += [note for note in simulator.profile.notes if CHECKPOINTED in note or AS_A_WHOLE in note]
     return Infeasible(
         budget_bytes=budget_bytes,
