@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from lowtide.levers.lever import Lever, LeverNotApplicable, Settings, StepContext
+from lowtide.levers.lever import ONE_OPTIMIZER, Lever, LeverNotApplicable, Settings, StepContext
 
 if TYPE_CHECKING:
     from torch import nn
@@ -75,7 +75,7 @@ class _Active:
 def _fusible(optimizer: Optimizer | None) -> Optimizer:
     """Return the optimizer if fused kernels can replace its own. Raises LeverNotApplicable otherwise."""
     if optimizer is None:
-        raise LeverNotApplicable("no single optimizer of the model's parameters was found: pass optimizer=")
+        raise LeverNotApplicable(ONE_OPTIMIZER)
     groups = optimizer.param_groups
     name = type(optimizer).__name__
     if not all("fused" in group for group in groups):

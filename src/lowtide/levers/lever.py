@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 
 Settings = Mapping[str, float]
 
+ONE_OPTIMIZER = (
+    "it works with the only optimizer of a model, and none or several were found: pass optimizer= if there is one"
+)
+
 
 class LeverNotApplicable(Exception):
     """Error for a lever that can't be enabled on this model or step, or changes nothing there; the text says why."""

@@ -25,7 +25,7 @@ from lowtide._torch.modules import has_backward_hooks
 from lowtide._torch.optim import has_step_pre_hooks, step_without_hooks
 from lowtide._torch.tensors import has_accumulation_hooks, has_gradient_hooks
 from lowtide.errors import LowtideError, summarize
-from lowtide.levers.lever import Lever, LeverNotApplicable, Settings, StepContext
+from lowtide.levers.lever import ONE_OPTIMIZER, Lever, LeverNotApplicable, Settings, StepContext
 from lowtide.levers.optimizer_observer import (
     BY_COMMON_NORM,
     BY_VALUE,
@@ -204,11 +204,11 @@ def _steppable(optimizer: Optimizer | None) -> Optimizer:
     if several_processes():
         raise LeverNotApplicable(TOGETHER)
     if optimizer is None:
-        raise LeverNotApplicable("no single optimizer of the model's parameters was found: pass optimizer=")
+        raise LeverNotApplicable(ONE_OPTIMIZER)
     name = type(optimizer).__name__
     if not type(optimizer).__module__.startswith("torch.optim") or isinstance(optimizer, torch.optim.LBFGS):
         raise LeverNotApplicable(
-            f"a {name} may read several parameters at once; those of torch.optim, except LBFGS, do not"
+            f"{name} may read several parameters at once; optimizers of torch.optim, except LBFGS, do not"
         )
     if has_step_pre_hooks(optimizer):
         raise LeverNotApplicable(f"there are hooks before the step of this {name}, which may look at gradients")
