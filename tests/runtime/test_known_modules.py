@@ -5,6 +5,7 @@ import gc
 import random
 import weakref
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -278,6 +279,44 @@ def test_numbers_that_only_a_later_call_draws(draw: Callable[[], float]) -> None
     for each in (plain, model):
         np.random.seed(5)
         results.append(outcome(each, step(each)) | {"numpy": np.random.rand()})
+    assert differences(*results) == []
+
+
+def _in_fork() -> float:
+    with torch.random.fork_rng(devices=[]):
+        return float(torch.rand(()))
+
+
+def _other_state() -> float:
+    torch.manual_seed(3)
+    return float(torch.rand(()))
+
+
+@pytest.mark.parametrize("between", [lambda: None, lambda: float(torch.randn(())), lambda: float(torch.rand(3).sum())])
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: 1.0,
+        lambda: float(torch.randn(())),  # the generator draws two, and keeps the second one for the next call
+        lambda: float(torch.randn((), dtype=torch.float64)),
+        _in_fork,  # leaves the generator as it was
+        _other_state,
+    ],
+)
+def test_a_replay_draws_the_same_numbers_of_torch_and_leaves_no_trace(
+    draw: Callable[[], float], between: Callable[[], float]
+) -> None:
+    def function(part: Part, y: torch.Tensor) -> torch.Tensor:
+        return y * draw()
+
+    plain, model = Model(function), Model(function)
+    for _ in range(3):
+        plain(X).backward()
+    in_force(model)
+    results = []
+    for each in (plain, model):
+        step = partial(_whole, each, lambda model: between())
+        results.append(outcome(each, step) | {"next": torch.randn(()), "after": torch.get_rng_state()})
     assert differences(*results) == []
 
 

@@ -5,8 +5,12 @@
 // functionToPyObject, Node::metadata (a PyAnomalyMetadata), get_current_graph_task_id.
 #include <Python.h>
 #include <structmember.h>
+#include <ATen/Context.h>
 #include <ATen/SequenceNumber.h>
+#include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/Dtype.h>
+#include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -59,12 +63,12 @@ bool is_none(PyObject* it) { return it == nullptr || it == Py_None; }
 
 #define NAMES(X)                                                                                                      \
   X(scope) X(frame) X(probe) X(needed) X(ordinal) X(learnt) X(held) X(actions) X(recompute) X(path) X(packer)         \
-  X(versions) X(address) X(node) X(builder) X(owners) X(relied_on) X(of_leaf) X(recipe) X(turns) X(recorded)          \
-  X(is_common) X(unless) X(kind) X(data) X(unpack_hook) X(function) X(into) X(operands) X(make) X(when) X(places)       \
-  X(numbers) X(owned) X(computed) X(look_up) X(shape) X(dtype) X(count) X(values) X(_expected) X(out) X(_frame)         \
+  X(versions) X(address) X(node) X(builder) X(owners) X(relied_on) X(of_leaf)          \
+  X(unless) X(data) X(unpack_hook) X(function) X(into) X(operands) X(make)       \
+  X(shape) X(dtype) X(count) X(values) X(_expected) X(out) X(_frame)         \
   X(_inside_another) X(_operator) X(_is_complete) X(_place) X(_last) X(_wanted) X(_at) X(_holds) X(fresh) X(handed_over) \
   X(as_saved) X(hold) X(spare) X(takes_values) X(_waits) X(_values) X(_most) X(_newest) X(_storages)       \
-  X(watched)
+  X(watched) X(table) X(look_up)
 #define DECLARE(name) PyObject* s_##name;
 NAMES(DECLARE)
 #define LENT(X)                                                                                                       \
@@ -182,25 +186,31 @@ int handle_init(Handle* self, PyObject* args, PyObject* kwargs) {
   value_of(self)->readers += 1;
   return 0;
 }
-int recompute_init(Recompute* self, PyObject* args, PyObject*) {
-  PyObject *recipe, *operands, *places, *constants, *stride, *noted = nullptr;
-  if (!PyArg_ParseTuple(args, "OOOOO|O", &recipe, &operands, &places, &constants, &stride, &noted)) return -1;
+void fill(
+    Recompute* self, PyObject* recipe, PyObject* operands, PyObject* places, PyObject* constants, PyObject* stride,
+    PyObject* noted, bool goes_into) {
   set(self->recipe, Py_NewRef(recipe));
   set(self->operands, Py_NewRef(operands));
   set(self->places, Py_NewRef(places));
   set(self->constants, Py_NewRef(constants));
   set(self->stride, Py_NewRef(stride));
-  set(self->noted, noted == nullptr ? PyFrozenSet_New(nullptr) : Py_NewRef(noted));
+  set(self->noted, Py_NewRef(noted));
   set(self->sharded, PyTuple_New(0));
-  Ref into(PyObject_GetAttr(recipe, s_into));
-  if (!into) return -1;
   self->has_passed = 0;
-  if (into.it == Py_True) {
+  if (goes_into) {
     for (Py_ssize_t n = 0; n < PyTuple_GET_SIZE(operands); ++n) {
       PyObject* each = PyTuple_GET_ITEM(operands, n);
       if (each != Py_None) self->has_passed |= value_of(reinterpret_cast<Handle*>(each))->passing;
     }
   }
+}
+PyObject* no_sites;  // an empty frozenset
+int recompute_init(Recompute* self, PyObject* args, PyObject*) {
+  PyObject *recipe, *operands, *places, *constants, *stride, *noted = no_sites;
+  if (!PyArg_ParseTuple(args, "OOOOO|O", &recipe, &operands, &places, &constants, &stride, &noted)) return -1;
+  Ref into(PyObject_GetAttr(recipe, s_into));
+  if (!into) return -1;
+  fill(self, recipe, operands, places, constants, stride, noted, into.it == Py_True);
   return 0;
 }
 
@@ -471,15 +481,16 @@ at::Tensor whole(PyObject* wrapped) {
   return is_same ? base : at::Tensor();
 }
 
-// The captured operand of a node, and its site; nothing if there is none, or its value was freed: `noted`.
-Ref captured(Node& node, PyObject* name, PyObject* sites) {
+// The captured operand of a node; nothing if there is none, or its value was freed: `noted`. Adds its site.
+Ref captured(Node& node, PyObject* name, Ref& sites) {
   PyObject* known = PyDict_GetItem(metadata(node), lent_noted_key);
   PyObject* found = known == nullptr ? nullptr : PyDict_GetItem(known, name);
   if (found == nullptr) return Ref();
   PyObject* operand = PyTuple_GET_ITEM(found, 1);
   if (PyWeakref_Check(operand)) operand = PyWeakref_GetObject(operand);
   if (operand == Py_None) return Ref();
-  if (PySet_Add(sites, PyTuple_GET_ITEM(found, 0))) throw python_error();
+  if (!sites) sites = checked(PySet_New(nullptr));
+  if (PySet_Add(sites.it, PyTuple_GET_ITEM(found, 0))) throw python_error();
   return borrowed(operand);
 }
 bool is_number(PyObject* it) { return PyLong_Check(it) || PyFloat_Check(it) || PyComplex_Check(it); }
@@ -556,41 +567,40 @@ Ref in_slot(PyObject* builder, PyObject* node, PyObject* name) {
   return operand.it == Py_None ? Ref() : std::move(operand);
 }
 
-// `RecomputePath.follow` of common paths; nothing if the path has changed
+// `RecomputePath.follow` of a path that has a table; nothing if the path has changed
+enum Column { KIND, RECIPE, RECORDED, WHEN, TURNS, NUMBERS, LOOKS_UP, PLACES, INTO };
 Ref follow(
-    PyObject* path, PyObject* builder, const Ref* given, const NodePointer& owner, long long output, const at::Tensor* like) {
+    PyObject* path, PyObject* table, PyObject* builder, const Ref* given, const NodePointer& owner, long long output, const at::Tensor* like) {
   Node& node = *owner;
-  Ref recipe = attribute(path, s_recipe), recorded = attribute(path, s_recorded), turns = attribute(path, s_turns);
+  auto column = [table](Column place) { return PyTuple_GET_ITEM(table, place); };
+  PyObject *recipe = column(RECIPE), *recorded = column(RECORDED), *when = column(WHEN), *turns = column(TURNS),
+           *numbers = column(NUMBERS);
   Ref python_node(given != nullptr ? Py_NewRef(given->it) : nullptr);
   auto as_object = [&]() -> PyObject* {
     if (!python_node) python_node = checked(torch::autograd::functionToPyObject(owner));
     return python_node.it;
   };
   Ref constants = checked(PyDict_New());
-  for (Py_ssize_t n = 0; n < PyList_GET_SIZE(recorded.it); ++n) {
-    PyObject* pair = PyList_GET_ITEM(recorded.it, n);
+  for (Py_ssize_t n = 0; n < PyTuple_GET_SIZE(recorded); ++n) {
+    PyObject* pair = PyTuple_GET_ITEM(recorded, n);
     Ref constant = attribute(as_object(), PyTuple_GET_ITEM(pair, 1));
     if (!(PyBool_Check(constant.it) || PyFloat_CheckExact(constant.it) || constant.it == Py_None))
       constant = call(lent_signed_constant, {constant.it});
     if (PyDict_SetItem(constants.it, PyTuple_GET_ITEM(pair, 0), constant.it)) throw python_error();
   }
-  Ref when = attribute(recipe.it, s_when);
-  if (PyObject_Size(when.it)) {
-    Ref items = checked(PyMapping_Items(when.it));
-    for (Py_ssize_t n = 0; n < PyList_GET_SIZE(items.it); ++n) {
-      PyObject* pair = PyList_GET_ITEM(items.it, n);
-      PyObject* constant = PyDict_GetItem(constants.it, PyTuple_GET_ITEM(pair, 0));
-      int is_as_wanted = constant == nullptr ? 1 : PyObject_RichCompareBool(constant, PyTuple_GET_ITEM(pair, 1), Py_EQ);
-      if (is_as_wanted < 0) throw python_error();
-      if (!is_as_wanted) return Ref();
-    }
+  for (Py_ssize_t n = 0; n < PyTuple_GET_SIZE(when); ++n) {
+    PyObject* pair = PyTuple_GET_ITEM(when, n);
+    PyObject* constant = PyDict_GetItem(constants.it, PyTuple_GET_ITEM(pair, 0));
+    int is_as_wanted = constant == nullptr ? 1 : PyObject_RichCompareBool(constant, PyTuple_GET_ITEM(pair, 1), Py_EQ);
+    if (is_as_wanted < 0) throw python_error();
+    if (!is_as_wanted) return Ref();
   }
-  Ref sites = checked(PySet_New(nullptr));
-  Py_ssize_t count = PyTuple_GET_SIZE(turns.it);
+  Ref sites;
+  Py_ssize_t count = PyTuple_GET_SIZE(turns);
   Ref operands = checked(PyTuple_New(count));
   for (Py_ssize_t n = 0; n < count; ++n) PyTuple_SET_ITEM(operands.it, n, Py_NewRef(Py_None));
   for (Py_ssize_t n = 0; n < count; ++n) {
-    PyObject* turn = PyTuple_GET_ITEM(turns.it, n);
+    PyObject* turn = PyTuple_GET_ITEM(turns, n);
     PyObject *name = PyTuple_GET_ITEM(turn, 1), *empty = PyTuple_GET_ITEM(turn, 2);
     long kind = PyLong_AsLong(PyTuple_GET_ITEM(turn, 0)), place = PyLong_AsLong(PyTuple_GET_ITEM(turn, 3));
     if (PyUnicode_GET_LENGTH(empty)) {
@@ -602,12 +612,12 @@ Ref follow(
       operand = in_slot(builder, as_object(), name);
       if (!operand) return Ref();
     } else if (kind == CAPTURED) {
-      Ref found = captured(node, name, sites.it);
+      Ref found = captured(node, name, sites);
       if (!found || is_number(found.it)) return Ref();
       if (Py_TYPE(found.it) != reinterpret_cast<PyTypeObject*>(lent_Value)) found = new_value(found.it, nullptr, 0);
       operand = new_handle(found.it, nullptr);
     } else if (kind == ABSENT) {
-      Ref unless = attribute(recipe.it, s_unless);
+      Ref unless = attribute(recipe, s_unless);
       Ref flag = checked(PyObject_GetItem(unless.it, name));
       PyObject* constant = PyDict_GetItem(constants.it, flag.it);
       if (constant == nullptr || !PyObject_IsTrue(constant)) return Ref();
@@ -632,9 +642,10 @@ Ref follow(
           operand = new_handle(held.it, nullptr);
         } else {
           PyObject* further = PyTuple_GET_ITEM(turn, 4);
-          Ref kind_of = attribute(further, s_kind);
-          if (edge.function->name() != PyUnicode_AsUTF8(kind_of.it) || registered(*edge.function, edge.input_nr)) return Ref();
-          Ref held = follow(further, builder, &there, edge.function, edge.input_nr, nullptr);
+          Ref its_table = attribute(further, s_table);
+          const char* kind_of = PyUnicode_AsUTF8(PyTuple_GET_ITEM(its_table.it, KIND));
+          if (edge.function->name() != kind_of || registered(*edge.function, edge.input_nr)) return Ref();
+          Ref held = follow(further, its_table.it, builder, &there, edge.function, edge.input_nr, nullptr);
           if (!held) return Ref();
           operand = new_handle(held.it, nullptr);
         }
@@ -644,23 +655,23 @@ Ref follow(
     PyTuple_SET_ITEM(operands.it, n, operand.release());
     Py_DECREF(before);
   }
-  Ref numbers = attribute(path, s_numbers);
-  for (Py_ssize_t n = 0; n < PyList_GET_SIZE(numbers.it); ++n) {
-    PyObject* name = PyList_GET_ITEM(numbers.it, n);
-    Ref found = captured(node, name, sites.it);
+  for (Py_ssize_t n = 0; n < PyTuple_GET_SIZE(numbers); ++n) {
+    PyObject* name = PyTuple_GET_ITEM(numbers, n);
+    Ref found = captured(node, name, sites);
     if (!found || !is_number(found.it)) return Ref();
     if (PyDict_SetItem(constants.it, name, found.it)) throw python_error();
   }
-  if (PyObject_Size(attribute(path, s_owned).it) || PyObject_Size(attribute(path, s_computed).it)) {
+  if (column(LOOKS_UP) == Py_True) {
     Ref number = checked(PyLong_FromLongLong(output));
     Ref original = like == nullptr ? borrowed(Py_None) : checked(THPVariable_Wrap(*like));
-    Ref look_up = attribute(path, s_look_up);
-    if (call(look_up.it, {builder, as_object(), number.it, original.it, constants.it}).it != Py_True) return Ref();
+    if (call(attribute(path, s_look_up).it, {builder, as_object(), number.it, original.it, constants.it}).it != Py_True) return Ref();
   }
   Ref stride = like == nullptr ? borrowed(Py_None) : strides_of(*like);
-  Ref places = attribute(path, s_places);
-  Ref noted = checked(PyFrozenSet_New(sites.it));
-  Ref maker = call(lent_Recompute, {recipe.it, operands.it, places.it, constants.it, stride.it, noted.it});
+  Ref noted = sites ? checked(PyFrozenSet_New(sites.it)) : borrowed(no_sites);
+  Ref maker(reinterpret_cast<PyObject*>(fresh<Recompute>(lent_Recompute)));
+  if (!maker) throw python_error();
+  fill(reinterpret_cast<Recompute*>(maker.it), recipe, operands.it, column(PLACES), constants.it, stride.it, noted.it,
+       column(INTO) == Py_True);
   Ref value = new_value(nullptr, maker.it, output);
   reinterpret_cast<Value*>(value.it)->passing = like == nullptr;
   enter(node, output, value.it);
@@ -699,12 +710,14 @@ Ref recomputed(PyObject* packer, PyObject* wrapped, PyObject* decision) {
   if (owner->name() != PyUnicode_AsUTF8(kind.it)) return Ref();
   if (Ref value = registered(*owner, output)) return recomputed_earlier(wrapped, reinterpret_cast<Value*>(value.it), version);
   Ref path = attribute(decision, s_path);
-  if (is_none(path.it) || output || base.storage_offset() || attribute(path.it, s_is_common).it != Py_True) return Ref();
+  if (is_none(path.it) || output || base.storage_offset()) return Ref();
+  Ref table = attribute(path.it, s_table);
+  if (is_none(table.it)) return Ref();
   Ref versions = attribute(packer, s_versions), address = attribute(decision, s_address);
   PyObject* expected = PyDict_GetItem(versions.it, address.it);
   if (expected == nullptr || PyLong_AsLongLong(expected) != version) return Ref();
   Ref builder = attribute(packer, s_builder);
-  Ref value = follow(path.it, builder.it, nullptr, owner, 0, &base);
+  Ref value = follow(path.it, table.it, builder.it, nullptr, owner, 0, &base);
   if (!value) return Ref();
   reinterpret_cast<Value*>(value.it)->version = version;
   return handle_for(wrapped, value.it);
@@ -877,7 +890,7 @@ PyObject* replay_pack_call(PyObject* callable, PyObject* const* arguments, size_
   }
   if (place >= last && attribute(run, s__is_complete).it == Py_True) {
     PyErr_SetNone(lent_StopReplay);
-    throw python_error();
+    return nullptr;  // not thrown here as well: torch throws it through its operator, which takes microseconds
   }
   if (attribute(run, s__holds).it != Py_True && is_none(attribute(frame.it, s_held).it)) Py_RETURN_NONE;
   return call(attribute(run, s_hold).it, {wrapped}).release();
@@ -889,7 +902,7 @@ int replay_pack_init(Pack* self, PyObject* args, PyObject* kwargs) {
   return failed;
 }
 
-// `KnownModules._binds`: True if the tables contain these objects under these names, in this order
+// `_binds_in_python` of known_modules.py: True if the tables contain these objects under these names, in this order
 PyObject* binds(PyObject*, PyObject* args) {
   PyObject *tables, *names, *values, *name, *value;
   if (!PyArg_ParseTuple(args, "O!O!O!", &PyList_Type, &tables, &PyList_Type, &names, &PyList_Type, &values)) return nullptr;
@@ -905,6 +918,26 @@ PyObject* binds(PyObject*, PyObject* args) {
     }
   }
   return PyBool_FromLong(at == count);
+}
+
+// `_modes_in_python` of call_context.py
+PyObject* modes(PyObject*, PyObject* kinds) {
+  HANDLE_TH_ERRORS
+  const at::Context& context = at::globalContext();
+  auto flag = [](bool is_on) { return is_on ? Py_True : Py_False; };
+  Ref kernels = checked(PyTuple_Pack(4, flag(context.userEnabledFlashSDP()), flag(context.userEnabledMemEfficientSDP()),
+                                     flag(context.userEnabledMathSDP()), flag(context.userEnabledCuDNNSDP())));
+  Ref found = list_of({kernels.it, flag(at::autocast::is_autocast_cache_enabled())});
+  for (Py_ssize_t n = 0; n < PyTuple_GET_SIZE(kinds); ++n) {
+    const char* kind = PyUnicode_AsUTF8(PyTuple_GET_ITEM(kinds, n));
+    if (kind == nullptr) throw python_error();
+    c10::DeviceType type = c10::Device(kind).type();
+    PyObject* dtype = reinterpret_cast<PyObject*>(torch::getTHPDtype(at::autocast::get_autocast_dtype(type)));
+    if (PyList_Append(found.it, flag(at::autocast::is_autocast_enabled(type))) || PyList_Append(found.it, dtype))
+      throw python_error();
+  }
+  return found.release();
+  END_HANDLE_TH_ERRORS
 }
 
 // --- kernels before torch's: `Gate` of privateuse1.py. Its dispatch keys are OVERRIDE_KEY and GATED_KEY there
@@ -1004,6 +1037,7 @@ PyObject* lend(PyObject*, PyObject* args, PyObject* kwargs) {
 PyMethodDef functions[] = {
     {"unpack", unpack, METH_O, nullptr},
     {"binds", binds, METH_VARARGS, nullptr},
+    {"modes", modes, METH_O, nullptr},
     {"lend", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(lend)), METH_VARARGS | METH_KEYWORDS, nullptr},
     {nullptr}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "lowtide_hot_path", nullptr, -1, functions};
@@ -1013,6 +1047,7 @@ PyModuleDef module = {PyModuleDef_HEAD_INIT, "lowtide_hot_path", nullptr, -1, fu
 PyMODINIT_FUNC PyInit_lowtide_hot_path() {
 #define INTERN(name) s_##name = PyUnicode_InternFromString(#name);
   NAMES(INTERN)
+  no_sites = PyFrozenSet_New(nullptr);
   handle_type.tp_methods = handle_methods;
   for (PyTypeObject* type : {&pack_type, &replay_pack_type}) {
     type->tp_vectorcall_offset = offsetof(Pack, vectorcall);

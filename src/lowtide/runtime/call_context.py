@@ -30,6 +30,7 @@ from lowtide.runtime.fsdp_scopes import units
 from lowtide.runtime.host_rng import set_numpy_state
 from lowtide.runtime.known_modules import KnownModules, bindings, can_be_known, rebind
 from lowtide.runtime.module_attributes import Attributes
+from lowtide.runtime.saved_values import native
 from lowtide.runtime.tensor_writers import Overwritten
 
 if TYPE_CHECKING:
@@ -491,12 +492,15 @@ def gpus(devices: Iterable[torch.device]) -> frozenset[torch.device]:
     return frozenset(device for device in devices if device.type not in ("cpu", "meta"))
 
 
-def _modes(kinds: tuple[str, ...]) -> list[Any]:
+def _modes_in_python(kinds: tuple[str, ...]) -> list[Any]:
     """Return the kernels that attention may use, and autocast's cache, flag and dtype for the `kinds` of devices."""
     modes = [(_FLASH(), _EFFICIENT(), _MATH(), _CUDNN()), torch.is_autocast_cache_enabled()]
     for kind in kinds:
         modes += torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     return modes
+
+
+_modes: Callable[[tuple[str, ...]], list[Any]] = _modes_in_python if native is None else native.modes
 
 
 def _buffers(modules: tuple[nn.Module, ...]) -> Iterator[tuple[nn.Module, str, Tensor]]:

@@ -7,7 +7,7 @@ hooks, or with attributes whose contents may change unseen, are captured in each
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, islice
 from operator import is_
 from typing import TYPE_CHECKING, Any, Final
@@ -75,7 +75,7 @@ class KnownModules:
                     return None
                 values[place] = value
         is_known = (
-            self._binds(values)
+            _binds(self._tables, self._names, values)
             and not any(self._hooks)
             and [*map(type, self._modules)] == self._kinds
             and (not self.attributes.mutable or self.attributes.is_unchanged)
@@ -84,16 +84,9 @@ class KnownModules:
 
     def rebind(self, values: list[Any]) -> None:
         """Undo every binding that was made, changed or removed since the tables had `values`."""
-        if not self._binds(values):
+        if not _binds(self._tables, self._names, values):
             pairs = zip(self._names, values, strict=True)
             rebind([(table, dict(islice(pairs, n))) for table, n in zip(self._tables, self._sizes, strict=True)])
-
-    def _binds(self, values: list[Any]) -> bool:
-        """Return True if the tables contain these objects under the known names."""
-        if native is not None:
-            return bool(native.binds(self._tables, self._names, values))
-        now = chain.from_iterable(map(_VALUES, self._tables))
-        return all(map(is_, now, values)) and [*chain.from_iterable(self._tables)] == self._names
 
 
 def can_be_known(modules: tuple[nn.Module, ...], attributes: Attributes) -> bool:
@@ -134,3 +127,12 @@ def _hooks(modules: Iterable[nn.Module]) -> Iterator[dict[int, Any]]:
 def _tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
     tables = (table for module in modules for table in (module._parameters, module._buffers))
     return [tensor for table in tables for tensor in table.values() if tensor is not None]
+
+
+def _binds_in_python(tables: list[dict[str, Any]], names: list[str], values: list[Any]) -> bool:
+    """Return True if the tables contain these objects under these names, in this order."""
+    now = chain.from_iterable(map(_VALUES, tables))
+    return all(map(is_, now, values)) and [*chain.from_iterable(tables)] == names
+
+
+_binds: Callable[..., bool] = _binds_in_python if native is None else native.binds

@@ -54,7 +54,7 @@ class Turn(NamedTuple):
 class RecomputePath:
     """Places of the operands and constants of one node."""
 
-    __slots__ = ("computed", "is_common", "kind", "numbers", "owned", "places", "recipe", "recorded", "turns")
+    __slots__ = ("computed", "kind", "numbers", "owned", "places", "recipe", "recorded", "table", "turns")
 
     def __init__(
         self, recipe: Recipe, kind: str, turns: tuple[Turn, ...], places: dict[str, int | slice] | None
@@ -71,8 +71,8 @@ class RecomputePath:
         """Captured operands that are numbers."""
         self.places = places
         """For each parameter of the recipe its positions among the operands, as in `Recompute`."""
-        self.is_common = False
-        """True if the compiled hooks can follow the path."""
+        self.table: tuple[Any, ...] | None = None
+        """What the compiled hooks read of the path (`Column` in hot_path.cpp); None if they can't follow it."""
 
     def follow(self, builder: Builder, node: Node, output: int, like: Tensor | None) -> Value | None:
         """Return a value that recomputes the output of `node`, as the builder would; None if the path has changed."""
@@ -213,7 +213,10 @@ def describe(
         return None
     if any(number not in constants for number in path.numbers):
         return None
-    path.is_common = recipe.device is None and all(turn.path is None or turn.path.is_common for turn in turns)
+    if recipe.device is None and all(turn.path is None or turn.path.table is not None for turn in turns):
+        recorded, when, numbers = tuple(path.recorded), tuple(recipe.when.items()), tuple(path.numbers)
+        looks_up = bool(path.owned or path.computed)
+        path.table = path.kind, recipe, recorded, when, path.turns, numbers, looks_up, places, recipe.into
     return path
 
 
