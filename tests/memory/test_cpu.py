@@ -47,6 +47,15 @@ def test_allocations_frees_and_marks_come_in_order_with_their_operator() -> None
     assert recorder.stream.device == "cpu"
 
 
+def test_allocations_of_compiled_graphs_are_named_without_the_graphs_hash() -> None:
+    with CpuRecorder() as recorder, torch.profiler.record_function("## Call CompiledFxGraph fb5vtq53ul3wkixs ##"):
+        a = torch.ones(100)
+        storage = torch.UntypedStorage(100)
+    ops = [event.op for event in recorder.stream.events if isinstance(event, Allocate)]
+    assert ops[-1] == "compiled graph"
+    del a, storage
+
+
 @pytest.mark.parametrize("seed", [0, 1])
 def test_twenty_thousand_events_in_the_true_order(seed: int) -> None:
     choose = random.Random(seed)

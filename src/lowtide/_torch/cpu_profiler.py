@@ -12,6 +12,9 @@ RecordFunction = torch._C._profiler._RecordFunctionFast
 ALLOCATION = "[memory]"
 """Name of the profiler's events for allocations and frees. Torch 2.13, since 1.6."""
 
+COMPILED = "## Call CompiledFxGraph "
+"""Beginning of the names of events for calls of inductor's graphs, before the graph's hash. Torch 2.13."""
+
 
 PROFILERS: tuple[type, ...] = (torch.autograd.profiler.profile, torch.profiler.profile)
 """Classes of torch's profilers; the second one uses the first. Torch 2.13."""

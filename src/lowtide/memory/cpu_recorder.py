@@ -29,6 +29,7 @@ from torch.autograd.profiler import profile
 from lowtide._torch.backward import in_backward
 from lowtide._torch.cpu_profiler import (
     ALLOCATION,
+    COMPILED,
     RecordFunction,
     is_warming_up,
     profiler_roots,
@@ -340,6 +341,8 @@ def _rows(roots: list[Any]) -> list[tuple[int, int, int, str]]:
         if name.startswith(_MARK):
             rows.append((node.start_time_ns, 0, int(name[len(_MARK) :]), ""))
             name = op
+        elif name.startswith(COMPILED):
+            name = "compiled graph"
         if children := node.children:
             children.reverse()
             pending += children
