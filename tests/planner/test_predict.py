@@ -2,14 +2,16 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.errors import LowtideError
 from lowtide.planner import predict
-from lowtide.planner.records import Decisions, Profile
+from lowtide.planner.records import Decisions, Profile, Value
 from lowtide.planner.simulate.assignment import KEPT, REPLAYED, assign
+from lowtide.planner.simulate.recompute_cost import recompute_cost_of
 from lowtide.planner.simulate.simulator import Simulator
 from planner import reference
 from planner.profiles import Tape, chain, profiles, random_decisions
@@ -401,6 +403,17 @@ def test_a_result_kept_inside_a_call_is_not_advanced() -> None:
     assert (alone.held_bytes, alone.extra_ms) == (20, 0.0)
     replayed = predict(profile, Decisions(advance=frozenset({"block#0"}), replay=frozenset({"block#0"})))
     assert (replayed.held_bytes, replayed.extra_ms) == (10, 3.0)
+
+
+def test_a_recompute_over_its_operand_takes_what_both_take_at_once() -> None:
+    """A value of 20 bytes is computed from one of 10 that exists, then written over."""
+    values = [Value(storage=None, bytes=n, node="") for n in (10, 20, 20)]
+    values[2] = replace(values[2], overwrites=1, transient_bytes=5)
+    passes = np.array([False, True, True])
+    over = recompute_cost_of(2, values, [(), (0,), (1,)], passes)
+    assert (over.operands, over.scratch_bytes) == ((0,), 5)
+    values[2] = replace(values[2], overwrites=None)
+    assert recompute_cost_of(2, values, [(), (0,), (1,)], passes).scratch_bytes == 20 + 5
 
 
 def test_a_result_inside_a_replayed_call_is_not_advanced() -> None:

@@ -336,6 +336,33 @@ def test_functional_call_with_other_parameters_works():
             assert equal(plain, gradients()), way
 
 
+class Scaled(nn.Module):
+    """Notes the weight with which each of its calls runs."""
+
+    def __init__(self, note):
+        super().__init__()
+        self.weight, self.note = nn.Parameter(torch.ones(WIDTH)), note
+
+    def forward(self, x):
+        self.note(self.weight)
+        return (x * self.weight).exp().tanh()
+
+
+@pytest.mark.parametrize("has_history", [False, True])
+def test_a_replay_runs_with_the_weight_of_its_call_and_without_that_one_s_history(has_history):
+    weights = []
+    model = nn.Sequential(Scaled(weights.append), nn.Tanh())
+    x, given = torch.randn(64, WIDTH), torch.ones(WIDTH, requires_grad=True)
+    with in_force(model, "replay", Scaled):
+        weight = given * 2 if has_history else given
+        torch.func.functional_call(model, {"0.weight": weight}, (x,)).sum().backward()
+    called, replayed = weights
+    assert called is weight
+    assert replayed.is_leaf
+    assert replayed.requires_grad
+    assert (replayed is weight) == (not has_history)
+
+
 class Inner(nn.Module):
     """Takes a step of gradient descent inside its forward, as in MAML, and runs with the weights that it gives."""
 
