@@ -200,6 +200,23 @@ def test_before_the_cache_is_emptied_just_enough_oversize_blocks_are_released() 
     assert (allocator.n_retries, allocator.reserved) == (0, 92 * MIB)
 
 
+def test_of_oversize_blocks_that_suffice_the_smallest_is_released() -> None:
+    allocator = CachingAllocator(settings("max_split_size_mb:20,max_non_split_rounding_mb:21"), capacity=200 * MIB)
+    for block in [allocator.malloc(n * MIB) for n in (80, 100)]:
+        allocator.free(block)
+    allocator.malloc(50 * MIB)  # neither is given to so small a request
+    assert (allocator.n_retries, allocator.reserved) == (0, 150 * MIB)
+
+
+@pytest.mark.parametrize(("total", "reserved"), [(320 * MIB, 78 * MIB), (320 * MIB - 8, 38 * MIB)])
+def test_garbage_is_collected_from_the_first_byte_above_the_threshold(total: int, reserved: int) -> None:
+    config = settings("garbage_collection_threshold:0.25,per_process_memory_fraction:0.5")
+    allocator = CachingAllocator(config, capacity=total)  # garbage from 40 MiB, or from a byte less
+    allocator.free(allocator.malloc(40 * MIB))
+    allocator.malloc(38 * MIB, stream=1)
+    assert (allocator.reserved, allocator.n_retries) == (reserved, 0)
+
+
 def test_garbage_is_collected_above_the_threshold_the_longest_idle_first() -> None:
     config = settings("garbage_collection_threshold:0.5,per_process_memory_fraction:0.9")
     allocator = CachingAllocator(config, capacity=200 * MIB)  # 180 allowed, garbage from 90

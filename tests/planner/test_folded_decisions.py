@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from lowtide.errors import LowtideError
 from lowtide.planner import plan
+from lowtide.planner.address_nodes import NOTED, names_at
 from lowtide.planner.folded_decisions import fold, ranges, unfold
 from lowtide.planner.records import Plan
 from planner.profiles import chain
@@ -96,3 +97,9 @@ def test_nonsense_is_refused(decisions: object, says: str):
 def test_a_key_that_is_no_block_is_quoted_up_to_100_characters():
     with pytest.raises(ValueError, match=r"^'{3-1}a{95}' is not a block path"):
         unfold({"{3-1}" + "a" * 200: {"replay": ["#0"]}})
+
+
+def test_only_the_first_call_that_saves_a_value_names_its_captured_operands() -> None:
+    named = f"SoftmaxBackward0{NOTED} 0,2"
+    slots = [("a#0:0", 7), ("a#0:3", 7), ("b#0:0", 7), ("b#0:1", 8)]
+    assert names_at(slots, {7: named}) == {"a#0:0": named, "a#0:3": named, "b#0:0": "SoftmaxBackward0"}

@@ -1,6 +1,9 @@
 """Parts of the integer program: the positions that are added to it, and what it costs to move a decision."""
 
+from types import SimpleNamespace
+
 import numpy as np
+import pytest
 
 from lowtide.planner.simulate.simulator import Simulator
 from lowtide.planner.solve.linear_program import covering_of
@@ -42,3 +45,14 @@ def test_a_relaxation_fits_at_every_position_and_costs_no_more_than_decisions() 
     assert set(np.unique(decided.variables[: covering.variables.n_decisions].round(6))) <= {0.0, 1.0}
     assert relaxed.bound <= problem.tighten_bound(decided.cost) <= decided.cost
     assert problem.tighten_bound(1.004 * relaxed.bound) == relaxed.bound  # too close to be worth the time
+
+
+@pytest.mark.parametrize(("known", "n_open", "bound"), [(10.5, 16, 10.2), (10.5, 17, 10), (11, 8, 10.2), (11, 9, 10)])
+def test_a_bound_near_a_known_cost_is_worth_more_open_decisions(known: float, n_open: int, bound: float) -> None:
+    """The relaxation costs 10, and whole decisions 10.2 at least."""
+    rows = SimpleNamespace(solve_integers=lambda fixed: SimpleNamespace(bound=10.2))
+    answer = SimpleNamespace(bound=10.0, variables=np.zeros(1))
+    relaxed = SimpleNamespace(answer=answer, n_open=n_open, rows=rows, fixed_variables=lambda slack: None)
+    covering = SimpleNamespace(variables=SimpleNamespace(n_fixed=10**6))
+    problem = SimpleNamespace(_relaxation=lambda: relaxed, covering=covering)
+    assert MilpProblem.tighten_bound(problem, known) == bound  # type: ignore[arg-type]

@@ -9,9 +9,11 @@ from hypothesis import strategies as st
 
 from lowtide.errors import LowtideError
 from lowtide.planner import predict
+from lowtide.planner.planning import with_peak
 from lowtide.planner.records import Decisions, Profile, Value
 from lowtide.planner.simulate.assignment import KEPT, REPLAYED, assign
 from lowtide.planner.simulate.recompute_cost import recompute_cost_of
+from lowtide.planner.simulate.recompute_segments import combine_demands
 from lowtide.planner.simulate.simulator import Simulator
 from planner import reference
 from planner.profiles import Tape, chain, profiles, random_decisions
@@ -403,6 +405,20 @@ def test_a_result_kept_inside_a_call_is_not_advanced() -> None:
     assert (alone.held_bytes, alone.extra_ms) == (20, 0.0)
     replayed = predict(profile, Decisions(advance=frozenset({"block#0"}), replay=frozenset({"block#0"})))
     assert (replayed.held_bytes, replayed.extra_ms) == (10, 3.0)
+
+
+def test_a_measured_peak_differs_from_the_predicted_one_by_temporaries() -> None:
+    predicted = predict(chain(2), Decisions())
+    measured = with_peak(predicted, predicted.peak_bytes + 7)
+    assert measured.peak_bytes == predicted.peak_bytes + 7
+    assert measured.parts == predicted.parts | {"temporaries": predicted.parts["temporaries"] + 7}
+
+
+def test_demands_on_a_node_are_combined_in_either_order() -> None:
+    """What is demanded first counts with what comes later; of two at once, the one that is wanted longer."""
+    first, second, at_once = (1, 5, 2, 7), (3, 4, 6, 9), (1, 6, 1, 8)
+    for one, other, both in ((first, second, (1, 5, 6, 7)), (first, at_once, (1, 6, 2, 8))):
+        assert combine_demands(one, other) == combine_demands(other, one) == both
 
 
 def test_a_recompute_over_its_operand_takes_what_both_take_at_once() -> None:
