@@ -5,9 +5,9 @@
 Mutants are drawn by a seed, which is printed: first a place in the code, then one of the operators of cosmic-ray that
 change something there. `mutants.toml` names the tests nearest to each file. They run once without a mutant, and the
 functions that each quick one enters are noted. Each mutant is then tried in a copy of the checkout, against the tests
-that enter its function, the quickest first, until one fails or twenty seconds of them have passed. Survivors are
-listed. Those that `mutants.toml` shows to be equivalent are not tried. The exit code is 1 if less than 90 % of all
-others are killed.
+that enter its function, those that enter the fewest first, until one fails or twenty seconds of them have passed.
+Survivors are listed. Those that `mutants.toml` shows to be equivalent are not tried. The exit code is 1 if less than
+90 % of all others are killed.
 
 Results are kept in a file after each mutant, and the same command goes on where the last one ended: `--seconds 180`
 tries for three minutes, `--again` tries the survivors again. Tests that have not changed are not noted twice.
@@ -233,10 +233,10 @@ class NotedFunctions:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
-        began, entered = time.monotonic(), set[CodeType]()
+        began, entered = _processor_seconds(), set[CodeType]()
         with self._noted(entered):
             yield
-        self._seconds[item.nodeid], self._by_test[item.nodeid] = time.monotonic() - began, entered
+        self._seconds[item.nodeid], self._by_test[item.nodeid] = _processor_seconds() - began, entered
 
     def pytest_sessionfinish(self) -> None:
         """Write all of it: fixtures may serve several tests, so what they enter counts for each of them."""
@@ -262,6 +262,11 @@ class NotedFunctions:
             yield
         finally:
             sys.settrace(None)
+
+
+def _processor_seconds() -> float:
+    """Return the time of this process and of those that it has waited for: it doesn't depend on the machine's load."""
+    return sum(os.times()[:4])
 
 
 class ChosenTests:
@@ -417,14 +422,14 @@ class Results:
         return [one for one in self.mutants if one not in self.failed and one.reason is None]
 
     def chosen(self, mutant: Mutant) -> list[str]:
-        """The tests that enter the mutant's function, else all nearest ones; the quickest first, and not all."""
+        """The tests that enter its function, else all nearest ones; those that enter the fewest first, and not all."""
         near = [test for file in nearest(mutant.source) for test in self.entered[with_digest(ROOT / file)].items()]
         function = f"{mutant.source}:{function_at(mutant.path, mutant.line)}"
-        entering = [(test, seconds) for test, (seconds, functions) in near if function in functions]
-        quickest = sorted(entering or [(test, seconds) for test, (seconds, _) in near], key=lambda each: each[1])
-        sums = itertools.accumulate(seconds for _, seconds in quickest)
-        within = [test for (test, _), total in zip(quickest, sums, strict=True) if total <= TRIED_SECONDS]
-        return within or [test for test, _ in quickest[:1]]
+        entering = [(test, entry) for test, entry in near if function in entry[1]]
+        closest = sorted(entering or near, key=lambda each: (len(each[1][1]), each[1][0]))
+        sums = itertools.accumulate(seconds for _, (seconds, _) in closest)
+        within = [test for (test, _), total in zip(closest, sums, strict=True) if total <= TRIED_SECONDS]
+        return within or [test for test, _ in closest[:1]]
 
 
 def with_digest(path: Path) -> str:

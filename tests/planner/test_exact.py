@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -74,6 +75,17 @@ def test_addresses_whose_decisions_hold_in_some_calls_only_are_ambiguous() -> No
     made = plan(profile, min(outcome.peak_bytes for outcome in bruteforce.predictions(profile)))
     assert set(made.recompute) == {"model#0:1", "model#0:2"}
     assert made.ambiguous_addresses == ("model#0:1",)
+
+
+def test_variables_of_a_solution_stand_for_decisions_of_each_kind() -> None:
+    simulator = Simulator(replace(chain(3), offload_bytes_per_ms=100.0))
+    exact = BranchAndBound(simulator, Moves(simulator))
+    n_variables = exact.covering.variables.n_fixed
+    assert simulator.decisions(exact.choice(np.zeros(n_variables))) == Decisions()
+    choice = exact.choice(np.ones(n_variables))
+    assert all(choice.offload[group.addresses].all() for group in exact.moves.offloads)
+    assert choice.recompute.any()
+    assert choice.replay.any()
 
 
 def test_infeasible_problems_have_an_infinite_bound() -> None:

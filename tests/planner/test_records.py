@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from conftest import RunPython
 from lowtide.errors import LowtideError
 from lowtide.planner import plan, predict
-from lowtide.planner.records import Decisions, Fingerprint, Plan, Prediction, Profile, Static
+from lowtide.planner.records import AppliedLever, Decisions, Fingerprint, Plan, Prediction, Profile, Static
 from lowtide.planner.serialization import Record
 from planner.profiles import FINGERPRINT, chain, profiles
 
@@ -135,3 +135,8 @@ def test_fingerprints_differ_in_either_direction() -> None:
     assert one.differences(other) == ("torch: made for 2.13, found 2.12", "model: made for a, found b")
     assert other.differences(one) == ("torch: made for 2.12, found 2.13", "model: made for b, found a")
     assert one.differences(one) == ()
+
+
+def test_a_lever_takes_no_time_unless_that_was_measured() -> None:
+    lever = AppliedLever(name="outputs", what="", exact=True)
+    assert (lever.extra_ms, lever.bytes) == (0, 0)
