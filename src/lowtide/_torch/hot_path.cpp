@@ -376,12 +376,17 @@ Ref materialized(Value* value) {
       continue;
     }
     PyObject* maker = top->maker;
-    if (is_none(maker) || Py_TYPE(maker) != reinterpret_cast<PyTypeObject*>(lent_Recompute)) {
+    Ref given;
+    if (!is_none(maker)) {
+      bool is_recompute = Py_TYPE(maker) == reinterpret_cast<PyTypeObject*>(lent_Recompute);
+      given = is_recompute ? borrowed(reinterpret_cast<Recompute*>(maker)->operands) : attribute(maker, s_operands);
+    }
+    if (!given || !PyTuple_Check(given.it)) {
       if (top == value) return call(lent_materialize, {reinterpret_cast<PyObject*>(value)});
       call(lent_materialize, {reinterpret_cast<PyObject*>(top)});
       continue;
     }
-    PyObject* operands = reinterpret_cast<Recompute*>(maker)->operands;
+    PyObject* operands = given.it;
     size_t before = pending.size();
     for (Py_ssize_t n = 0; n < PyTuple_GET_SIZE(operands); ++n) {
       if (PyTuple_GET_ITEM(operands, n) == Py_None) continue;
@@ -742,6 +747,14 @@ Ref kept(PyObject* wrapped) {
   return new_handle(value.it, view.it);
 }
 
+// `kept`, for Python: None where it has to look more closely
+PyObject* kept_in_common(PyObject*, PyObject* wrapped) {
+  HANDLE_TH_ERRORS
+  Ref handle = kept(wrapped);
+  return handle ? handle.release() : Py_NewRef(Py_None);
+  END_HANDLE_TH_ERRORS
+}
+
 // `ReplayFrame.left`
 Ref left(PyObject* frame, PyObject* wrapped) {
   const at::Tensor& tensor = unwrapped(wrapped);
@@ -1038,6 +1051,7 @@ PyMethodDef functions[] = {
     {"unpack", unpack, METH_O, nullptr},
     {"binds", binds, METH_VARARGS, nullptr},
     {"modes", modes, METH_O, nullptr},
+    {"kept", kept_in_common, METH_O, nullptr},
     {"lend", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(lend)), METH_VARARGS | METH_KEYWORDS, nullptr},
     {nullptr}};
 PyModuleDef module = {PyModuleDef_HEAD_INIT, "lowtide_hot_path", nullptr, -1, functions};

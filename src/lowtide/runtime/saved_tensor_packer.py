@@ -25,6 +25,7 @@ from lowtide.runtime.saved_values import (
     SEED_BYTES,
     Handle,
     Value,
+    native,
     register,
     registered,
     value_without_grad_fn,
@@ -157,6 +158,8 @@ class SavedTensorPacker:
 
         This is the common case. Backward reads the detached tensor that is created here, with no view to take then.
         """
+        if native is not None and (handle := native.kept(tensor)) is not None:
+            return handle  # type: ignore[no-any-return]
         base, node, output = whole(tensor)
         value = without_history(tensor, base, None) if node is None else registered(node, output)
         if value is not None and not value.kept:
