@@ -129,14 +129,14 @@ def residual(target: str) -> JointGraph:
     )
 
 
-def classified() -> JointGraph:
-    """L = log(sum(x)) of rows; backward reads the logarithms."""
+def classified(*, size: int = FEW) -> JointGraph:
+    """L = log(sum(x)) of rows; backward reads the logarithms. The sums have `size` bytes."""
     return JointGraph(
         [
             node("input", root=0),
             node("extern", (0,), root=1, target="aten.mm", module="fc"),
             node("pointwise", (1,), root=2, target="aten.exp", module="loss"),
-            node("reduction", (2,), FEW, root=3, target="aten.sum", module="loss"),
+            node("reduction", (2,), size, root=3, target="aten.sum", module="loss"),
             node("pointwise", (3,), FEW, root=4, target="aten.log", module="loss"),
             node("extern", (4,), FEW, root=5, target="aten.mm"),
             node("input", root=6, tangent=True),

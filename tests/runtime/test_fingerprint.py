@@ -1,9 +1,11 @@
 """Memory in use before a step, and its device."""
 
+import pytest
 import torch
 from torch import nn
 
-from lowtide.runtime.fingerprint import device_of, place_of
+from lowtide.errors import StalePlan
+from lowtide.runtime.fingerprint import check_made_for, device_of, fingerprint, place_of
 from lowtide.runtime.static_memory import static_bytes
 
 
@@ -24,3 +26,11 @@ def test_a_host_batch_of_a_model_elsewhere_is_known_and_not_counted() -> None:
     static, addresses = static_bytes(model, batch, ())
     assert static.total == 0
     assert batch.data_ptr() in addresses
+
+
+@pytest.mark.parametrize(("what", "again"), [("plan", "rehearse and plan again"), ("profile", "rehearse again")])
+def test_what_was_made_for_another_model_says_what_to_do_again(what: str, again: str) -> None:
+    model = nn.Linear(4, 4)
+    check_made_for(fingerprint(model, torch.ones(2, 4)), model, torch.ones(2, 4), what=what)
+    with pytest.raises(StalePlan, match=f"this {what} is not for this Linear: {again}"):
+        check_made_for(fingerprint(model, None), nn.Linear(4, 5), what=what)

@@ -74,6 +74,12 @@ def test_a_reduction_that_torch_computes_again_is_not_saved(plain: set[int], giv
     assert slots.without(()).given == given
 
 
+@pytest.mark.parametrize(("size", "nodes"), [(MANY // 64, {1, 3, 4}), (MANY // 64 + 1, {1, 4})])
+def test_a_reduction_that_torch_does_not_save_is_a_slot_if_it_is_small(size: int, nodes: set[int]) -> None:
+    slots = JointSlots(classified(size=size), frozenset({1, 4}))
+    assert {slot.node for slot in slots.slots} == nodes
+
+
 def test_a_logarithm_of_sums_is_saved_in_a_graph_without_large_values_of_its_own() -> None:
     joint = loss_head()
     slots = JointSlots(joint, frozenset({0, 3}))

@@ -17,6 +17,7 @@ from lowtide.errors import ReplayMismatch
 from lowtide.runtime.call_context import MOST_KNOWN
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.known_modules import KnownModules
+from lowtide.runtime.module_attributes import Attributes
 from lowtide.runtime.plan_table import actions_for
 from lowtide.runtime.tensor_writers import Overwritten
 from runtime.plans import differences, outcome
@@ -421,3 +422,13 @@ def test_weights_with_a_history_are_not_held() -> None:
     del weight
     gc.collect()
     assert reference() is None
+
+
+@pytest.mark.parametrize(
+    ("value", "is_taken"),
+    [([0] * 100, True), ([[0] * 12], True), ([[0] * 13], False), ([object()], False), ({object(): 0}, False)],
+)
+def test_containers_of_plain_data_are_captured_if_they_are_short(value: Any, is_taken: bool) -> None:
+    module = nn.Identity()
+    module.value = value
+    assert (value in Attributes([module]).mutable) == is_taken

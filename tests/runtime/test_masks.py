@@ -20,6 +20,7 @@ from lowtide.runtime.engine import Engine
 from lowtide.runtime.partial_saves import PACKINGS, packed
 from lowtide.runtime.plan_table import actions_for
 from lowtide.runtime.recipes import CannotRecompute
+from lowtide.runtime.recipes.masking import single
 from models import build
 from runtime.plans import differences, outcome
 
@@ -384,3 +385,9 @@ def test_packing_signs_allocates_the_bits_and_nothing_else() -> None:
     with lowtide.measure() as measured:
         bits = masks.signs_of(x)["bits"]
     assert measured.peak_bytes == bits.nbytes == 2**18
+
+
+def test_a_table_of_bytes_and_a_rounded_scale_as_other_devices_use_them() -> None:
+    expected = [[bool(byte >> bit & 1) for bit in range(8)] for byte in range(256)]
+    assert masks._booleans(torch.device("cpu")).tolist() == expected
+    assert single(0.1) == torch.tensor(0.1, dtype=torch.float32).item() != 0.1
