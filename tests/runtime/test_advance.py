@@ -101,6 +101,22 @@ def test_a_result_that_the_call_itself_saved_is_advanced_to_as_well():
         del loss
 
 
+def test_a_call_that_saved_the_base_of_its_result_gets_that_back():
+    class Transposed(nn.Sequential):
+        def forward(self, x):
+            return super().forward(x).transpose(0, 1)
+
+    model = nn.Sequential(Transposed(nn.Linear(8, 8), nn.ReLU()), nn.Linear(3, 8), nn.Tanh())
+    x = torch.randn(3, 8)
+
+    def step():
+        model(x).square().sum().backward()
+
+    plain = outcome(model, step)
+    with in_force(model, ["0#0"], ["0#0"]):
+        assert differences(plain, outcome(model, step)) == []
+
+
 def test_arguments_of_an_advanced_call_are_recomputed():
     """Arguments of a block are recomputed too, if the plan says so, although the block is not replayed."""
     model = nn.Sequential(nn.GELU(), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8))
