@@ -30,6 +30,7 @@ from budgets import step_of, within
 from lowtide.errors import ReplayMismatch
 from lowtide.planner.records import Decisions
 from lowtide.planner.simulate.simulator import predict
+from lowtide.runtime import host_rng
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.plan_table import actions_for
 from lowtide.runtime.replay import ReplayFrame
@@ -1357,3 +1358,24 @@ def test_a_long_list_of_linked_objects_is_an_argument():
     same_bits(Around(lambda m, x, link: nonlinear(x * link.tensors[0]), lambda x: ((x, last), {})))
     for _ in range(5000):  # one by one: Python frees a list of links by recursion
         last = last.before
+
+
+def test_random_numbers_of_the_host_are_unchanged_until_one_is_drawn():
+    host_rng.states()
+    before = host_rng.memory()
+    assert before is not None
+    assert host_rng.memory() == before
+    np.random.rand()
+    assert host_rng.memory() != before
+    before = host_rng.memory()
+    random.random()
+    assert host_rng.memory() != before
+
+
+def test_garbage_of_the_runs_of_a_call_is_not_held_outside():
+    cycle = nn.Identity()
+    cycle.itself = [cycle]
+    frame = SimpleNamespace(held=[weakref.ref(cycle)])
+    assert ReplayFrame.is_held_outside(frame)
+    del cycle
+    assert not ReplayFrame.is_held_outside(frame)

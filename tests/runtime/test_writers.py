@@ -605,3 +605,14 @@ def test_memory_that_fsdp2_frees_is_not_written_to() -> None:
         inplace_methods.watched = False
         undo()
     assert reports == ["UntypedStorage.resize_"]
+
+
+def test_tensors_that_share_the_memory_of_an_overwritten_one_are_excluded_as_well() -> None:
+    tensor = torch.ones(4)
+    writers.mark(tensor)
+    assert writers.is_overwritten(tensor)
+    assert writers.is_overwritten(tensor.detach())
+    assert not writers.is_overwritten(torch.ones(4))
+    number = id(tensor)
+    del tensor
+    assert number not in writers._overwritten
