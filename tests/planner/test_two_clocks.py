@@ -14,6 +14,7 @@ from lowtide.planner.records import Decisions, Profile, StepClocks
 from lowtide.planner.simulate.simulator import Simulator
 from lowtide.planner.simulate.two_clocks import NS_PER_MS, TwoClocks, ns_of, step_ns
 from lowtide.planner.solve.lower_bound import lower_bound
+from lowtide.planner.solve.program_costs import _hand_over_positions
 from planner import bruteforce
 from planner.profiles import Tape, chain, random_decisions, random_profile
 
@@ -189,6 +190,13 @@ def test_a_packed_slot_costs_its_hooks_and_so_do_the_kept_ones_beside_it() -> No
     profile = replace(plain, clocks=clocks)
     assert predict(profile, Decisions()).extra_ms == 0.0
     assert predict(profile, Decisions(recompute=frozenset({"model#0:1"}))).extra_ms == 2.25
+
+
+def test_extra_time_is_bounded_from_all_on_the_device_to_all_on_the_host() -> None:
+    index = Simulator(with_clocks(chain(4))).index
+    assert index.clocks is not None
+    positions = _hand_over_positions(index.clocks, index.end)
+    assert (positions[0], positions[-1]) == (0, index.end - 1)
 
 
 def test_times_for_another_number_of_positions_are_refused() -> None:
