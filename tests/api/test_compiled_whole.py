@@ -158,12 +158,24 @@ class Residual(nn.Module):
         return x + self.down(F.gelu(self.up(self.norm(x))))
 
 
+class NormedSums(Residual):
+    """Layer norms of sums, as in BERT: the next sum reads what a layer norm returns, in 32 bits."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.first(self.ids(ids) + self.places(torch.arange(128)))
+        x = self.norm(x + F.dropout(self.proj(x), 0.1, self.training))
+        return self.norm(x + F.dropout(self.down(F.gelu(self.up(x))), 0.1, self.training))
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("inductor")
-def test_sums_over_rows_add_up_in_the_same_order_beside_recomputed_values_under_autocast(n_threads: int) -> None:
+@pytest.mark.parametrize("made", [Residual, NormedSums])
+def test_sums_over_rows_add_up_in_the_same_order_beside_recomputed_values_under_autocast(
+    n_threads: int, made: type[Residual]
+) -> None:
     """Several threads add up embeddings' gradients by atomic additions, in any order also without a plan."""
     torch.manual_seed(0)
-    model, batch = Residual(), torch.randint(256, (16, 128))
+    model, batch = made(), torch.randint(256, (16, 128))
     compiled: Any = torch.compile(model)
 
     def step(ids: Tensor) -> None:

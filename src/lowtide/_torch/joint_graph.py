@@ -19,6 +19,7 @@ import torch
 from torch import fx
 
 from lowtide._torch.kernel_fusion import fuse_nearby_only
+from lowtide._torch.plain_kernels import with_plain_backward, write_as_plain
 
 Kind = Literal["input", "view", "pointwise", "reduction", "extern"]
 
@@ -171,7 +172,7 @@ def partitioned(
     """Partition a joint graph as torch does, but save the values that `choose` returns."""
     partitioners: Any = importlib.import_module("torch._functorch.partitioners")  # the first import takes a second
     stock = partitioners.choose_saved_values_set
-    planned: list[JointGraph] = []
+    planned: list[_Planned] = []
 
     def chosen(graph: fx.Graph, info: Any, memory_budget: float = 1) -> list[fx.Node]:
         plain = stock(graph, info, memory_budget=memory_budget)
@@ -181,19 +182,52 @@ def partitioned(
         index = {node: i for i, node in enumerate(nodes)}
         before = frozenset(index[node] for node in plain)
         after = choose(joint, before)
-        if after != before:
-            planned.append(joint)
-        return plain if after == before else [nodes[i] for i in sorted(after)]
+        if after == before:
+            return plain
+        planned.append(_Planned.of(joint, [node.name for node in nodes], before - after))
+        return [nodes[i] for i in sorted(after)]
+
+    def both() -> tuple[fx.GraphModule, fx.GraphModule]:
+        return cast(
+            "tuple[fx.GraphModule, fx.GraphModule]",
+            partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **settings),
+        )
 
     partitioners.choose_saved_values_set = chosen
     try:
-        both: tuple[fx.GraphModule, fx.GraphModule]
-        both = partitioners.min_cut_rematerialization_partition(gm, joint_inputs, **settings)
-        for joint in planned:
-            fuse_nearby_only(both[1], is_mixed=any(node.is_half for node in joint.nodes))
-        return both
+        forward, backward = both()
+        for plan in planned:
+            if plan.is_mixed:
+                partitioners.choose_saved_values_set = stock
+                _, plain_backward = both()
+                write_as_plain(forward, plan.unsaved)
+                with_plain_backward(backward, plain_backward, plan.unsaved, plan.views)
+            else:
+                fuse_nearby_only(backward)
+        return forward, backward
     finally:
         partitioners.choose_saved_values_set = stock
+
+
+@dataclass(frozen=True, slots=True)
+class _Planned:
+    """Values of a graph that saves others than torch would."""
+
+    is_mixed: bool
+    """True if it has 16-bit values."""
+    unsaved: frozenset[str]
+    """Names of the values of fused kernels that torch would save, and the plan does not."""
+    views: frozenset[str]
+
+    @classmethod
+    def of(cls, joint: JointGraph, names: list[str], unsaved: Collection[int]) -> _Planned:
+        nodes = joint.nodes
+        roots = {nodes[at].root for at in unsaved}
+        return cls(
+            is_mixed=any(node.is_half for node in nodes),
+            unsaved=frozenset(names[at] for at in roots if nodes[at].kind in ("pointwise", "reduction")),
+            views=frozenset(name for name, node in zip(names, nodes, strict=True) if node.kind == "view"),
+        )
 
 
 def _unguarded(gm: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:

@@ -15,18 +15,17 @@ from typing import Any, Final
 
 from torch import fx
 
+from lowtide._torch.plain_kernels import RECOMPUTED
+
 MARK: Final = "lowtide_fuses_nearby_only"
-"""Key in the metadata of a graph whose kernels are fused only with those next to them. The entry is True if that holds
-for a kernel and its reader as well.
-"""
+"""Key in the metadata of a graph whose kernels are fused only with those next to them."""
 
 
-def fuse_nearby_only(graph: fx.GraphModule, *, is_mixed: bool) -> None:
+def fuse_nearby_only(graph: fx.GraphModule) -> None:
     """Let inductor fuse only kernels of `graph` that no matrix product or other extern kernel separates, on a CPU and
-    after `respect_marks`. A kernel is fused with its only reader wherever that is; in a graph with 16-bit values
-    (`is_mixed`) with any reader, since in the fused kernel it reads the value before it is rounded to 16 bits.
+    after `respect_marks`. A kernel is fused with its only reader wherever that is.
     """
-    graph.meta[MARK] = not is_mixed
+    graph.meta[MARK] = True
 
 
 def respect_marks() -> Callable[[], None]:
@@ -44,13 +43,20 @@ def respect_marks() -> Callable[[], None]:
         begin, end = sorted(((first.min_order, first.max_order), (second.min_order, second.max_order)))
         return bisect.bisect(orders, begin[1]) < bisect.bisect(orders, end[0])
 
+    def may_fuse(scheduler: Any, first: Any, second: Any, *, only_nearby: bool) -> bool:
+        kinds = {_is_recomputed(first), _is_recomputed(second)}
+        if len(kinds) == 2:
+            return False
+        return not (only_nearby and (kinds == {True} or _is_marked(first)) and is_far(scheduler, first, second))
+
     def can_fuse_horizontal(scheduler: Any, first: Any, second: Any, score: int) -> bool:
         may = horizontal(scheduler, first, second, score)
-        return bool(may and not (_mark(first) is not None and is_far(scheduler, first, second)))
+        return bool(may and may_fuse(scheduler, first, second, only_nearby=True))
 
     def can_fuse_vertical(scheduler: Any, first: Any, second: Any, score: int) -> bool:
         may = vertical(scheduler, first, second, score)
-        return bool(may and not (_mark(first) and is_far(scheduler, first, second) and _is_written(first, second)))
+        only_nearby = _is_marked(first) and _is_written(first, second)
+        return bool(may and may_fuse(scheduler, first, second, only_nearby=only_nearby))
 
     owner.can_fuse_horizontal, owner.can_fuse_vertical = map(staticmethod, (can_fuse_horizontal, can_fuse_vertical))
 
@@ -60,12 +66,22 @@ def respect_marks() -> Callable[[], None]:
     return undo
 
 
-def _mark(node: Any) -> bool | None:
-    """Return the mark of the graph that is scheduled; None without one, and on a GPU."""
+def _is_marked(node: Any) -> bool:
+    """Return True if kernels of the scheduled graph are fused only with those next to them, on a CPU."""
     from torch._inductor.virtualized import V
 
     graph: Any = V.graph.module
-    return graph.meta.get(MARK) if node.get_device().type == "cpu" else None
+    return MARK in graph.meta and node.get_device().type == "cpu"
+
+
+def _is_recomputed(node: Any) -> bool:
+    """Return True if a kernel recomputes what torch's own backward reads (`plain_kernels.py`)."""
+    return any(
+        RECOMPUTED in origin.meta
+        for kernel in node.get_nodes()
+        if kernel.node is not None
+        for origin in kernel.node.get_origins()
+    )
 
 
 def _is_separator(node: Any) -> bool:

@@ -217,14 +217,14 @@ class _Graph:
 
     @classmethod
     def of(cls, slots: JointSlots, recorded: tuple[Sequence[Event], Sequence[Event]]) -> _Graph:
-        joint, as_torch, saved = slots.joint, slots.as_torch(), slots.without(())
+        joint, as_torch, saved, apart = slots.joint, slots.as_torch(), slots.without(()), slots.kept_apart
         scratch = scratch_of(joint, as_torch, (_transients(recorded[0]), _transients(recorded[1])))
         plain = forward_half(joint, as_torch, scratch), backward_half(joint, as_torch, scratch)
         return cls(
             slots,
             plain,
-            (forward_half(joint, saved, scratch), backward_half(joint, saved, scratch)),
-            forward_half(joint, Recomputed(frozenset(), frozenset())),
+            (forward_half(joint, saved, scratch, apart), backward_half(joint, saved, scratch, apart)),
+            forward_half(joint, Recomputed(frozenset(), frozenset()), kept_apart=apart),
             [_units(node) for node in joint.nodes],
             scratch,
             (_explained(joint, plain[0], recorded[0]), _explained(joint, plain[1], recorded[1])),
@@ -350,7 +350,7 @@ class _Records:
         forward, backward = self._at[number, 0], self._at[number, 1]
         joint, slots = graph.slots.joint, {slot.node: slot for slot in graph.slots.slots}
         order = sorted({*upstream(joint, slots), *slots})  # inputs among the slots come first
-        made, index = written(joint, order, slots), dict[int, int]()
+        made, index = written(joint, order, {*slots, *graph.slots.kept_apart}), dict[int, int]()
         for node in order:
             value, slot = joint.nodes[node], slots.get(node)
             index[node] = len(self._values)

@@ -44,25 +44,30 @@ class Half:
     """
 
 
-def forward_half(joint: JointGraph, recomputed: Recomputed, scratch: Mapping[int, int] = NONE) -> Half:
+def forward_half(
+    joint: JointGraph, recomputed: Recomputed, scratch: Mapping[int, int] = NONE, kept_apart: Collection[int] = ()
+) -> Half:
     """Return the forward half, whose saved values are those that `recomputed` names.
 
     Args:
         joint: The graph.
         recomputed: Values that are saved, and values that are computed again.
         scratch: Scratch memory of extern kernels, by node.
+        kept_apart: Values that inductor writes to memory wherever they are computed (`JointSlots.kept_apart`).
     """
     nodes = joint.nodes
     outputs = [*joint.forward_outputs, *(i for i in recomputed.given if nodes[i].kind != "input")]
-    return _half(joint, upstream(joint, outputs), (), outputs, scratch)
+    return _half(joint, upstream(joint, outputs), (), outputs, scratch, kept_apart)
 
 
-def backward_half(joint: JointGraph, recomputed: Recomputed, scratch: Mapping[int, int] = NONE) -> Half:
+def backward_half(
+    joint: JointGraph, recomputed: Recomputed, scratch: Mapping[int, int] = NONE, kept_apart: Collection[int] = ()
+) -> Half:
     """Return the backward half, which frees each saved value after its last read. Arguments as for `forward_half`."""
     nodes = joint.nodes
     given = {nodes[i].root for i in recomputed.given} | {i for i, node in enumerate(nodes) if node.is_tangent}
     given = {root for root in given if nodes[root].kind != "input" or nodes[root].is_tangent}
-    return _half(joint, _backward_order(joint, recomputed.again), given, joint.backward_outputs, scratch)
+    return _half(joint, _backward_order(joint, recomputed.again), given, joint.backward_outputs, scratch, kept_apart)
 
 
 def scratch_of(
@@ -231,10 +236,11 @@ def _half(
     given: Collection[int],
     outputs: Collection[int],
     scratch: Mapping[int, int],
+    kept_apart: Collection[int],
 ) -> Half:
     order = _lowered(joint, order)
     nodes, place = joint.nodes, {value: at for at, value in enumerate(order)}
-    is_written = written(joint, order, outputs)
+    is_written = written(joint, order, [*outputs, *kept_apart])
     begins, ends = _kernels(joint, order, is_written)
     first, last = _reads(joint, order, is_written, begins, ends)
     _, latest = _reads(joint, order, is_written, {}, {})

@@ -8,8 +8,9 @@ A block that is compiled by itself has such values as inputs. They are saved whe
 
 On a CPU, inductor vectorises a fused loop at the width of 16-bit elements if every kernel that was fused into it has
 16-bit values, else at the width of 32-bit elements, which halves the number of partial sums of each row (torch 2.13,
-`TilingSelect` in `torch/_inductor/codegen/cpp.py`). Sums over a row then add up in another order. So in a graph with
-16-bit values, as under autocast, no plan may add a kernel without such values:
+`TilingSelect` in `torch/_inductor/codegen/cpp.py`). Sums over a row then add up in another order. A fused kernel also
+reads 16-bit values that it computes itself before they are rounded. So a graph with 16-bit values, as under autocast,
+keeps the kernels that it has without a plan, and what backward computes again has its own (`plain_kernels.py`):
 
 - Forward has to write a value that is saved. One that torch's forward does not write is no slot.
 - A value that fused arithmetic computes from random numbers, or without any 16-bit value, is always saved: dropout's
@@ -92,6 +93,8 @@ class JointSlots:
         largest = max((nodes[at].bytes for at in (*roots, *(i for i in plain if nodes[i].is_given))), default=0)
         self._small = largest // SMALL
         self._is_mixed = any(node.is_half for node in nodes)
+        self.kept_apart = self.roots if self._is_mixed else frozenset[int]()
+        """Saved values of torch that are written to memory also where a plan computes them again."""
         self._kept: set[int] = set()
         """Slots that any plan keeps."""
         upstream = {root: self._upstream(root, held) for root in sorted(roots)}
