@@ -175,7 +175,7 @@ def partitioned(
     planned: list[_Planned] = []
 
     def chosen(graph: fx.Graph, info: Any, memory_budget: float = 1) -> list[fx.Node]:
-        plain = stock(graph, info, memory_budget=memory_budget)
+        plain: list[fx.Node] = stock(graph, info, memory_budget=memory_budget)
         with _unguarded(gm):
             joint = _joint_graph(gm, info, settings["num_fwd_outputs"])
         nodes = [node for node in gm.graph.nodes if node.op != "output"]
