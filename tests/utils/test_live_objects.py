@@ -1,5 +1,6 @@
 """Objects of some classes among all that are alive, found without running any code of theirs."""
 
+import contextlib
 import gc
 import random
 import weakref
@@ -43,6 +44,17 @@ def test_subclasses_are_found_and_nothing_is_asked() -> None:
     assert {id(ones), id(linear.weight)} <= {id(tensor) for tensor in tensors}
     assert all(issubclass(type(module), nn.Module) for module in modules)
     assert all(issubclass(type(tensor), Tensor) for tensor in tensors)
+
+
+def test_an_abstract_class_is_searched_for_beside_classes_that_cannot_be_hashed() -> None:
+    """`issubclass` of an abstract class hashes the class that it is asked about."""
+
+    class Block(contextlib.AbstractContextManager[None]):
+        def __exit__(self, *_: object) -> None: ...
+
+    odd, block = Odd(), Block()
+    assert live_objects(Block) == [block]
+    assert live_objects(Odd) == [odd]
 
 
 def test_several_classes_at_once() -> None:

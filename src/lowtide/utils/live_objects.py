@@ -105,8 +105,8 @@ def _of_classes(everything: Iterable[object], classes: tuple[type[T], ...]) -> l
             wanted = is_wanted[kind]
         except KeyError:
             wanted = is_wanted[kind] = issubclass(kind, classes)
-        except TypeError:  # a metaclass makes its classes unhashable
-            wanted = issubclass(kind, classes)
+        except TypeError:  # a metaclass makes its classes unhashable; `issubclass` of abstract classes hashes them, too
+            wanted = any(base is cls for base in kind.__mro__ for cls in classes)
         if wanted:
             objects.append(obj)  # type: ignore[arg-type]
     return objects
