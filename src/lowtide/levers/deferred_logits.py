@@ -250,10 +250,12 @@ _METADATA = frozenset(
         Tensor.is_floating_point,
         Tensor.__len__,
         Tensor.untyped_storage,
-        *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda")),
         *(
             getattr(Tensor, name).__get__
-            for name in ("grad_fn", "grad", "requires_grad", "is_leaf", "_base", "_version")
+            for name in (
+                *("shape", "dtype", "device", "ndim", "layout", "is_cuda", "is_nested"),
+                *("grad_fn", "grad", "requires_grad", "is_leaf", "_base", "_version"),
+            )
         ),
     }
 )
