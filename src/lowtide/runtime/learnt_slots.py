@@ -79,7 +79,6 @@ class LearntSlots:
         """Function that returns the last saved tensor of the learning run, or None once backward has read it. Until
         then further calls of the model are of the same step, and may need other tensors.
         """
-
         self.forget(n_plans)
 
     def forget(self, n_plans: int) -> None:
