@@ -1,4 +1,4 @@
-"""Private names of torch: the cache of a fake tensor mode. All of torch 2.13."""
+"""Private names of torch: the cache of a fake tensor mode. All of torch 2.13, and of 2.15."""
 
 from __future__ import annotations
 
@@ -77,10 +77,11 @@ class QuickFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             else:
                 raise _fake_tensor._BypassDispatchCache("argument of another kind")
 
-    def _get_output_tensor_from_cache_entry(self, state: Any, entry: Any, key: Any, func: Any, args: Any) -> Any:
+    def _get_output_tensor_from_cache_entry(self, state: Any, entry: Any, key: Any, *call: Any) -> Any:
         known = entry.metadata
         if known is None or known.is_conj or known.is_neg:
-            return super()._get_output_tensor_from_cache_entry(state, entry, key, func, args)
+            return super()._get_output_tensor_from_cache_entry(state, entry, key, *call)
+        args = call[-1]  # after the operator, which is left out in torch 2.15
         storage = None if entry.view_idx is None else args[entry.view_idx].untyped_storage()
         with torch._C._DisableTorchDispatch():
             meta = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta")
