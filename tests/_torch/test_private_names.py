@@ -25,6 +25,7 @@ from conftest import RunPython
 from lowtide import absent_processes
 from lowtide._torch import (
     backward,
+    checkpointed_functions,
     compiled_code,
     cpu_profiler,
     cuda_history,
@@ -1121,11 +1122,12 @@ def test_a_module_that_is_imported_meanwhile_gets_the_functions_of_checkpointing
     """Parts of torch.distributed import them by name, and may be imported while checkpointed calls are observed."""
     imported: Any = ModuleType("imported_meanwhile")
     monkeypatch.setitem(sys.modules, "imported_meanwhile", imported)
+    names = (checkpointed_functions.GENERATOR, "CheckpointFunction")
     with backward.observe_checkpointed_calls(lambda: None):
-        imported._checkpoint_without_reentrant_generator = checkpoint._checkpoint_without_reentrant_generator
-        imported.CheckpointFunction = checkpoint.CheckpointFunction
-    assert imported._checkpoint_without_reentrant_generator is checkpoint._checkpoint_without_reentrant_generator
-    assert imported.CheckpointFunction is checkpoint.CheckpointFunction
+        for name in names:
+            setattr(imported, name, getattr(checkpoint, name))
+    for name in names:
+        assert getattr(imported, name) is getattr(checkpoint, name)
 
 
 def test_reads_of_attributes_are_told_from_calls_and_from_other_classes() -> None:

@@ -833,7 +833,17 @@ for step in range(9):
 """
 
 
-@pytest.mark.parametrize("here", ["checkpoint(model, x, use_reentrant=False)", "model(x)"])
+NO_DECORATOR = pytest.mark.skipif(torch.__version__ < "2.15", reason="checkpoint is a decorator since torch 2.15")
+
+
+@pytest.mark.parametrize(
+    "here",
+    [
+        "checkpoint(model, x, use_reentrant=False)",
+        pytest.param("checkpoint(use_reentrant=False)(model)(x)", marks=NO_DECORATOR),
+        "model(x)",
+    ],
+)
 def test_a_script_that_checkpoints_its_model(here: str, estimate) -> None:
     inside = (
         CHECKPOINTED.replace("model = nn.Sequential(", "model = nn.Sequential(Checkpointed(")

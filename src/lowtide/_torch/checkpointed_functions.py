@@ -10,6 +10,13 @@ from unittest.mock import patch
 
 from torch.utils import checkpoint
 
+_ARGUMENTS_IN_TUPLE = hasattr(checkpoint, "_checkpoint_without_reentrant_generator_impl")
+
+GENERATOR = f"_checkpoint_without_reentrant_generator{'_impl' if _ARGUMENTS_IN_TUPLE else ''}"
+"""Name in `torch.utils.checkpoint` of the generator around each call with `use_reentrant=False`. Torch 2.13, since 2.1;
+another name in 2.15.
+"""
+
 
 class Region(Protocol):
     """One checkpointed call."""
@@ -21,16 +28,18 @@ class Region(Protocol):
         """Return a context for a run in backward."""
 
 
-def observe_checkpoints(observe: Callable[[tuple[Any, ...], bool], Region | None]) -> Callable[[], None]:
-    """Call `observe(arguments, is_reentrant)` for each checkpointed call until the returned function is called.
+def observe_checkpoints(observe: Callable[[Any, tuple[Any, ...], bool], Region | None]) -> Callable[[], None]:
+    """Call `observe(function, arguments, is_reentrant)` for each checkpointed call until the returned function is
+    called.
 
     `torch.utils.checkpoint.checkpoint` itself is in variables of the modules that imported it, so the two
-    implementations that it calls are replaced. Torch 2.13, since 2.1.
+    implementations that it calls are replaced. Torch 2.13, since 2.1; 2.15.
     """
-    generator, function = checkpoint._checkpoint_without_reentrant_generator, checkpoint.CheckpointFunction
+    generator, function = getattr(checkpoint, GENERATOR), checkpoint.CheckpointFunction
 
     def observed_generator(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
-        region = observe(args[5:], False)  # after preserve, context_fn, determinism_check, debug, early_stop
+        # until 2.15 after preserve, context_fn, determinism_check, debug, early_stop; then in one tuple
+        region = observe(run, args[0] if _ARGUMENTS_IN_TUPLE else args[5:], False)
         if region is None:
             yield from generator(run, *args, **kwargs)
             return
@@ -45,7 +54,7 @@ def observe_checkpoints(observe: Callable[[tuple[Any, ...], bool], Region | None
     class ObservedFunction:
         @staticmethod
         def apply(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-            region = observe(args, True)
+            region = observe(run, args, True)
             if region is None:
                 return function.apply(run, preserve, *args)  # type: ignore[no-untyped-call]
             n_runs = 0
@@ -59,6 +68,6 @@ def observe_checkpoints(observe: Callable[[tuple[Any, ...], bool], Region | None
             return function.apply(each, preserve, *args)  # type: ignore[no-untyped-call]
 
     replaced = contextlib.ExitStack()
-    replaced.enter_context(patch.object(checkpoint, "_checkpoint_without_reentrant_generator", observed_generator))
+    replaced.enter_context(patch.object(checkpoint, GENERATOR, observed_generator))
     replaced.enter_context(patch.object(checkpoint, "CheckpointFunction", ObservedFunction))
     return replaced.close

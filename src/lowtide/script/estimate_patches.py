@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from unittest.mock import patch
 
 import torch
-import torch.utils.checkpoint
 from torch import nn
 
 from lowtide._torch.backward import ENGINE
+from lowtide._torch.checkpointed_functions import observe_checkpoints
 from lowtide._torch.distributed import meshes_on
 from lowtide._torch.fake_modes import function_modes_in_backward
 from lowtide._torch.fsdp import meta_parameters_ungathered
@@ -48,14 +48,12 @@ def steps_of_a_script(listener: Estimating) -> Iterator[None]:
         listener.on_backward_end()
         return done
 
-    def checkpoints(function: Any, *args: Any, **kwargs: Any) -> Any:
-        listener.on_checkpoint(function, args)
-        return checkpoint(function, *args, **kwargs)
+    def checkpoints(function: Any, arguments: tuple[Any, ...], is_reentrant: bool) -> None:
+        listener.on_checkpoint(function, arguments)
 
-    checkpoint = torch.utils.checkpoint.checkpoint
     with contextlib.ExitStack() as stack:
         stack.callback(replace_function(torch.autograd, ENGINE, functools.partial(functools.partial, runs_back)))
-        stack.enter_context(patch.object(torch.utils.checkpoint, "checkpoint", checkpoints))
+        stack.callback(observe_checkpoints(checkpoints))
         stack.enter_context(patch.object(torch, "compile", compiles))
         stack.enter_context(patch.object(nn.Module, "compile", lambda self, *args, **kwargs: compiles(self)))
         yield

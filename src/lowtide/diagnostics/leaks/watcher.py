@@ -225,7 +225,7 @@ class Watch(Displayed):
         if self._discarded.is_active:
             self._run_guarded(lambda: self._discarded.updated(parameters))
 
-    def checkpointed(self, arguments: tuple[Any, ...], is_reentrant: bool) -> Any:
+    def checkpointed(self, function: Any, arguments: tuple[Any, ...], is_reentrant: bool) -> Any:
         """Handle a checkpointed call; return its region, if it is to be observed."""
         return None if self._failure is not None else self._checkpoints.observe(arguments, is_reentrant)
 
