@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from unittest.mock import patch
 
 from torch.utils import checkpoint
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _ARGUMENTS_IN_TUPLE = hasattr(checkpoint, "_checkpoint_without_reentrant_generator_impl")
 
@@ -71,3 +73,13 @@ def observe_checkpoints(observe: Callable[[Any, tuple[Any, ...], bool], Region |
     replaced.enter_context(patch.object(checkpoint, GENERATOR, observed_generator))
     replaced.enter_context(patch.object(checkpoint, "CheckpointFunction", ObservedFunction))
     return replaced.close
+
+
+def hidden_from_checkpoints(pack: F) -> F:
+    """Return `pack`, marked so that checkpointed calls inside its hooks run as they would without these hooks.
+
+    Selective checkpointing of torch 2.15 warns of hooks around it, or packs the tensors that it caches; not with hooks
+    that are marked as its own. The compiled hooks have the same marks.
+    """
+    vars(pack).update(_checkpoint_internal=True, _user_hooks=None)
+    return pack

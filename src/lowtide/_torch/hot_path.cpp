@@ -1079,7 +1079,12 @@ PyMODINIT_FUNC PyInit_lowtide_hot_path() {
                    reinterpret_cast<destructor>(pack_dealloc), reinterpret_cast<traverseproc>(pack_traverse),
                    INQUIRY(pack_clear), nullptr))
     return nullptr;
-  for (PyTypeObject* type : {&pack_type, &replay_pack_type}) type->tp_flags |= Py_TPFLAGS_HAVE_VECTORCALL;
+  for (PyTypeObject* type : {&pack_type, &replay_pack_type}) {
+    type->tp_flags |= Py_TPFLAGS_HAVE_VECTORCALL;
+    // as `hidden_from_checkpoints` marks the hooks in Python
+    PyDict_SetItemString(type->tp_dict, "_checkpoint_internal", Py_True);
+    PyDict_SetItemString(type->tp_dict, "_user_hooks", Py_None);
+  }
   gate_type.tp_name = "lowtide_hot_path.Gate";
   gate_type.tp_basicsize = sizeof(Gate);
   gate_type.tp_flags = Py_TPFLAGS_DEFAULT;

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from lowtide._torch.checkpointed_functions import hidden_from_checkpoints
 from lowtide._torch.compiled_code import never_compiled
 from lowtide._torch.modes import (
     pop_saved_tensor_hooks,
@@ -379,6 +380,7 @@ def make_pack_hook(now: ForwardPass) -> Callable[[Tensor], Handle | KeptTensor]:
     """
     reference = weakref.ref(now)
 
+    @hidden_from_checkpoints
     @never_compiled
     def pack(tensor: Tensor) -> Handle | KeptTensor:
         now = reference()

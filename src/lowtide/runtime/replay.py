@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from lowtide._torch.checkpointed_functions import hidden_from_checkpoints
 from lowtide._torch.compiled_code import never_compiled
 from lowtide._torch.modes import (
     begin_off_in_transforms,
@@ -425,6 +426,7 @@ class _ReplayRun(_Reexecution):
             self._at(place, tensor)
         self.fresh.clear()
 
+    @hidden_from_checkpoints
     @never_compiled
     def pack(self, tensor: Tensor, *, is_complete: bool = False) -> Tensor | Token | None:
         """Record a saved tensor, and stop after the last one, or after the operator that saved it.
@@ -464,6 +466,7 @@ class _AdvanceRun(_Reexecution):
         """Run an inner module call."""
         return interceptor.inner(*args, **kwargs)
 
+    @hidden_from_checkpoints
     @never_compiled
     def pack(self, tensor: Tensor) -> Tensor | Token | None:
         return self.hold(tensor)
