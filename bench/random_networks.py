@@ -11,6 +11,7 @@ under a counter of torch's allocations (`networks/meter.c`), for which a C compi
 from __future__ import annotations
 
 import argparse
+import atexit
 import gc
 import subprocess
 import sys
@@ -34,6 +35,7 @@ def main() -> int:
     if not is_preloaded():
         return _again_with_meter()
     gc.freeze()  # recordings begin with a look at all that is not frozen
+    atexit.register(gc.unfreeze)  # triton 3.9 names frozen objects as leaks when the process ends
     n_budgets = n_wrong = 0
     for seed in _numbers(arguments.seeds):
         drawn, parts = draw(seed), arguments.parts.split(",")
