@@ -1,9 +1,13 @@
 """Numbers, words and containers that a step changes are put back in place; changes of all else are named."""
 
 import array
+import contextvars
 import ctypes
+import functools
 import gc
 import itertools
+import threading
+import types
 import weakref
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
@@ -23,6 +27,9 @@ from lowtide.state.reachable_objects import ReachableObjects
 from lowtide.state.step_snapshot import StepSnapshot
 
 CALLS = 0
+IN_CONTEXT: contextvars.ContextVar[int] = contextvars.ContextVar("IN_CONTEXT", default=0)
+IN_THREAD = threading.local()
+IN_THREAD.n = 0
 
 
 class Phase(Enum):
@@ -42,6 +49,15 @@ class InSlots:
     last: Any = None
 
 
+WATCHED = Settings()
+Settings.__hash__ = object.__hash__  # type: ignore[method-assign,assignment]
+
+
+@functools.lru_cache
+def drawn(n: int) -> Tensor:
+    return torch.rand(n)
+
+
 class Loop:
     """A program of which a step counts in all places that it has."""
 
@@ -59,6 +75,10 @@ class Loop:
         self.array, self.bytes, self.doubles = np.zeros(3), bytearray(b"ab"), array.array("d", [1.0])
         self.number = ctypes.c_int(3)
         self.whole = torch.zeros(6)
+        self.weight = nn.Parameter(torch.zeros(3))
+        self.weight.momentum = torch.zeros(3)  # type: ignore[attr-defined]
+        self.watched, self.by_weak_key = weakref.ref(WATCHED), weakref.WeakKeyDictionary({WATCHED: 0})
+        self.bytes_of_view, self.proxy = memoryview(bytearray(b"a")), types.MappingProxyType({"n": [0]})
         self.averages = [self.whole[:3], self.whole[3:], torch.zeros(()).expand(4)]
 
     def count(self) -> None:
@@ -83,6 +103,14 @@ class Loop:
         self.doubles[0] += 1
         self.number.value += 1
         self.whole.add_(1)
+        self.weight.momentum.add_(drawn(3))  # type: ignore[attr-defined]
+        self.weight.n_updates = self.calls  # type: ignore[attr-defined]
+        self.watched().n += 1
+        self.by_weak_key[WATCHED] += 1
+        self.bytes_of_view[0] += 1
+        self.proxy["n"].append(1)
+        IN_CONTEXT.set(self.calls)
+        IN_THREAD.n = IN_THREAD.more = self.calls
         self.averages[0] = torch.ones(3)
 
     def state(self) -> dict[str, Any]:
@@ -95,7 +123,10 @@ class Loop:
             *self.averages,
             *vars(self).values(),
         )
-        return {**described, "ids": [*map(id, inside)], "class": Loop.n_all, "globals": (CALLS, "FIRST" in globals())}
+        outside = (WATCHED, dict(self.by_weak_key), IN_CONTEXT.get(), vars(IN_THREAD), drawn.cache_info())
+        beside = (vars(self.weight), bytes(self.bytes_of_view), *outside)
+        described |= {"class": repr(Loop.n_all), "globals": repr((CALLS, "FIRST" in globals())), "beside": repr(beside)}
+        return {**described, "ids": [*map(id, inside)]}
 
 
 def test_everything_is_put_back_in_place() -> None:

@@ -16,6 +16,9 @@ from lowtide._torch.modules import CALL
 
 F = TypeVar("F", bound=Callable[..., Any])
 
+STATIC_INPUT = "_dynamo_static_input_type"
+"""Attribute that `torch.compile` sets on parameters and buffers of the modules that it traces. Torch 2.13."""
+
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Return True if `torch.compile(module)` made the module, or `module.compile()` compiled it. Torch 2.13, since 2.2.

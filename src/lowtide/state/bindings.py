@@ -7,6 +7,7 @@ called.
 
 from __future__ import annotations
 
+import contextvars
 import types
 import weakref
 from collections import OrderedDict, deque
@@ -306,6 +307,29 @@ class Cell(Bindings):
 
     def name_of(self, obj: Any) -> str | None:
         return self._name if self.held[0] is obj else None
+
+
+class ContextValue(Bindings):
+    """The value of a context variable. A first value stays, because no value can be taken away."""
+
+    __slots__ = ()
+
+    def __init__(self, variable: contextvars.ContextVar[Any], *, weakly: bool = False) -> None:
+        self.container = variable
+        super().__init__(weakly=weakly)
+
+    def current(self) -> list[Any]:
+        try:
+            return [self.container.get()]
+        except LookupError:
+            return [Missing]
+
+    def store(self, contents: list[Any]) -> None:
+        if contents[0] is not Missing:
+            self.container.set(contents[0])
+
+    def name_of(self, obj: Any) -> str | None:
+        return self.container.name if self.held[0] is obj else None
 
 
 class ClassAttributes(NamedBindings):

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import sys
 import sysconfig
+import threading
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
@@ -17,7 +18,7 @@ import lowtide
 
 _OURS = (str(Path(torch.__file__).parent), str(Path(lowtide.__file__).parent))
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_OPAQUE = {"_thread", "builtins", "contextlib", "importlib", "logging", "numpy", "re", "threading", "weakref"}
+_OPAQUE = {"_thread", "builtins", "contextlib", "importlib", "logging", "numpy", "re", "threading"}
 _OBSERVERS = ("lowtide.estimator.", "lowtide.script.")
 
 
@@ -26,6 +27,8 @@ def is_opaque(kind: type) -> bool:
 
     Such classes are the interpreter's, and Lowtide's own that observe the step, for example from an optimizer's hook.
     """
+    if issubclass(kind, threading.local):
+        return False
     return kind.__module__.partition(".")[0] in _OPAQUE or kind.__module__.startswith(_OBSERVERS)
 
 
@@ -58,6 +61,8 @@ def is_user_code(obj: FunctionType | ModuleType | type) -> bool:
 def names_in(code: CodeType) -> Iterator[str]:
     """Yield the names of globals and attributes that `code` uses, including the code of inner functions."""
     yield from code.co_names
+    if "globals" in code.co_names:  # `globals()["COUNT"]`
+        yield from (constant for constant in code.co_consts if isinstance(constant, str))
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from names_in(constant)

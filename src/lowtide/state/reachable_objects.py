@@ -13,6 +13,7 @@ containers that are data by their size. It ends after `MOST` objects.
 from __future__ import annotations
 
 import array
+import contextvars
 import ctypes
 import functools
 import gc
@@ -26,6 +27,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from lowtide._torch.compiled_code import STATIC_INPUT
 from lowtide._torch.fake_modes import is_fake
 from lowtide._torch.modules import CALL
 from lowtide._torch.tensors import is_leaf_tensor, is_plain
@@ -33,6 +35,7 @@ from lowtide.state.bindings import (
     Bindings,
     Cell,
     ClassAttributes,
+    ContextValue,
     Entries,
     Items,
     Missing,
@@ -43,7 +46,15 @@ from lowtide.state.bindings import (
 )
 from lowtide.state.introspection import is_opaque, is_user_code, names_in, variables
 from lowtide.state.observed_changes import WatchedObject, is_excluded
-from lowtide.state.reachable_state import LEAVES, ReachableState, is_generator, is_state, is_torch_function
+from lowtide.state.reachable_state import (
+    BUFFERS,
+    LEAVES,
+    ReachableState,
+    is_generator,
+    is_state,
+    is_torch_function,
+    objects_in,
+)
 from lowtide.utils.object_slots import slots_of
 
 COPIED_BYTES = 2**26
@@ -214,6 +225,9 @@ class ReachableObjects(ReachableState):
                 self._other_restores.append((tensor, _gradient_of(tensor)))
             if is_state(tensor):
                 self.tensors.append(tensor)
+            if is_plain(tensor) and not is_fake(tensor):
+                owner, mark = type(tensor).__name__, (STATIC_INPUT,)
+                return self._record(Entries(vars(tensor), weakly=self.weakly, owner=owner, excluded=mark))
         return ()
 
     def _container(self, container: Any) -> Iterable[Any]:
@@ -268,10 +282,13 @@ class ReachableObjects(ReachableState):
         self._record(ClassAttributes(kind, weakly=self.weakly))
         return (*kind.__mro__[1:], *self._named.add_object(kind))
 
+    def _context_variable(self, variable: contextvars.ContextVar[Any]) -> Iterable[Any]:
+        return self._record(ContextValue(variable, weakly=self.weakly))
+
     def _object(self, obj: Any) -> Iterable[Any]:
         if isinstance(obj, np.ndarray):
             return self._array(obj)
-        if isinstance(obj, _BUFFERS):
+        if isinstance(obj, BUFFERS):
             return self._buffer(obj)
         if isinstance(obj, _CACHE):
             return self._cache(obj)
@@ -345,7 +362,7 @@ class ReachableObjects(ReachableState):
                 now[...] = before
 
         self._other_restores.append((values, restore))
-        return before.ravel().tolist() if before.dtype == object and before.size <= self.largest else ()
+        return objects_in(before, self.largest) if before.dtype == object else ()
 
     def _buffer(self, buffer: Any) -> Iterable[Any]:
         before = bytes(buffer)
@@ -365,7 +382,9 @@ class ReachableObjects(ReachableState):
         return ()
 
     def _cache(self, cache: Any) -> Iterable[Any]:
-        """Return nothing: a function's cache needs no restore, because cached results equal new ones."""
+        """Empty a cache that was empty, because its results may be random numbers. Others still have their results."""
+        if not cache.cache_info().currsize and is_user_code(cache.__wrapped__):
+            self._other_restores.append((cache, cache.cache_clear))
         return (cache.__wrapped__,)
 
 
@@ -379,7 +398,6 @@ def _remove(objects: list[Any], ids: Collection[int]) -> None:
 
 
 _WORDS: Final = (str, int, float, bool, bytes, complex, types.NoneType, types.ModuleType, WeakContent)
-_BUFFERS: Final = (bytearray, array.array, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
 
 
 def is_lowtide_module(module_name: str) -> bool:

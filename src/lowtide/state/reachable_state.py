@@ -8,10 +8,16 @@ are collected; `reachable_objects.py` puts numbers, strings and containers back.
 
 from __future__ import annotations
 
+import array
+import contextlib
+import contextvars
+import ctypes
 import functools
+import gc
 import itertools
 import random
 import types
+import weakref
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
@@ -26,7 +32,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from lowtide._torch.optim import scaler_stages, set_scaler_stages
 from lowtide._torch.tensors import is_leaf_tensor
 from lowtide.memory.entry_storages import exclude_from_entry
-from lowtide.state.bindings import kind_of
+from lowtide.state.bindings import has_graph, kind_of
 from lowtide.state.introspection import NamedAttributes, is_opaque, is_user_code, variables
 from lowtide.utils.object_slots import in_slots
 
@@ -41,6 +47,8 @@ LARGEST_BYTES = 1 << 28
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 LEAVES = (str, bytes, int, float, complex, bool, type(None), types.ModuleType, types.BuiltinFunctionType)
+BUFFERS = (bytearray, array.array, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
+"""Objects whose bytes can be written."""
 DATA = {"datasets", "multiprocessing", "queue"}
 """Packages of data and of data transport, whose objects are not searched."""
 
@@ -97,7 +105,11 @@ class ReachableState:
             return (obj.__self__, obj.__func__)
         if isinstance(obj, functools.partial):
             return (obj.func, obj.args, obj.keywords)
-        return self._object(obj)
+        if isinstance(obj, contextvars.ContextVar):
+            return self._context_variable(obj)
+        if isinstance(obj, memoryview | _VIEWS):
+            return _contents_of_view(obj)
+        return _referent(obj) if isinstance(obj, weakref.ref) else self._object(obj)
 
     def _tensor(self, tensor: Tensor) -> Iterable[Any]:
         if is_state(tensor) and tensor.nbytes <= LARGEST_BYTES:
@@ -112,12 +124,18 @@ class ReachableState:
         return inside if len(inside) <= self.largest else [x for x in inside if isinstance(x, Tensor | nn.Module)]
 
     def _function(self, function: types.FunctionType) -> Iterable[Any]:
-        return (*referenced_objects(function), *self._named.add_code(function))
+        own = (vars(function),) if is_user_code(function) else ()
+        return (*referenced_objects(function), *own, *self._named.add_code(function))
 
     def _class(self, kind: type) -> Iterable[Any]:
         return self._named.add_object(kind)
 
+    def _context_variable(self, variable: contextvars.ContextVar[Any]) -> Iterable[Any]:
+        return (variable.get(None),)
+
     def _object(self, obj: Any) -> Iterable[Any]:
+        if isinstance(obj, np.ndarray) and obj.dtype == object:
+            return objects_in(obj, self.largest)
         if isinstance(obj, Optimizer | Dataset | DataLoader | Sampler):  # an optimizer is recorded when it steps
             return ()
         if is_generator(obj):
@@ -132,13 +150,36 @@ class ReachableState:
         if defined_in.startswith("torch.distributed.") and not isinstance(obj, nn.Module):
             return ()  # such as FSDP's tensors, whose memory comes and goes
         self._classify(obj)
-        return (attributes, vars(type(obj)).get("__call__"), *self._named.add_object(obj))
+        return (attributes, *in_slots(obj), vars(type(obj)).get("__call__"), *self._named.add_object(obj))
 
     def _classify(self, obj: Any) -> None:
         if isinstance(obj, nn.Module):
             self.modules.append(obj)
         elif _has_state(type(obj)):
             self.stateful.append(obj)
+
+
+_VIEWS = types.MappingProxyType | type({}.values()) | type({}.items())
+
+
+def _contents_of_view(view: Any) -> Iterable[Any]:
+    """Return the object that a memory view writes to, or the values of the dict behind a view of one."""
+    if not isinstance(view, memoryview):
+        return (value for table in gc.get_referents(view) if kind_of(table) is dict for value in dict.values(table))
+    with contextlib.suppress(ValueError):  # it has been released
+        return (view.obj,)
+    return ()
+
+
+def _referent(reference: weakref.ref[Any]) -> Iterable[Any]:
+    """Return the object that a weak reference leads to, unless the walk would then keep a graph in memory."""
+    obj = weakref.ref.__call__(reference)
+    return () if has_graph(obj) else (obj,)
+
+
+def objects_in(values: np.ndarray[Any, Any], most: int) -> list[Any]:
+    """Return the objects in an array of objects."""
+    return np.asarray(values).ravel().tolist() if values.size <= most else []
 
 
 def is_state(tensor: Tensor) -> bool:

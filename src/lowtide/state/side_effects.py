@@ -9,6 +9,8 @@ Items consumed from an iterator can't be seen by inspection: a call whose code c
 
 from __future__ import annotations
 
+import contextvars
+import queue
 import types
 import zlib
 from collections import deque
@@ -18,12 +20,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor, nn
 
+from lowtide._torch.compiled_code import STATIC_INPUT
 from lowtide._torch.fake_modes import bytes_of, uncompiled
 from lowtide._torch.tensors import is_leaf_tensor, is_plain
 from lowtide.runtime.exposed_memory import Contents
 from lowtide.state.bindings import Cell, Variables
 from lowtide.state.introspection import is_user_code, variables
-from lowtide.state.reachable_state import ReachableState, is_torch_function
+from lowtide.state.reachable_state import BUFFERS, ReachableState, is_torch_function, objects_in
 from lowtide.utils.object_slots import in_slots
 
 if TYPE_CHECKING:
@@ -49,7 +52,9 @@ class CodeState(ReachableState):
         self._bound: list[Cell | Variables] = []
         """Variables that functions refer to."""
         kinds = [type(part) for part in parts if is_user_code(type(part))]
-        super().__init__(*(part.forward for part in parts), *parts, *hooks, *kinds)
+        tensors = [t for part in parts for t in (*part._parameters.values(), *part._buffers.values())]
+        attributes = [vars(tensor) for tensor in tensors if tensor is not None and is_plain(tensor)]
+        super().__init__(*(part.forward for part in parts), *parts, *hooks, *kinds, *attributes)
         self.iterates = any(hasattr(type(obj), "__next__") for obj in self.visited)
         tables = {id(vars(part)) for part in parts}
         self._watched = [obj for obj in self.visited if id(obj) not in tables]
@@ -99,14 +104,23 @@ def _comparable(obj: Any) -> Any:
     if isinstance(obj, Tensor):
         return None if obj.is_inference() else obj._version, _digest_of(obj)
     if isinstance(obj, np.ndarray):
-        return _checksum(obj)
+        return _ByIdentity(tuple(objects_in(obj, CodeState.largest))) if obj.dtype == object else _checksum(obj)
+    if isinstance(obj, BUFFERS):
+        with memoryview(obj) as view:
+            return zlib.crc32(view) if view.nbytes <= LARGEST_BYTES else None
+    if isinstance(obj, contextvars.ContextVar):
+        return _ByIdentity((obj.get(None),))
+    if isinstance(obj, queue.Queue | queue.SimpleQueue):
+        return obj.qsize()
     if isinstance(obj, dict):
-        return _ByIdentity(tuple(dict.values(obj)))
+        return _ByIdentity(
+            tuple(content for name, content in dict.items(obj) if not (type(name) is str and name == STATIC_INPUT))
+        )
     if isinstance(obj, list | tuple | deque | set | frozenset):
         return _ByIdentity(tuple(obj))
     if isinstance(obj, type):
         return _ByIdentity(tuple(vars(obj).values()))
-    return _ByIdentity(tuple(in_slots(obj))) if not hasattr(obj, "__dict__") else None
+    return _ByIdentity(tuple(in_slots(obj)))
 
 
 class _ByIdentity:
