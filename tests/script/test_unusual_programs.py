@@ -132,6 +132,27 @@ for step in range(8):
 results = net.state_dict()
 """
 
+GROWN_AFTER_THE_REHEARSAL = """
+class Comparable(nn.Sequential):
+    def __eq__(self, other): return self[0].weight == other[0].weight
+    __hash__ = nn.Module.__hash__
+net = nn.Sequential(nn.Linear(32, 128), Comparable(nn.Linear(128, 128), nn.GELU()), nn.ModuleDict(), nn.Linear(128, 8))
+net.forward = lambda x: net[3](net[1](net[0](x)))
+optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+for step in range(7):
+    if step == 2:
+        net[1].extend([nn.Linear(128, 128), nn.GELU()])
+        optimizer.add_param_group({"params": net[1][2].parameters()})
+    x, y = torch.randn(800, 32), torch.randint(0, 8, (800,))
+    loss = F.cross_entropy(net(x), y)
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+    del loss
+results = net.state_dict()
+"""
+
 
 @pytest.mark.parametrize(
     ("lines", "budget"),
@@ -139,6 +160,7 @@ results = net.state_dict()
         pytest.param(SHARPNESS_AWARE, "85%", id="sharpness-aware, two passes"),
         pytest.param(GRADIENT_PENALTY, "85%", id="gradient penalty, two models"),
         pytest.param(SPARSE_RANKING, "85%", id="sparse gradients, two optimizers"),
+        pytest.param(GROWN_AFTER_THE_REHEARSAL, "88%", id="a layer added before the plan is in force, modules with =="),
         pytest.param(TIED_LATER, "80%", id="weights tied later, a penalty in one step"),
     ],
 )

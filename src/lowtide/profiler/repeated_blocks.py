@@ -58,11 +58,11 @@ def freed_blocks(model: nn.Module) -> frozenset[nn.Module]:
 
     def visit(module: nn.Module) -> set[nn.Module]:
         blocks: set[nn.Module] = set()
-        children = [child for child in module.children() if any(True for _ in child.children())]
+        children = {id(child) for child in module.children() if any(True for _ in child.children())}
         for child in module.children():
             if child in repeated:
                 blocks.add(child)
-            elif child in children:
+            elif id(child) in children:  # by identity: a module may define `==`
                 inside = set(child.modules())
                 is_small = 3 * len(inside) <= n_modules
                 is_apart = len(children) > 1 and is_small and not is_list(child) and not repeated & inside

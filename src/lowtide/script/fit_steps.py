@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lowtide.api.compiled_fit import COMPILED_REPAIRS
 from lowtide.api.plan_attempts import REPAIRS, over_budget
-from lowtide.errors import RehearsalError
+from lowtide.errors import RehearsalError, StalePlan
 from lowtide.memory.device_budget import check_on_device, on_device
 from lowtide.memory.events import Busy
 from lowtide.profiler.online import PATIENCE
@@ -160,12 +160,7 @@ class Fitting(PlanMonitor):
         elif plans.later.is_measuring:
             self._open = self._replanning.measure(plans.plan, step)
         else:
-            plan = plans.put_in_force(step)
-            if plan is not None:
-                self._measure(plan, step)
-            elif plans.unplanned is None:  # compiled blocks will be replayed
-                with self._may_go_on_plain():
-                    plans.rehearsing.on_step_begin(model, batch, optimizers)
+            self._put_in_force(step)
 
     def on_further_call(self, batch: Any) -> None:
         """Count a further call of the model in this step."""
@@ -174,6 +169,23 @@ class Fitting(PlanMonitor):
     def on_inner_call(self, called: Callable[..., Any], batch: Any) -> None:
         """Let the rehearsal see a call inside a step."""
         self.plans.rehearsing.on_inner_call(called, batch)
+
+    def _put_in_force(self, step: BegunStep) -> None:
+        """Measure this step under its plan, or rehearse it if the model has changed since it was rehearsed."""
+        rehearsing = self.plans.rehearsing
+        try:
+            plan = self.plans.put_in_force(step)
+        except StalePlan:
+            self._say(f"{self.plans.name} has changed since it was rehearsed: it is rehearsed again")
+            rehearsing.on_model_replaced(step.model)
+            self._start_with(rehearsing)
+            self._rehearse(step)
+            return
+        if plan is not None:
+            self._measure(plan, step)
+        elif self.plans.unplanned is None:  # compiled blocks will be replayed
+            with self._may_go_on_plain():
+                rehearsing.on_step_begin(step.model, step.batch, step.optimizers)
 
     def _rehearse(self, step: BegunStep) -> None:
         plans, place = self.plans, place_of(step.model)
