@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -319,6 +320,21 @@ def test_in_function_transforms_the_plan_does_nothing(transform):
     with in_force(model, "replay", nn.Linear), pytest.warns(UserWarning, match=r"inside a transform of torch\.func"):
         planned = transform(lambda x: model(x).sum())(torch.ones(2, 3))
     assert torch.equal(planned, plain)
+
+
+def test_in_forward_mode_the_plan_does_nothing_and_other_calls_of_the_step_follow_it():
+    model, x = nn.Sequential(nn.Linear(3, 3), nn.GELU(), nn.Linear(3, 3), nn.GELU()), torch.ones(2, 3)
+
+    def step():
+        with forward_ad.dual_level():
+            out, tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones(2, 3))))
+        (out.square().sum() + tangent.square().sum() + model(x).sum()).backward()
+
+    plain = outcome(model, step)
+    with in_force(model, "replay", nn.Linear) as engine:
+        packs = count_packs(engine)
+        assert [differences(plain, outcome(model, step)) for _ in range(2)] == [[], []]
+        assert packs.total > 0
 
 
 def test_functional_call_with_other_parameters_works():

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from lowtide._torch.backward import in_backward, in_transform
+from lowtide._torch.backward import in_backward, in_forward_mode, in_transform
 from lowtide._torch.modes import off_in_transforms, saved_tensor_hooks
 from lowtide._torch.modules import CALL
 from lowtide._torch.privateuse1 import without_overrides
@@ -124,6 +124,9 @@ class Engine:
         if not self.model.training:
             self.n_runs_in_eval_mode += 1
             return interceptor.inner(*args, **kwargs)
+        if in_forward_mode() and not in_transform():  # the level of the tangents ends before a replay
+            with self.now(self.interceptors.passthrough):
+                return interceptor.inner(*args, **kwargs)
         self.n_runs += 1
         _interrupts.install_handler()
         if in_transform():  # transforms allow no saved-tensor hooks: run as without a plan
