@@ -153,6 +153,76 @@ def test_everything_is_put_back_in_place() -> None:
     assert unchanged.changes == ()
 
 
+def test_hooks_on_gradients_are_put_back_and_so_is_what_they_count() -> None:
+    model, counts, bits = nn.Linear(4, 1), Counter[str](), np.random.PCG64(0)
+    table = {"before": counts}
+    before = model.weight.register_hook(lambda gradient: table["before"].update(a=1))
+
+    def step(batch: Tensor) -> None:
+        bits.random_raw()
+        if not model.bias._backward_hooks:
+            model.bias.register_hook(lambda gradient: 2 * gradient)
+            model.bias.register_post_accumulate_grad_hook(lambda parameter: None)
+        model(batch).sum().backward()
+        before.remove()
+
+    model(torch.ones(1, 4)).sum().backward()
+    state = bits.state
+    with StepSnapshot(model, None, None, step):
+        for _ in range(2):
+            step(torch.ones(1, 4))
+    assert counts == {"a": 1}
+    assert [*model.weight._backward_hooks] == [before.id]  # type: ignore[arg-type]
+    assert not model.bias._backward_hooks
+    assert not model.bias._post_accumulate_grad_hooks  # type: ignore[attr-defined]
+    assert bits.state == state
+
+
+def test_an_array_and_a_tensor_that_grow_are_put_back() -> None:
+    array_, tensor, whole = np.ones(2), torch.ones(2), torch.arange(4.0)
+
+    def step(batch: Tensor) -> None:
+        array_.resize(5, refcheck=False)
+        tensor.resize_(2000).zero_()
+        whole.untyped_storage().resize_(8)
+
+    with StepSnapshot(nn.Linear(1, 1), None, None, step):
+        step(torch.ones(1))
+    assert (array_.tolist(), tensor.tolist(), whole.tolist()) == ([1, 1], [1, 1], [0, 1, 2, 3])
+
+
+def test_what_can_be_set_only_once_is_named() -> None:
+    generator, first = np.random.default_rng(0), contextvars.ContextVar[int]("first")
+
+    def step(batch: None) -> None:
+        generator.spawn(2)
+        first.set(3)
+
+    with StepSnapshot(nn.Linear(1, 1), None, None, step) as unchanged:
+        unchanged.run(None)
+    assert set(unchanged.changes) == {
+        "`SeedSequence.n_children_spawned` went from 0 to 2",
+        "`ContextVar.first` went from None to 3",
+    }
+
+
+def test_counts_have_the_same_names_in_each_run() -> None:
+    counts: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+    layer = nn.Linear(1, 1)
+
+    def step(batch: None) -> None:
+        counts[layer] = counts.get(layer, 0) + 1
+
+    with StepSnapshot(layer, None, None, step) as unchanged:
+        unchanged.run(None)
+        before = unchanged.counts()
+        reference = weakref.ref(counts)  # takes the memory of the weak reference that is freed now
+        unchanged.restore()
+        unchanged.run(None)
+        assert unchanged.counts() == before
+        assert reference() is counts
+
+
 class Warm(nn.Module):
     """Counts its calls, and is another function after the twelfth."""
 

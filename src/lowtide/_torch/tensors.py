@@ -217,10 +217,16 @@ def has_accumulation_hooks(tensor: torch.Tensor) -> bool:
     return bool(tensor._post_accumulate_grad_hooks)
 
 
+HOOK_TABLES = ("_backward_hooks", "_post_accumulate_grad_hooks")
+"""Attributes of a leaf with the hooks on its gradient: each is None, or a dict that autograd reads. Torch 2.13, since
+2.1.
+"""
+
+
 def share_hooks(tensor: torch.Tensor, other: torch.Tensor) -> None:
     """Run the gradient hooks of `tensor` also on the gradient of `other`, a leaf like `tensor`. Torch 2.13, since
     2.1.
     """
-    for name in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+    for name in HOOK_TABLES:
         if hooks := getattr(tensor, name):
             setattr(other, name, hooks)

@@ -153,9 +153,10 @@ class NamedBindings(Bindings):
 
     def counts(self) -> Iterator[tuple[str, Any]]:
         before = dict(zip(self.held[::2], self.held[1::2], strict=True))
-        for name, content in self._pairs(self.current()):
+        for number, (name, content) in enumerate(self._pairs(self.current())):
             if before.get(name, Missing) is not content and isinstance(content, _COUNTS):
-                yield repr(name), content
+                # other names may be made anew in each run of the step, as weak references are
+                yield repr(name) if isinstance(name, _COUNTS) else f"{type(name).__name__} {number}", content
 
     def name_of(self, obj: Any) -> str | None:
         return next((self._describe(name) for name, content in self._pairs(self.held) if content is obj), None)

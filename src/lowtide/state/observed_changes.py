@@ -6,6 +6,7 @@ never asked for their next item, and each change is reported by name.
 
 from __future__ import annotations
 
+import contextvars
 import io
 import itertools
 import reprlib
@@ -118,6 +119,10 @@ def _observable_state(obj: Any) -> Iterator[tuple[str, Any]]:
             yield "", _Unquoted(f"position {obj.tell()}")
     elif isinstance(obj, itertools.count):
         yield "", _Unquoted(repr(obj))
+    elif isinstance(obj, contextvars.ContextVar):
+        yield from ((f".{obj.name}", content) for _, content in _observable_contents({"": obj.get(None)}))
+    elif isinstance(obj, np.random.SeedSequence):
+        yield ".n_children_spawned", obj.n_children_spawned
     else:
         if (kind := kind_of(obj)) is not None:
             yield "", _entry_count(kind.__len__(obj))

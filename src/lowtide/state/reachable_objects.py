@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from lowtide._torch.compiled_code import STATIC_INPUT
 from lowtide._torch.fake_modes import is_fake
 from lowtide._torch.modules import CALL
-from lowtide._torch.tensors import is_leaf_tensor, is_plain
+from lowtide._torch.tensors import HOOK_TABLES, is_leaf_tensor, is_plain
 from lowtide.state.bindings import (
     Bindings,
     Cell,
@@ -227,8 +227,27 @@ class ReachableObjects(ReachableState):
                 self.tensors.append(tensor)
             if is_plain(tensor) and not is_fake(tensor):
                 owner, mark = type(tensor).__name__, (STATIC_INPUT,)
-                return self._record(Entries(vars(tensor), weakly=self.weakly, owner=owner, excluded=mark))
+                own = Entries(vars(tensor), weakly=self.weakly, owner=owner, excluded=mark)
+                return (*self._record(own), *self._hooks(tensor))
         return ()
+
+    def _hooks(self, tensor: Tensor) -> Iterable[Any]:
+        """Return the hooks on a gradient; those of Lowtide that come later stay when the others are restored."""
+        hooks = {name: dict(getattr(tensor, name) or {}) for name in HOOK_TABLES}
+
+        def restore() -> None:
+            for name, before in hooks.items():
+                if (now := getattr(tensor, name)) is None:
+                    continue
+                ours = {
+                    key: hook for key, hook in now.items() if is_lowtide_module(getattr(hook, "__module__", "") or "")
+                }
+                if now.keys() != (wanted := {**before, **ours}).keys():
+                    now.clear()
+                    now.update(wanted)
+
+        self._other_restores.append((tensor, restore))
+        return [hook for table in hooks.values() for hook in table.values()]
 
     def _container(self, container: Any) -> Iterable[Any]:
         kind = kind_of(container)
@@ -283,7 +302,10 @@ class ReachableObjects(ReachableState):
         return (*kind.__mro__[1:], *self._named.add_object(kind))
 
     def _context_variable(self, variable: contextvars.ContextVar[Any]) -> Iterable[Any]:
-        return self._record(ContextValue(variable, weakly=self.weakly))
+        value = ContextValue(variable, weakly=self.weakly)
+        if value.held == [Missing]:
+            self.watch(variable)
+        return self._record(value)
 
     def _object(self, obj: Any) -> Iterable[Any]:
         if isinstance(obj, np.ndarray):
@@ -294,6 +316,9 @@ class ReachableObjects(ReachableState):
             return self._cache(obj)
         if is_generator(obj):
             self.generators.append(obj)
+            return (obj.bit_generator.seed_seq,) if isinstance(obj, np.random.Generator) else ()
+        if isinstance(obj, np.random.SeedSequence):
+            self.watch(obj)
         elif self._is_excluded(obj):
             self.watch(obj)
             return filter(self._is_excluded, [*_attributes(obj), *_referents_of(obj)])
@@ -358,6 +383,8 @@ class ReachableObjects(ReachableState):
         before = now.copy()
 
         def restore() -> None:
+            if now.shape != before.shape:
+                now.resize(before.shape, refcheck=False)
             if now.tobytes() != before.tobytes():  # compares NaN by bits, and arrays of objects by address
                 now[...] = before
 

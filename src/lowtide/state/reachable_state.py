@@ -44,7 +44,13 @@ and loaders; in larger dicts only tensors and modules are searched for.
 LARGEST_BYTES = 1 << 28
 """Largest size in bytes of a tensor that counts as state, unless a module owns it."""
 
-_GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+_GENERATORS = (
+    torch.Generator,
+    np.random.Generator,
+    np.random.BitGenerator,
+    np.random.RandomState,
+    random.Random,
+)
 
 LEAVES = (str, bytes, int, float, complex, bool, type(None), types.ModuleType, types.BuiltinFunctionType)
 BUFFERS = (bytearray, array.array, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
@@ -104,7 +110,7 @@ class ReachableState:
         if isinstance(obj, types.MethodType):
             return (obj.__self__, obj.__func__)
         if isinstance(obj, functools.partial):
-            return (obj.func, obj.args, obj.keywords)
+            return (obj.func, obj.args, obj.keywords, vars(obj))
         if isinstance(obj, contextvars.ContextVar):
             return self._context_variable(obj)
         if isinstance(obj, memoryview | _VIEWS):

@@ -283,7 +283,11 @@ class _Storage:
         now, then = self.tensor, self._alias
         if now.data_ptr() != then.data_ptr() or now.shape != then.shape or now.stride() != then.stride():
             now.data = then
-        if self._saved is not None and not torch.equal((current := _bytes_of(then)).cpu(), self._saved):
+        if self._saved is None:
+            return
+        if (storage := then.untyped_storage()).nbytes() != len(self._saved):
+            storage.resize_(len(self._saved))
+        if not torch.equal((current := _bytes_of(then)).cpu(), self._saved):
             current.copy_(self._saved)
 
 
@@ -341,8 +345,8 @@ def state_of(generator: Any) -> tuple[Callable[[Any], object], Any]:
     """Return the function that sets the state of a generator of torch, NumPy or Python, and the state."""
     if isinstance(generator, random.Random):
         return generator.setstate, generator.getstate()
-    if isinstance(generator, np.random.Generator):
-        bits = generator.bit_generator
+    if isinstance(generator, np.random.Generator | np.random.BitGenerator):
+        bits: Any = getattr(generator, "bit_generator", generator)
         return partial(setattr, bits, "state"), bits.state
     return generator.set_state, generator.get_state()
 
@@ -352,8 +356,9 @@ def seeded_state_of(seed: int, generator: Any) -> tuple[Callable[[Any], object],
     set_state, state = state_of(generator)
     if isinstance(generator, random.Random):
         state = random.Random(seed).getstate()
-    elif isinstance(generator, np.random.Generator):
-        state = type(generator.bit_generator)(seed).state
+    elif isinstance(generator, np.random.Generator | np.random.BitGenerator):
+        bits: Any = getattr(generator, "bit_generator", generator)
+        state = type(bits)(seed).state
     elif isinstance(generator, torch.Generator):
         state = torch.Generator(generator.device).manual_seed(seed).get_state()
     return set_state, state
