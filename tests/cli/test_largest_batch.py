@@ -14,7 +14,7 @@ from lowtide.estimator.cuda.absent_gpu_run import estimate_on
 from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
 from lowtide.estimator.gpu_ranking import SMALLEST, rank_gpus
 from lowtide.estimator.unrehearsed_plans import How, engine_for, repeated_blocks
-from lowtide.memory.gpu_specs import GPUS, GpuSpec, context_bytes, parse_gpu
+from lowtide.memory.gpu_specs import CONTEXT_BYTES, GPUS, GpuSpec, parse_gpu
 
 TRAIN = """
 import torch
@@ -55,7 +55,7 @@ def test_a_scripts_batches_are_the_largest_that_fit(tmp_path: Path, capsys: pyte
         optimizer.step()
         optimizer.zero_grad()
 
-    room = row["gpu_bytes"] - context_bytes(parse_gpu("cuda:1GiB"))[1]
+    room = row["gpu_bytes"] - CONTEXT_BYTES[1]
     size = row["largest_batch"]
     peaks = [lowtide.estimate(model, step, torch.randn(n, 256), device="cuda:1GiB") for n in (size, size * 6 // 5)]
     assert peaks[0].interval[1] <= room < peaks[1].interval[1]

@@ -6,7 +6,7 @@ from lowtide.estimator.cuda.gpu_estimate import Outcome
 from lowtide.estimator.cuda.ops.op_registry import ScratchBlock
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.events import Allocate, EventStream, Free
-from lowtide.memory.gpu_specs import GpuSpec, context_bytes
+from lowtide.memory.gpu_specs import CONTEXT_BYTES, GpuSpec
 
 MIB = 2**20
 
@@ -48,7 +48,7 @@ def test_expandable_segments_have_no_ties() -> None:
 
 
 def test_a_fit_that_depends_on_addresses_is_unknown() -> None:
-    least, most = context_bytes(gpu(0))
+    least, most = CONTEXT_BYTES
     verdicts = [outcome().on(gpu(n_bytes)) for n_bytes in (95 * MIB + least, 96 * MIB + most, 160 * MIB + most)]
     assert verdicts == ["does not fit", "unknown", "fits"]
 
@@ -56,7 +56,7 @@ def test_a_fit_that_depends_on_addresses_is_unknown() -> None:
 def test_bounds_of_blocks_widen_the_interval() -> None:
     wide = outcome({ord("d"): ScratchBlock(64 * MIB, 0, 96 * MIB)})
     assert wide.needs()[1] == (96 * MIB, 192 * MIB)
-    _, context = context_bytes(gpu(0))
+    _, context = CONTEXT_BYTES
     # less than was reserved is enough, as what is cached can be given back; but not less than its segment and d
     assert [wide.on(gpu(n_bytes * MIB + context)) for n_bytes in (192, 160, 159)] == ["fits", "fits", "unknown"]
 
@@ -89,4 +89,4 @@ def test_smaller_blocks_can_need_more_reserved_memory() -> None:
     stream = found._streams["most"]
     most = max(found._without_end(stream, order).peak_reserved_bytes for order in range(len(found._orders)))
     assert most < found.needs()[1][1]
-    assert found.on(gpu(most + context_bytes(gpu(0))[1])) == "unknown"
+    assert found.on(gpu(most + CONTEXT_BYTES[1])) == "unknown"

@@ -50,7 +50,7 @@ def only(monkeypatch: pytest.MonkeyPatch, name: str, change) -> Iterator[list[in
         runs[0] += 1
         return change(recipe.function(*args, **constants))
 
-    monkeypatch.setitem(IMPLEMENTATIONS, NODE, {name: replace(recipe, function=function, implementation=name)})
+    monkeypatch.setitem(IMPLEMENTATIONS, NODE, {name: replace(recipe, function=function)})
     monkeypatch.setattr(implementations, "CLEARLY", float("inf"))  # whatever the times are here
     yield runs
 

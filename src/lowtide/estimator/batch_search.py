@@ -18,7 +18,7 @@ from lowtide.errors import BudgetError, Infeasible, LowtideError, RehearsalError
 from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
 from lowtide.estimator.estimation import estimate
 from lowtide.estimator.memory_estimate import MemoryEstimate
-from lowtide.memory.gpu_specs import GpuSpec, context_bytes, parse_gpu
+from lowtide.memory.gpu_specs import CONTEXT_BYTES, GpuSpec, parse_gpu
 from lowtide.memory.nccl_memory import nccl_bytes
 from lowtide.runtime.batch_tensors import tensors_in, with_tensors
 from lowtide.state.process_group import several_processes
@@ -166,7 +166,7 @@ def _limit(budget: int | str | None, gpu: GpuSpec | None) -> int:
     if gpu is None:
         raise BudgetError('give a budget="8GiB", or a device="RTX 4090" whose memory it has to fit in.')
     nccl = nccl_bytes(n_groups() if several_processes() else 0)
-    return gpu.total_bytes - context_bytes(gpu)[1] - nccl[1]
+    return gpu.total_bytes - CONTEXT_BYTES[1] - nccl[1]
 
 
 def _largest_within(peak: Callable[[int], int], budget: int, *, start: int, most: int) -> int:

@@ -105,7 +105,7 @@ def estimate(
 
         gpu, n = parse_gpus(device)
         return estimate_on(gpu, model, step, batch, plan=plan, optimizer=optimizer, allocator=allocator, n_gpus=n or 1)
-    engine = planned(model, batch, plan, device_of(model).replace("meta", "cpu"))
+    engine = planned(model, plan, device_of(model).replace("meta", "cpu"))
     with enable_plan_levers(plan, model, optimizer), TwoStepRun(model, batch, (step, optimizer), engine=engine) as run:
         hand_back = container_restorer(batch)
         step(batch)

@@ -108,7 +108,7 @@ def unpatched() -> Iterator[None]:
         yield
 
 
-def planned(model: nn.Module, batch: Any, plan: Plan | None, device: str | None = None) -> Planned:
+def planned(model: nn.Module, plan: Plan | None, device: str | None = None) -> Planned:
     """Return the engine with a plan. Raises StalePlan for a plan of another model or, if given, device.
 
     Raises RehearsalError for tensors of custom classes.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate, has_newer_kernels
 from lowtide.estimator.cuda.ops.matmul import workspace_bytes
 from lowtide.estimator.unrehearsed_plans import How
-from lowtide.memory.gpu_specs import GpuSpec, context_bytes
+from lowtide.memory.gpu_specs import CONTEXT_BYTES, GpuSpec
 from lowtide.units import format_bytes, format_ratio
 from lowtide.utils.progress import Stage, advance
 from lowtide.utils.rendering import Displayed, short_repr
@@ -176,7 +176,7 @@ def _extra_flops(work: _Work) -> dict[How, float]:
 
 def _room(gpu: GpuSpec) -> int:
     """Return the bytes that the largest context leaves of a GPU."""
-    return gpu.total_bytes - context_bytes(gpu)[1]
+    return gpu.total_bytes - CONTEXT_BYTES[1]
 
 
 def _largest(gpu: GpuSpec, estimates: Mapping[How, Mapping[int, GpuMemoryEstimate]], how: How) -> int:

@@ -61,7 +61,7 @@ class TwoStepRun:
 
     def __init__(self, model: nn.Module, batch: Any, reached: tuple[Any, ...], *, engine: Engine | None = None) -> None:
         self._device = device_of(model).replace("meta", "cpu")
-        engine = planned(model, batch, None) if engine is None else engine
+        engine = planned(model, None) if engine is None else engine
         self._begin(model, batch, fake_mode(nested=RehearsalError(NESTED)), engine)
         self._trials = Trials()
         self._scratch = Scratch(self._device, self._trials)
@@ -159,7 +159,7 @@ class TwoStepRun:
         real = [tensor for tensor in (*model.parameters(), *model.buffers()) if not is_fake(tensor)]
         self.put(real, lambda tensor: tensor)
         self._model, self._names = model, None
-        self._engine = planned(model, self._batch, None) if engine is None else engine
+        self._engine = planned(model, None) if engine is None else engine
         with without_modes():
             self._state.release_unreached(model, self._batch, *in_use)
             gc.collect()  # the engine of the former model is part of a reference cycle

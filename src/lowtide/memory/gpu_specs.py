@@ -1,6 +1,6 @@
 """A table of GPUs, to plan for them on a machine that has none. The numbers and their sources are in `gpus.toml`.
 
-The CUDA context of each process is taken from a GPU's memory too: see `context_bytes`.
+The CUDA context of each process is taken from a GPU's memory too: see `CONTEXT_BYTES`.
 """
 
 from __future__ import annotations
@@ -46,16 +46,14 @@ def _read_table() -> tuple[GpuSpec, ...]:
 GPUS = _read_table()
 """Known GPUs, the smallest first."""
 
+CONTEXT_BYTES = 250 * 2**20, 700 * 2**20
+"""Least and most bytes that a CUDA context, library handles and loaded kernels take of a GPU. They are not the
+allocator's.
 
-def context_bytes(gpu: GpuSpec) -> tuple[int, int]:
-    """Return the least and the most bytes that a CUDA context, library handles and loaded kernels take of a GPU.
-
-    They are not the allocator's. Reported are 287 MB if kernels are loaded lazily and 667 MB if not
-    (github.com/pytorch/pytorch/issues/86509), about 300 MB (107667) and 400 MB (109888), and 426 MiB on an RTX 6000 Ada
-    (github.com/unslothai/unsloth-zoo/issues/1053); it grows with the GPU's multiprocessors and differs by driver.
-    """
-    return 250 * 2**20, 700 * 2**20
-
+Reported are 287 MB if kernels are loaded lazily and 667 MB if not (github.com/pytorch/pytorch/issues/86509), about 300
+MB (107667) and 400 MB (109888), and 426 MiB on an RTX 6000 Ada (github.com/unslothai/unsloth-zoo/issues/1053); it grows
+with the GPU's multiprocessors and differs by driver.
+"""
 
 _SHORTEST = 3
 """Smallest number of letters and digits of an abbreviated name: "cuda:5" is not taken for an RTX 5090."""

@@ -39,7 +39,7 @@ class EstimateEngine:
             return None
         self.remove_levers()  # those of a model that the script no longer trains
         self._levers = enable_plan_levers(self._plan, model, ())
-        return planned(model, batch, self._plan)
+        return planned(model, self._plan)
 
     def check_batch(self, model: nn.Module, batch: Any) -> None:
         """Compare the batch of a later step with the plan's."""

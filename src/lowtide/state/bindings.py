@@ -225,10 +225,10 @@ class Items(Bindings):
             super().restore()
 
 
-def contents_of(container: Any, *, weakly: bool = False) -> Entries | Items:
+def contents_of(container: Any) -> Entries | Items:
     """Return the items of a dict or of another container as restorable places."""
     kind = Entries if issubclass(kind_of(container), dict) else Items
-    return kind(container, weakly=weakly)
+    return kind(container)
 
 
 class Slots(Bindings):

@@ -17,7 +17,6 @@ from lowtide.utils.live_objects import live_objects
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.autograd.graph import Node as Function
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,6 @@ class LiveGraph:
     roots: tuple[Tensor, ...]
     newest: int
     """Largest sequence number in it: larger for younger graphs."""
-    functions: frozenset[Function]
 
 
 def tensors_with_graphs() -> list[Tensor]:
@@ -46,11 +44,7 @@ def separate_graphs(tensors: Iterable[Tensor]) -> list[LiveGraph]:
     """Return the graphs behind `tensors`, merging those that share a computed value; the newest last."""
     ends = [(tensor, tensor.grad_fn) for tensor in tensors if tensor.grad_fn is not None]
     graphs = [
-        LiveGraph(
-            tuple(ends[number][0] for number in part.roots),
-            max(map(sequence_number, part.nodes)),
-            frozenset(part.nodes),
-        )
+        LiveGraph(tuple(ends[number][0] for number in part.roots), max(map(sequence_number, part.nodes)))
         for part in components([function for _, function in ends])
     ]
     return sorted(graphs, key=lambda graph: graph.newest)

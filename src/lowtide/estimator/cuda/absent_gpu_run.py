@@ -64,7 +64,7 @@ def estimate_on(
     Without `allocator`, the allocator has the environment's settings.
     """
     processes = these_processes(n_gpus)
-    engine = planned(model, batch, plan) if engine is None else engine
+    engine = planned(model, plan) if engine is None else engine
     on_gpu = AbsentGpuRun(gpu, model, batch, (step, optimizer), engine=engine, allocator=allocator, processes=processes)
     with enable_plan_levers(plan, model, optimizer), on_gpu as rehearsal:
         hand_back = container_restorer(batch)
@@ -109,7 +109,7 @@ class AbsentGpuRun(TwoStepRun):
                     "not have. Estimate the model before it is scripted or traced, or without a device."
                 )
         fakes = fake_mode(run_on_zeros=False, nested=RehearsalError(NESTED))
-        self._begin(model, batch, fakes, planned(model, batch, None) if engine is None else engine)
+        self._begin(model, batch, fakes, planned(model, None) if engine is None else engine)
         self._tracker = GpuAllocationTracker(fakes, self.answers, OpWorkspaces(gpu))
         self._state = FakeStepState(model, *reached, *([] if alone else [batch]))
         self._placed = GpuPlacement(FakeTensors(self._fakes, NAME), self.answers, is_there, releases=alone)

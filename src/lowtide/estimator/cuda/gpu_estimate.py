@@ -16,7 +16,7 @@ from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.allocator.segment_addresses import OTHERS, DriverAddresses, Order
 from lowtide.memory.allocator.simulation import Requests, Reserved, simulate
 from lowtide.memory.events import Allocate, Event, EventStream, Mark
-from lowtide.memory.gpu_specs import GPUS, GpuSpec, context_bytes
+from lowtide.memory.gpu_specs import CONTEXT_BYTES, GPUS, GpuSpec
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.memory.snapshots.write import write_snapshot
 from lowtide.report.run_record import GpuNeeds, RunRecord
@@ -109,7 +109,7 @@ class GpuMemoryEstimate(MemoryEstimate):
         """Bytes of the GPU that remain after a context and the most that the allocator reserves: room for unknown
         memory.
         """
-        return max(self.gpu.total_bytes - context_bytes(self.gpu)[1] - self.nccl[1] - self.interval[1], 0)
+        return max(self.gpu.total_bytes - CONTEXT_BYTES[1] - self.nccl[1] - self.interval[1], 0)
 
     def to_record(self, command: str = "lowtide.estimate(model, step, batch, device)", subject: str = "") -> RunRecord:
         """Return this estimate as a RunRecord, from which reports are made."""
@@ -149,7 +149,7 @@ class GpuMemoryEstimate(MemoryEstimate):
         yield f"  {peak}  requested at the peak of {self._peak_in_words()}"
         yield f"  {format_bytes(self.peak_allocated_bytes)}  allocated"
         yield f"  {format_bytes(self.peak_reserved_bytes)}  reserved{within}"
-        context = " to ".join(format_bytes(n) for n in context_bytes(self.gpu))
+        context = " to ".join(format_bytes(n) for n in CONTEXT_BYTES)
         yield f"  {context}  the CUDA context, which is not the allocator's"
         if self.processes is not None:
             nccl = " to ".join(format_bytes(n) for n in self.nccl)
@@ -251,7 +251,7 @@ class Outcome:
     def _judge(self, gpu: GpuSpec) -> Verdict:
         if self._surely_fits(gpu):
             return "fits"
-        least = context_bytes(gpu)[0] + self._beside[0]
+        least = CONTEXT_BYTES[0] + self._beside[0]
         runs = ((name, order) for name in self._streams for order in range(len(self._orders)))
         return "unknown" if any(self._runs(name, order, gpu, least) for name, order in runs) else "does not fit"
 
@@ -266,7 +266,7 @@ class Outcome:
         A step is never sure to fit where the GPU shares its memory with the host, whose programs take from it.
         """
         if gpu not in self._sure:
-            most = context_bytes(gpu)[1] + self._beside[1]
+            most = CONTEXT_BYTES[1] + self._beside[1]
             # all streams, because with best fit smaller blocks may need more memory
             runs = ((name, order) for name in self._streams for order in range(len(self._orders)))
             is_known = self._is_bounded and not gpu.shared

@@ -23,7 +23,7 @@ from lowtide.estimator.absent_processes import gpus_per_node
 from lowtide.estimator.cuda.current_gpu import CAPABILITY_ASSUMED, NullStream
 from lowtide.estimator.cuda.memory_stats import RESET_PEAKS, RESET_SUMS, Usage
 from lowtide.memory.allocator.simulation import EMPTY_CACHE
-from lowtide.memory.gpu_specs import GpuSpec, context_bytes
+from lowtide.memory.gpu_specs import CONTEXT_BYTES, GpuSpec
 
 MULTIPROCESSORS_ASSUMED, THREADS_ASSUMED, SHARED_BYTES_ASSUMED = 100, 1536, 100 * 2**10
 """Properties assumed for any GPU and each of its multiprocessors: no estimate depends on them."""
@@ -186,7 +186,7 @@ def _memory(gpu: GpuSpec, usage: Usage) -> dict[str, Callable[..., Any]]:
 
     def taken() -> int:
         """Return the bytes of the GPU in use, including the largest context."""
-        return min(usage.level("reserved_bytes.all.current") + context_bytes(gpu)[1], gpu.total_bytes)
+        return min(usage.level("reserved_bytes.all.current") + CONTEXT_BYTES[1], gpu.total_bytes)
 
     return {
         **{name: lambda device=None, of=of: usage.level(of) for name, of in _LEVELS.items()},

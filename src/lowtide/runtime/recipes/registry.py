@@ -84,7 +84,6 @@ class Recipe:
     alias: bool = False
     device: str | None = None
     into: bool = False
-    implementation: str = ""
     recorded: tuple[tuple[str, str], ...] = field(init=False)
     """Constants that the node may record, each with the node's attribute for it."""
     computed: tuple[str, ...] = field(init=False)
@@ -167,7 +166,6 @@ def recipe(
                 alias=alias,
                 device=device,
                 into=any(p.name == OUT for p in parameters),
-                implementation=implementation,
             )
         return function
 
