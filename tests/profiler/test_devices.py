@@ -87,7 +87,7 @@ def test_a_backward_inside_of_the_forward_may_run_in_another_thread():
         audit = Audit(model, frozenset(), lambda *_: None)
         with audit.running():
             step(batch)
-        audits.append([(slot.address, audit.values[slot.value].recipe) for slot in audit.slots])
+        audits.append([(slot.address, audit.step.values[slot.value].recipe) for slot in audit.step.slots])
         with lowtide.apply(model, made) as applied:
             assert equal(step(batch), plain)
             assert not applied.drifted

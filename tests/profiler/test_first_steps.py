@@ -203,7 +203,7 @@ def test_a_trial_that_fails_midway_brings_back_what_it_has_freed():
     OWN.manual_seed(0)
     observed = OnlineProfiler(model)
     observed.begin(x)
-    calls = observed._watch.audit.calls
+    calls = observed._watch.audit.step.calls
     model(x).square().mean().backward()
     observed.end()
     observed.leave()
@@ -396,7 +396,7 @@ def test_a_workspace_with_bytes_that_its_library_never_writes_is_no_difference(f
         for _ in range(3):  # memory of earlier steps is used again, with what it had in it
             model.zero_grad()
             model(torch.randn(ROWS)).square().mean().backward()
-    assert {call.refused for call in audit.calls if call.cls == "LSTM"} == {None}
+    assert {call.refused for call in audit.step.calls if call.cls == "LSTM"} == {None}
 
 
 def test_an_audit_frees_the_operands_of_a_graph_that_is_dropped_without_a_backward():

@@ -15,8 +15,8 @@ import lowtide
 from comparing import equal
 from lowtide.errors import RehearsalError, ReplayMismatch
 from lowtide.planner import smallest_peak
-from lowtide.profiler.audit import LEAKS
 from lowtide.profiler.online import OnlineProfiler
+from lowtide.profiler.replay_trials import LEAKS
 from lowtide.state.side_effects import CHANGES
 
 WIDTH, BLOCKS = 64, 4

@@ -1,11 +1,11 @@
 """Results of an audit, rescaled to a batch of another size."""
 
-from lowtide.profiler.drafts import CallDraft, SlotDraft, ValueDraft
+from lowtide.profiler.drafts import CallDraft, SlotDraft, StepDrafts, ValueDraft
 from lowtide.profiler.rescale import resized
 
 
-def slot(value: int, call: int = 0) -> SlotDraft:
-    return SlotDraft(address="", label="", value=value, call=call)
+def slot(value: int, n_elements: int) -> SlotDraft:
+    return SlotDraft(address="", label="", value=value, call=0, n_elements=n_elements)
 
 
 def test_values_grow_as_what_is_saved_of_them_and_what_is_made_of_them() -> None:
@@ -19,14 +19,14 @@ def test_values_grow_as_what_is_saved_of_them_and_what_is_made_of_them() -> None
         ValueDraft(bytes=10, node="E"),  # an argument
     ]
     calls = [CallDraft(id="", cls="", parent=None, first_slot=0, stop_slot=3, cost_ms=2.0, flops=10)]
-    found, [call] = resized(values, [slot(0), slot(2), slot(4)], calls, audited=[50, 5, 1], traced=[75, 5, 2])
-    assert [value.bytes for value in found] == [150, 45, 5, 6, 2, 8, 15]
-    assert (found[0].cost_ms, found[0].flops, found[0].transient_bytes) == (1.5, 11, 15)
+    found = resized(StepDrafts(values, [slot(0, 50), slot(2, 5), slot(4, 1)], calls), traced=[75, 5, 2])
+    first, [call] = found.values[0], found.calls
+    assert [value.bytes for value in found.values] == [150, 45, 5, 6, 2, 8, 15]
+    assert (first.cost_ms, first.flops, first.transient_bytes) == (1.5, 11, 15)
     assert call.flops == 15
     assert [value.bytes for value in values] == [100, 30, 5, 3, 1, 8, 10]
 
 
 def test_empty_tensors_stay_empty() -> None:
     values = [ValueDraft(bytes=0, node="A")]
-    found, _ = resized(values, [slot(0)], [], audited=[0], traced=[4])
-    assert found == values
+    assert resized(StepDrafts(values, [slot(0, 0)]), traced=[4]).values == values

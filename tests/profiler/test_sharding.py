@@ -6,7 +6,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import lowtide
-from lowtide.profiler.drafts import CallDraft, SlotDraft, ValueDraft
+from lowtide.profiler.drafts import CallDraft, SlotDraft, StepDrafts, ValueDraft
 from lowtide.profiler.fsdp_units import ELSEWHERE, NEVER, TAKES_ELSEWHERE, FsdpScopes, settle
 from parts import Mlp
 
@@ -22,7 +22,7 @@ def settled(values: list[ValueDraft], readers: dict[int, list[int]], allocated_a
     slots = [SlotDraft(address="", label="", value=value, call=call) for value, its in readers.items() for call in its]
     homes = FsdpScopes()
     homes.allocated_at, homes.spans = allocated_at, SPANS
-    settle(values, slots, calls, homes)
+    settle(StepDrafts(values, slots, calls), homes)
     return [value.refused for value in values]
 
 
@@ -68,7 +68,7 @@ def test_nothing_is_made_again_in_a_unit_that_is_not_gathered_for_backward():
     slots = [SlotDraft(address="", label="", value=n, call=call) for n, call in enumerate([INSIDE, TWO])]
     values, homes = [recomputed(), recomputed()], FsdpScopes()
     homes.allocated_at, homes.spans, homes.not_gathered = {0: 11, 1: 21}, SPANS, {ONE}
-    settle(values, slots, calls, homes)
+    settle(StepDrafts(values, slots, calls), homes)
     assert [value.refused for value in values] == [NEVER, None]
     assert [call.refused for call in calls] == [None, NEVER, NEVER, None]
 
@@ -79,7 +79,7 @@ def test_an_argument_of_a_call_is_read_inside_of_it():
     calls[TWO].inputs.append(SlotDraft(address="", label="", value=0, call=TWO))
     homes = FsdpScopes()
     homes.allocated_at, homes.spans = {0: 11}, SPANS
-    settle(values, [], calls, homes)
+    settle(StepDrafts(values, [], calls), homes)
     assert values[0].refused == ELSEWHERE
 
 

@@ -14,9 +14,9 @@ from budgets import step_of, within
 from lowtide.errors import ReplayMismatch
 from lowtide.memory.events import OWN_WORK, Allocate, Free, Mark, without_own_work
 from lowtide.profiler import replay_check
-from lowtide.profiler.audit import CHANGED
 from lowtide.profiler.online import OnlineProfiler
 from lowtide.profiler.replay_check import Checked
+from lowtide.profiler.replay_trials import CHANGED
 from lowtide.runtime.replay import ReplayFrame
 from lowtide.runtime.saved_values import Handle
 from runtime.plans import in_force

@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
-
 from lowtide._torch.device_timing import simulated_clock
 from lowtide._torch.fake_modes import without_function_modes
 from lowtide._torch.tensors import fakes_have_addresses
@@ -43,7 +41,6 @@ if TYPE_CHECKING:
     from lowtide.memory.gpu_specs import GpuSpec
     from lowtide.planner.records import Profile
     from lowtide.runtime.engine import Engine
-    from lowtide.runtime.saved_values import Value
 
 NOT_COMPARED: Final = (
     "rehearsed without the GPU: recomputes are taken to be exact, which `lowtide run --plan` checks, and times are "
@@ -75,16 +72,10 @@ class Clock:
 class FakeAudit(Audit):
     """An audit of a step on fake tensors."""
 
-    def _n_sent(self) -> int:
+    has_contents = False
+
+    def n_sent(self) -> int:
         return n_sent[0]
-
-    def try_packing(self, known: Value, tensor: Tensor) -> None:
-        """Try to keep a tensor as bits if they are enough for all contents that it may have."""
-        if tensor.dtype is torch.bool:
-            super().try_packing(known, tensor)
-
-    def try_implementations(self, *args: Any) -> None:
-        """Do nothing: on fake tensors no implementation can be compared or timed."""
 
 
 class FakeRehearsal(TwoStepRun):
@@ -134,7 +125,7 @@ class FakeRehearsal(TwoStepRun):
         audit, batch = self._audit, self._batch if batch is None else batch
         if self._trace is None:
             check_saved(self._model, audit)
-            if not (audit.slots and audit.reads):
+            if not (audit.step.slots and audit.reads):
                 raise RehearsalError(
                     "no backward ran through the model in its first step: the loss must depend on its outputs."
                 )
@@ -165,9 +156,7 @@ class FakeRehearsal(TwoStepRun):
         stream = self._tracker.ledger.stream
         assert self._static is not None
         step = TracedStep(
-            values=audit.values,
-            slots=audit.slots,
-            calls=audit.calls,
+            drafts=audit.step,
             kept=trace.kept,
             replayed=self._tracing.decisions.replay,
             stream=stream,

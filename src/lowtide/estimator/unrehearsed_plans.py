@@ -10,7 +10,6 @@ and no block is replayed that sends anything to other processes.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,10 +18,8 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from lowtide._torch.backward import in_backward
 from lowtide._torch.distributed import is_wrapping
-from lowtide._torch.nodes import next_sequence_number
 from lowtide.estimator.collectives import n_sent
-from lowtide.profiler.audit_recompute import ValueNumbering
-from lowtide.profiler.fsdp_units import FsdpScopes, FsdpUnits
+from lowtide.profiler.fsdp_units import FsdpScopes, FsdpUnits, ValueNumbering
 from lowtide.profiler.repeated_blocks import is_container
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.plan_table import Decision, actions_for
@@ -65,13 +62,12 @@ class CheapRecomputes(SavedTensorPacker):
         """Observe that the forward of a module begins, which may be a unit that is resharded after it."""
         if module in self._units.resharded:
             self._open.append(len(self._scopes.spans))
-            self._scopes.spans[self._open[-1]] = next_sequence_number(), sys.maxsize
+            self._scopes.begin(self._open[-1])
 
     def end_call(self, module: nn.Module) -> None:
         """Observe that the forward of a module ends."""
         if module in self._units.resharded:
-            call = self._open.pop()
-            self._scopes.spans[call] = self._scopes.spans[call][0], next_sequence_number()
+            self._scopes.end(self._open.pop())
 
     def pack(self, now: ForwardPass, tensor: Tensor) -> Handle:
         scope = now.scope

@@ -20,7 +20,7 @@ def settle(values: list[ValueDraft], slots: Collection[SlotDraft]) -> None:
     lost = {slot.address for slot in slots if values[slot.value].refused == OVERWRITTEN}
     for slot in slots:
         if slot.address in lost:
-            values[slot.value].recipe, values[slot.value].refused = None, OVERWRITTEN
+            values[slot.value].refuse(OVERWRITTEN)
     bytes_at: dict[str, Counter[str]] = {}
     values_at: dict[str, set[int]] = {}
     for slot in slots:
@@ -31,7 +31,7 @@ def settle(values: list[ValueDraft], slots: Collection[SlotDraft]) -> None:
         [(most, _)] = count.most_common(1)
         for index in values_at[address] if len(count) > 1 else ():
             if values[index].node != most:
-                values[index].recipe, values[index].refused = None, OTHER_NODE
+                values[index].refuse(OTHER_NODE)
 
 
 def nodes_at(values: list[ValueDraft], slots: Iterable[SlotDraft]) -> dict[str, str]:

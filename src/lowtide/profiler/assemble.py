@@ -11,7 +11,7 @@ from lowtide.memory.events import EventStream, peak_between
 from lowtide.planner.records import Call, Fingerprint, Profile, Slot, Static, StepClocks, Storage, Value
 from lowtide.profiler.audit_inplace import InPlaceGroup, in_place, with_their_own
 from lowtide.profiler.backward_passes import Pass, in_passes, passes
-from lowtide.profiler.drafts import CallDraft, SlotDraft, ValueDraft
+from lowtide.profiler.drafts import CallDraft, SlotDraft, StepDrafts, ValueDraft
 from lowtide.profiler.freed_operands import reject_unavailable
 from lowtide.profiler.step_sections import TimedSections
 from lowtide.profiler.trace_marks import RecomputeEnded, RecomputeStarted
@@ -24,9 +24,7 @@ from lowtide.runtime.recipes import RECIPES
 class TracedStep:
     """A traced step, with the drafts of its audit."""
 
-    values: list[ValueDraft]
-    slots: list[SlotDraft]
-    calls: list[CallDraft]
+    drafts: StepDrafts
     kept: set[int]
     """Slots that were kept in the trace."""
     replayed: frozenset[str]
@@ -59,17 +57,17 @@ def assemble(
     `plain`: peak in bytes and time in ms of the step without any plan. `sections`: times of its parts on the clocks of
     host and device; None where they are one resource, or were not measured: then all times add up.
     """
-    values = _upstream_first(step.values, step.slots, step.calls)
+    slots, calls = step.drafts.slots, step.drafts.calls
+    values = _upstream_first(step.drafts)
     index = watch(step.stream, step.entry)
     noted = blocks_of(values, index)
-    reject_unavailable(values, step.slots, index)
+    reject_unavailable(values, slots, index)
     several = passes(index, len(step.stream.events))
-    lifetimes_without_trace(
-        index, step.slots, step.kept, {k for k, call in enumerate(step.calls) if call.id in step.replayed}
-    )
-    _one_storage_a_value(index, step.slots)
-    groups = _groups(values, step.slots, step.calls)
-    _even_out(values, step.calls, groups)
+    replayed = {k for k, call in enumerate(calls) if call.id in step.replayed}
+    lifetimes_without_trace(index, slots, step.kept, replayed)
+    _one_storage_a_value(index, slots)
+    groups = _groups(values, slots, calls)
+    _even_out(values, calls, groups)
     records = _Records(step, values, index, noted, several, groups, has_clocks=sections is not None)
     level = levels(step.stream, records.cuts, set(records.blocks), index)
     profile = Profile(
@@ -110,10 +108,10 @@ class _Records:
         has_clocks: bool,
     ) -> None:
         self._has_clocks = has_clocks
-        self._values, self._slots, self._calls = values, step.slots, step.calls
+        self._values, self._slots, self._calls = values, step.drafts.slots, step.drafts.calls
         self._index, self._groups = index, groups
         self._end = len(step.stream.events)
-        seeds = {n for n in index.block_of_slot if values[step.slots[n].value].is_seed}
+        seeds = {n for n in index.block_of_slot if values[self._slots[n].value].is_seed}
         always = {index.block_of_slot.pop(n) for n in seeds}  # present under any plan, and so part of the level
         index.block_of_input = {at: block for at, block in index.block_of_input.items() if block not in always}
         planned = {*index.block_of_slot.values(), *index.block_of_input.values(), *noted.values()}
@@ -299,8 +297,9 @@ def transients(values: Iterable[ValueDraft], stream: EventStream) -> None:
             draft.transient_bytes = max(0, most - draft.bytes)
 
 
-def _upstream_first(values: list[ValueDraft], slots: list[SlotDraft], calls: list[CallDraft]) -> list[ValueDraft]:
+def _upstream_first(step: StepDrafts) -> list[ValueDraft]:
     """Return the values, each after its operands; renumber the values of slots, inputs and calls accordingly."""
+    values, slots, calls = step.values, step.slots, step.calls
     place: dict[int, int] = {}
 
     def visit(index: int) -> int:

@@ -8,13 +8,12 @@ per thread, and backward on a GPU runs in its own thread.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Container, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from lowtide.runtime.recompute import Recompute
 
 if TYPE_CHECKING:
-    from lowtide.profiler.drafts import ValueDraft
+    from lowtide.profiler.audited_step import AuditedStep
     from lowtide.profiler.measure_call import Meter
     from lowtide.runtime.saved_values import Value
 
@@ -22,9 +21,11 @@ if TYPE_CHECKING:
 class BackwardTimings:
     """Recomputes of the values that one forward pass saves, by value."""
 
-    def __init__(self, values: Sequence[ValueDraft], meter: Meter) -> None:
-        """Start without recomputes; times in backward are written into `values`, as `meter` measures them."""
-        self._values, self._meter = values, meter
+    def __init__(self, step: AuditedStep, meter: Meter) -> None:
+        """Start without recomputes; times in backward are written into the drafts of `step`, as `meter` measures
+        them.
+        """
+        self._step, self._meter = step, meter
         self._recomputes: weakref.WeakKeyDictionary[Value, Recompute] = weakref.WeakKeyDictionary()
         """Recomputes that have not run in backward yet. Each goes with its value: the graph may be dropped without a
         backward.
@@ -49,16 +50,16 @@ class BackwardTimings:
         """Return the recompute of a value that backward reads for the first time, or None without one."""
         return self._recomputes.pop(value, None)
 
-    def drop_unread(self, index: Mapping[Value, int], saved: Container[int]) -> None:
-        """Drop the recomputes of values that no slot has `saved`, so that their operands are freed."""
+    def drop_unread(self) -> None:
+        """Drop the recomputes of values that no slot has saved, so that their operands are freed."""
         for value in list(self._recomputes):
-            if index[value] not in saved:
+            if not self._step.is_saved(value):
                 del self._recomputes[value]
 
     def made(self, maker: Recompute) -> None:
         """Record the time of a recompute that has run in backward."""
         if maker in self._indices:
-            draft, spent = self._values[self._indices[maker]], self._meter.of(maker)
+            draft, spent = self._step.values[self._indices[maker]], self._meter.of(maker)
             draft.cost_ms, draft.host_ms = spent.cost_ms, spent.host_ms
 
     def clear(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -52,6 +53,10 @@ class ValueDraft:
         is_saved = self.state_of is None and self.noted is None
         return not self.node and is_saved and 0 < self.bytes <= SEED_BYTES
 
+    def refuse(self, why: str) -> None:
+        """Keep the value whenever it is saved."""
+        self.recipe, self.refused = None, why
+
 
 @dataclass(slots=True, kw_only=True)
 class SlotDraft:
@@ -61,6 +66,8 @@ class SlotDraft:
     label: str
     value: int
     call: int
+    n_elements: int = 0
+    """Number of elements of a saved tensor."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,6 +90,24 @@ class CallDraft:
     advance_flops: int = 0
     state: int | None = None
     """Index of the value that represents the state that a replay holds in addition to its arguments."""
+
+
+@dataclass(slots=True)
+class StepDrafts:
+    """Drafts of one step, which refer to each other by index."""
+
+    values: list[ValueDraft] = field(default_factory=list)
+    slots: list[SlotDraft] = field(default_factory=list)
+    calls: list[CallDraft] = field(default_factory=list)
+
+    def copy(self) -> StepDrafts:
+        """Return a deep copy, without the live objects of a subclass."""
+        return StepDrafts(*copy.deepcopy((self.values, self.slots, self.calls)))
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of all tensors saved for backward."""
+        return sum(self.values[index].bytes for index in {slot.value for slot in self.slots})
 
 
 def describe(tensor: Tensor, node: str) -> str:

@@ -43,7 +43,7 @@ def reject_unavailable(values: list[ValueDraft], slots: list[SlotDraft], trace: 
 
     for index in saved:
         if values[index].recipe is not None and not all(can_be_made(index, trace.packed[n]) for n in saved[index]):
-            values[index].recipe, values[index].refused = None, "its operands are freed before it is saved"
+            values[index].refuse("its operands are freed before it is saved")
 
 
 def _claims(values: list[ValueDraft], saved: dict[int, list[int]]) -> dict[int, set[int]]:

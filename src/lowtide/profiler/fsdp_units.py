@@ -7,18 +7,24 @@ decide only about values of a unit that are also read inside the unit.
 
 from __future__ import annotations
 
+import sys
+import weakref
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 from lowtide._torch.distributed import n_collectives
 from lowtide._torch.fsdp import ShardGroup, has_default_resharding, shard_groups
+from lowtide._torch.nodes import next_sequence_number, sequence_number
 from lowtide.runtime.fsdp_scopes import units
+from lowtide.runtime.recompute_builder import Builder, ParameterOwners
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
+    from torch.autograd.graph import Node
 
-    from lowtide.profiler.drafts import CallDraft, SlotDraft, ValueDraft
+    from lowtide.profiler.drafts import StepDrafts, ValueDraft
+    from lowtide.runtime.saved_values import Value
 
 ELSEWHERE = "it is read outside the sharded module that computed it, whose parameters are no longer gathered then"
 TAKES_ELSEWHERE = "it reads a tensor of another sharded module, whose parameters are no longer gathered then"
@@ -119,6 +125,16 @@ class FsdpScopes:
         self.not_gathered: set[int] = set()
         """Calls of units that are not gathered for their backward."""
 
+    def begin(self, call: int, *, is_gathered: bool = True) -> None:
+        """Observe that a unit's call begins. Unless `is_gathered`, the unit is not gathered for its backward."""
+        self.spans[call] = next_sequence_number(), sys.maxsize
+        if not is_gathered:
+            self.not_gathered.add(call)
+
+    def end(self, call: int) -> None:
+        """Observe that a unit's call has ended."""
+        self.spans[call] = self.spans[call][0], next_sequence_number()
+
     def of(self, index: int) -> int | None:
         """Return the innermost call of a unit inside which a value was made, or None."""
         number = self.allocated_at.get(index)
@@ -130,10 +146,24 @@ class FsdpScopes:
         return max(enclosing)[1] if enclosing else None
 
 
-def settle(
-    values: Sequence[ValueDraft], slots: Sequence[SlotDraft], calls: Sequence[CallDraft], homes: FsdpScopes
-) -> None:
+class ValueNumbering(Builder):
+    """Builder of recomputes that records the sequence number of the node for each value that it has built."""
+
+    __slots__ = ("numbers",)
+
+    def __init__(self, owners: ParameterOwners) -> None:
+        super().__init__(owners)
+        self.numbers: weakref.WeakKeyDictionary[Value, int] = weakref.WeakKeyDictionary()
+
+    def recompute(self, node: Node, output: int, like: Tensor | None = None, depth: int = 0) -> Value:
+        value = super().recompute(node, output, like, depth)
+        self.numbers[value] = sequence_number(node)
+        return value
+
+
+def settle(step: StepDrafts, homes: FsdpScopes) -> None:
     """Refuse values whose recompute would run where the parameters of their unit are not gathered."""
+    values, slots, calls = step.values, step.slots, step.calls
     if not homes.spans:
         return
     around: list[frozenset[int]] = []
@@ -147,9 +177,9 @@ def settle(
     held = {index for index, at in home.items() if any(at not in there for there in readers.get(index, ()))}
     for index, at in home.items():
         if at in homes.not_gathered:
-            values[index].recipe, values[index].refused = None, NEVER
+            values[index].refuse(NEVER)
         elif index in held:
-            values[index].recipe, values[index].refused = None, ELSEWHERE
+            values[index].refuse(ELSEWHERE)
     for call, there in zip(calls, around, strict=True):
         if there & homes.not_gathered and call.refused is None:
             call.refused = NEVER
@@ -157,7 +187,7 @@ def settle(
         if value.recipe is not None and any(
             home[need] not in there for need in _upstream(index, values, home, held) for there in readers.get(index, ())
         ):
-            value.recipe, value.refused = None, TAKES_ELSEWHERE
+            value.refuse(TAKES_ELSEWHERE)
 
 
 def _upstream(index: int, values: Sequence[ValueDraft], home: Collection[int], held: Collection[int]) -> set[int]:

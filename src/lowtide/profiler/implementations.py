@@ -35,7 +35,7 @@ class Trial:
 
 
 @dataclass(slots=True)
-class Trials:
+class ImplementationTrials:
     """Trials of one audit, by value and by the implementation's name; the first one has an empty name."""
 
     by_value: dict[int, dict[str, Trial]] = field(default_factory=dict)

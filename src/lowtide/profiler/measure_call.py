@@ -70,10 +70,12 @@ class Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Meter:
-    """Time and FLOPs of each run of a recipe."""
+    """Time and FLOPs of trial runs: of each run of a recipe, and of calls that are run again."""
 
-    def __init__(self, mark: Callable[[str, object], None], flops: Flops, place: torch.device) -> None:
-        self._mark, self._flops, self._place = mark, flops, place
+    def __init__(self, mark: Callable[[str, object], None], place: torch.device) -> None:
+        """Measure on the device `place`; `mark` marks each run of a recipe in the recording."""
+        self._mark, self.place = mark, place
+        self.flops = Flops()
         self._runs: list[ValueDraft] = []
         """Runs in order; `RecomputeEnded` has the index."""
         self._last: weakref.WeakKeyDictionary[Recompute, int] = weakref.WeakKeyDictionary()
@@ -84,7 +86,7 @@ class Meter:
     def making(self) -> None:
         """Start the measurement of a recipe that is about to run."""
         self._mark(TRACE, RecomputeStarted())
-        self._flops_before = self._flops.total
+        self._flops_before = self.flops.total
         self._watch.start()
 
     def made(self, maker: Recompute, result: Tensor) -> None:
@@ -92,7 +94,7 @@ class Meter:
         count none.
         """
         host_ms, cost_ms = self._watch.stop()
-        flops = self._flops.total - self._flops_before
+        flops = self.flops.total - self._flops_before
         number = len(self._runs)
         self._mark(TRACE, RecomputeEnded(number))
         if maker in self._last:
@@ -113,47 +115,45 @@ class Meter:
         """Forget the runs of all recomputes so far."""
         self._last.clear()
 
+    def timed(
+        self,
+        run: Callable[[], T],
+        eagerly: Callable[[], object],
+        excluded_ms: Callable[[], float] = lambda: 0.0,
+        quietly: Callable[[], object] | None = None,
+    ) -> tuple[T, Times, int]:
+        """Return the result of `run`, its times and its FLOPs. Short runs are run twice: counting takes time.
 
-def timed(
-    run: Callable[[], T],
-    flops: Flops,
-    place: torch.device,
-    eagerly: Callable[[], object],
-    excluded_ms: Callable[[], float] = lambda: 0.0,
-    quietly: Callable[[], object] | None = None,
-) -> tuple[T, Times, int]:
-    """Return the result of `run`, its times and its FLOPs. Short runs are run twice: counting takes time.
+        `excluded_ms` returns the time so far that does not count as time of `run`. Where host and device have separate
+        clocks, `quietly` is timed: the same work without the instrumentation of `run`; by default `run` itself.
 
-    `excluded_ms` returns the time so far that does not count as time of `run`. Where host and device have separate
-    clocks, `quietly` is timed: the same work without the instrumentation of `run`; by default `run` itself.
-
-    Operators in compiled code are invisible, and a dispatch mode around it would make the compiler give up for good. So
-    where code may be compiled, FLOPs are counted in a separate run: `eagerly`, which does the same work without
-    compiled code. If `eagerly` fails, the work counts as 0 FLOPs.
-    """
-    before, compiled = flops.total, anything_compiled()
-    began = now_ms(place) - excluded_ms()
-    with contextlib.nullcontext() if compiled else flops:
-        result = run()
-    took_ms = now_ms(place) - excluded_ms() - began
-    if compiled:
-        with contextlib.suppress(*CAN_GO_WRONG), torch.compiler.set_stance("force_eager"), flops:
-            eagerly()
-    counted = flops.total - before
-    if has_two_clocks(place):
-        watch = Stopwatch(place)
-        watch.start(ahead_ms=took_ms)
-        (run if quietly is None else quietly)()
-        return result, watch.stop(), counted
-    if took_ms < SHORT_MS:
-        del result
-        began = now_ms(place) - excluded_ms()
-        result = run()
-        took_ms = min(took_ms, now_ms(place) - excluded_ms() - began)
-    return result, Times(0.0, took_ms), counted
+        Operators in compiled code are invisible, and a dispatch mode around it would make the compiler give up for
+        good. So where code may be compiled, FLOPs are counted in a separate run: `eagerly`, which does the same work
+        without compiled code. If `eagerly` fails, the work counts as 0 FLOPs.
+        """
+        before, compiled = self.flops.total, anything_compiled()
+        began = now_ms(self.place) - excluded_ms()
+        with contextlib.nullcontext() if compiled else self.flops:
+            result = run()
+        took_ms = now_ms(self.place) - excluded_ms() - began
+        if compiled:
+            with contextlib.suppress(*CAN_GO_WRONG), torch.compiler.set_stance("force_eager"), self.flops:
+                eagerly()
+        counted = self.flops.total - before
+        if has_two_clocks(self.place):
+            watch = Stopwatch(self.place)
+            watch.start(ahead_ms=took_ms)
+            (run if quietly is None else quietly)()
+            return result, watch.stop(), counted
+        if took_ms < SHORT_MS:
+            del result
+            began = now_ms(self.place) - excluded_ms()
+            result = run()
+            took_ms = min(took_ms, now_ms(self.place) - excluded_ms() - began)
+        return result, Times(0.0, took_ms), counted
 
 
-def advance(frame: ReplayFrame, returned: Any, flops: Flops, place: torch.device) -> tuple[Tensor, Times, int] | None:
+def advance(frame: ReplayFrame, returned: Any, meter: Meter) -> tuple[Tensor, Times, int] | None:
     """Advance the call of `frame`. Return the result tensor in `returned`, and the times and FLOPs of the advance.
 
     None if the advance gives other bits or is not possible.
@@ -164,7 +164,7 @@ def advance(frame: ReplayFrame, returned: Any, flops: Flops, place: torch.device
     tensor, base, _, _ = node
     try:
         forward = Advance(frame, frame.operands, tensor, base).forward
-        made, took, counted = timed(forward, flops, place, frame.forward_again)
+        made, took, counted = meter.timed(forward, frame.forward_again)
     except CAN_GO_WRONG:
         return None
     return (tensor, took, counted) if identical(made, base) else None

@@ -189,7 +189,7 @@ class OnlineProfiler:
             difference = (
                 f"it saved {trace.packs} tensors in {len(trace.calls)} calls, and another step on a batch of "
                 f"{'the same size' if is_alike else 'such a form'}, {known.fingerprint.batch}, saved "
-                f"{len(audit.slots)} in {len(audit.calls)}"
+                f"{len(audit.step.slots)} in {len(audit.step.calls)}"
             )
             if "" in differing and n_kinds <= MOST_KINDS:
                 raise OtherKind(difference)
@@ -229,7 +229,7 @@ class OnlineProfiler:
     def _compare(self, step: AuditedTrainingStep | TracedTrainingStep) -> None:
         if self._largest is None or step.extent() > self._largest.extent():
             self._largest = step
-        if self._fullest is None or step.saved_bytes() > self._fullest.saved_bytes():
+        if self._fullest is None or step.drafts.saved_bytes > self._fullest.drafts.saved_bytes:
             self._fullest = step
 
     def finish(self) -> None:

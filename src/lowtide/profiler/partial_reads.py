@@ -7,15 +7,26 @@ An input saved for its shape is released also if other slots save it and recompu
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide.profiler.drafts import SlotDraft, ValueDraft
+from lowtide._torch.device_timing import Stopwatch
+from lowtide.planner.address_nodes import SHAPE, SIGNS
+from lowtide.profiler.drafts import ValueDraft
+from lowtide.profiler.recompute_trials import MIN_BYTES, RecomputeTrials
+from lowtide.runtime.partial_saves import packed, saved_for_shape
+from lowtide.runtime.recipes import CannotRecompute
+from lowtide.runtime.recompute import Recompute
+from lowtide.runtime.saved_values import registered
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from lowtide.profiler.audited_step import AuditedStep
+    from lowtide.profiler.measure_call import Meter
+    from lowtide.runtime.saved_values import Value
 
 PIECES = 64
 """Number of pieces in which signs are compared with the tensor."""
@@ -34,23 +45,69 @@ class Enough:
     """True if another slot that holds the tensor lets recomputes that need it find it on an edge of the graph."""
 
 
-def settle(enough: dict[int, Enough], values: list[ValueDraft], slots: list[SlotDraft]) -> None:
-    """Make slots hold only the part of a tensor that their readers need, where that saves memory. `enough` has the part
-    by slot.
-    """
-    saved_by: dict[int, set[int]] = {}
-    for n, slot in enumerate(slots):
-        saved_by.setdefault(slot.value, set()).add(n)
-    lost = []
-    for index, its in saved_by.items():
-        whole = its - enough.keys()
-        moved = {n for n in its & enough.keys() if not whole or (enough[n].bits is None and enough[n].is_on_edge)}
-        for n in moved:
-            slots[n].value = _add(values, enough[n])
-        if moved == its and not all(enough[n].is_passable for n in moved):
-            values[index].recipe, values[index].refused = None, "of it only the shape or the signs are read"
-            lost.append(index)
-    _refuse(values, lost, {slot.value for slot in slots})
+class PartialReads:
+    """Trials of saved tensors that may be replaced by the part that backward needs."""
+
+    def __init__(self, step: AuditedStep, recomputes: RecomputeTrials, meter: Meter) -> None:
+        self._step, self._recomputes, self._meter = step, recomputes, meter
+        self._enough: dict[int, Enough] = {}
+        """The part that is enough, by slot."""
+
+    def try_signs(self, known: Value, tensor: Tensor) -> None:
+        """Measure the cost of keeping one bit per element of a tensor that is about to be saved for its signs."""
+        drafts = []
+        for _ in range(2):  # the first run may pay for new pages
+            watch = Stopwatch(self._meter.place)
+            watch.start()
+            try:
+                value = packed(SIGNS, tensor)
+            except CannotRecompute:
+                return
+            packing, maker = watch.stop(), value.maker
+            assert isinstance(maker, Recompute)
+            if not are_signs_of(maker.make(value), tensor):
+                return
+            spent = self._meter.of(maker)
+            device_ms, host_ms = packing.device + spent.cost_ms, packing.host + spent.host_ms
+            drafts.append(replace(spent, recipe=SIGNS, cost_ms=device_ms, host_ms=host_ms))
+            n_bytes = maker.constants["bits"].nbytes
+        bits = ValueDraft(bytes=n_bytes, node="", state_of=self._step.open_calls[-1].index)
+        draft = min(drafts, key=lambda draft: draft.cost_ms)
+        is_passable = self._recomputes.is_passable(known, tensor.grad_fn, tensor.output_nr)
+        self._enough[len(self._step.slots)] = Enough(draft, bits, is_passable)
+
+    def try_shape(self, call: int, result: Any) -> None:
+        """Record the tensor that a call, which has just returned `result`, has itself saved for its shape, if any."""
+        held, step = saved_for_shape(result), self._step
+        # several slots of the call may have saved the same tensor
+        n = None if held is None else step.slot_of.get(held)
+        if held is None or n is None or step.slots[n].call != call:
+            return
+        value, view = step.held[n]
+        if value.tensor is not None and value.tensor.nbytes >= MIN_BYTES:
+            size = packed(SHAPE, held.get()).get().untyped_storage().nbytes()
+            draft = ValueDraft(bytes=size, node=SHAPE, recipe=SHAPE)
+            node, output = result.grad_fn.next_functions[0]
+            is_passable = view is None and self._recomputes.is_passable(value, node, output)
+            is_on_edge = node is not None and registered(node, output) is value
+            self._enough[n] = Enough(draft, None, is_passable, is_on_edge)
+
+    def settle(self) -> None:
+        """Make slots hold only the part of a tensor that their readers need, where that saves memory."""
+        enough, values, slots = self._enough, self._step.values, self._step.slots
+        saved_by: dict[int, set[int]] = {}
+        for n, slot in enumerate(slots):
+            saved_by.setdefault(slot.value, set()).add(n)
+        lost = []
+        for index, its in saved_by.items():
+            whole = its - enough.keys()
+            moved = {n for n in its & enough.keys() if not whole or (enough[n].bits is None and enough[n].is_on_edge)}
+            for n in moved:
+                slots[n].value = _add(values, enough[n])
+            if moved == its and not all(enough[n].is_passable for n in moved):
+                values[index].refuse("of it only the shape or the signs are read")
+                lost.append(index)
+        _refuse(values, lost, {slot.value for slot in slots})
 
 
 def _add(values: list[ValueDraft], enough: Enough) -> int:
@@ -66,7 +123,7 @@ def _refuse(values: list[ValueDraft], lost: list[int], held: Collection[int]) ->
     for index in lost:  # grows while it runs
         for place, draft in enumerate(values):
             if index in draft.operands and draft.recipe is not None:
-                draft.recipe, draft.refused = None, "its operands are not held"
+                draft.refuse("its operands are not held")
                 if place not in held:
                     lost.append(place)
 

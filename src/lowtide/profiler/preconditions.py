@@ -223,7 +223,7 @@ def _is_all_of(part: torch.nn.Module, model: torch.nn.Module) -> bool:
 
 def check_saved(model: torch.nn.Module, audit: Audit) -> None:
     """Refuse a step that saves tensors only where no plan can decide about them. Raises RehearsalError."""
-    if not audit.slots and audit.bypassed is not None:
+    if not audit.step.slots and audit.bypassed is not None:
         raise RehearsalError(f"{type(model).__name__} was called {audit.bypassed}")
 
 
@@ -238,14 +238,15 @@ def check_same_work(model: torch.nn.Module, audit: Audit, trace: Trace) -> None:
             )
     if not did_same_work(audit, trace):
         raise RehearsalError(
-            f"the step saved {len(audit.slots)} tensors in one run and {trace.packs} in the next. It must do the same "
-            "work each time that it is given the same batch and random numbers, also after an update of its parameters."
+            f"the step saved {len(audit.step.slots)} tensors in one run and {trace.packs} in the next. It must do the "
+            "same work each time that it is given the same batch and random numbers, also after an update of its "
+            "parameters."
         )
 
 
 def did_same_work(audit: Audit, trace: Trace) -> bool:
     """Return True if both runs of a step saved the same number of tensors."""
-    return trace.packs == len(audit.slots)
+    return trace.packs == len(audit.step.slots)
 
 
 def is_specialised(model: torch.nn.Module) -> bool:

@@ -13,7 +13,7 @@ from lowtide.memory.measure import recorder_for
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner.records import Profile
 from lowtide.profiler.assemble import TracedStep, assemble
-from lowtide.profiler.audit import CHANGED, Audit
+from lowtide.profiler.audit import Audit
 from lowtide.profiler.checkpointed_blocks import without_checkpoints
 from lowtide.profiler.host_bandwidth import host_bandwidth
 from lowtide.profiler.other_memory import in_words, with_others
@@ -27,6 +27,7 @@ from lowtide.profiler.preconditions import (
     nondeterminism_notes,
 )
 from lowtide.profiler.random_work import OTHER_DRAWS, Draw, called, drawn_as, fullest
+from lowtide.profiler.replay_trials import CHANGED
 from lowtide.profiler.step_sections import TimedSections, timed_sections
 from lowtide.profiler.trace import MaxSavingEngine, Trace
 from lowtide.profiler.trial_updates import Updates
@@ -132,7 +133,7 @@ class Rehearsal:
                 saved = self._attempt(frugal=True)
         except LowtideError:  # for example, the step does not fit; the note then lacks this number
             return None
-        return saved if saved.trace.packs == len(saved.audit.slots) else None
+        return saved if saved.trace.packs == len(saved.audit.step.slots) else None
 
     def _without_mismatch(self) -> Attempt:
         """Audit and trace the step, refusing module classes whose replay differs in backward from their forward."""
@@ -187,11 +188,11 @@ class Rehearsal:
                 except ReplayMismatch:  # backward reached tensors that a trial run had leaked outside its call
                     if not audit.leaked:
                         raise
-            auditing.result = f"audited {len(audit.calls)} module calls of {name}"
+            auditing.result = f"audited {len(audit.step.calls)} module calls of {name}"
         if audit.leaked:
             return audit
         check_saved(self.model, audit)
-        if not audit.slots:
+        if not audit.step.slots:
             raise RehearsalError(
                 f"the step returned without a call of {name} that saved anything for backward. Pass the very module "
                 "that the step calls (not a wrapped or copied one), and do not call it under no_grad."
@@ -273,9 +274,7 @@ class Attempt:
         audit, place = self.audit, place_of(model)
         static = with_others(*self.there, self.recorder)
         traced = TracedStep(
-            values=audit.values,
-            slots=audit.slots,
-            calls=audit.calls,
+            drafts=audit.step,
             kept=self.trace.kept,
             replayed=self.engine.decisions.replay,
             stream=self.recorder.stream,

@@ -3,27 +3,35 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
-
-from lowtide.profiler.drafts import ValueDraft
-from lowtide.runtime.recompute import Recompute
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lowtide.runtime.saved_values import Recomputation, Value
+    from lowtide.profiler.audited_step import AuditedStep
+    from lowtide.profiler.backward_timings import BackwardTimings
+    from lowtide.profiler.replay_check import Witness
+    from lowtide.runtime.recompute import Recompute
+    from lowtide.runtime.replay import ReplayFrame
+    from lowtide.runtime.saved_values import Handle, Recomputation, Value
+    from lowtide.runtime.tensor_writers import ReliedOn
 
 
 class FreedValues:
     """Values that a frugal audit frees in forward and recomputes in backward."""
 
-    def __init__(self, index: Mapping[Value, int], saved: set[int], drafts: Sequence[ValueDraft]) -> None:
-        """Begin without freed values. `index` maps values to positions in `drafts`; those in `saved` have slots."""
-        self._index, self._saved, self._drafts = index, saved, drafts
+    def __init__(self, step: AuditedStep, timings: BackwardTimings, relied_on: ReliedOn, witness: Witness) -> None:
+        """Begin without freed values of `step`.
+
+        Values with a recompute in `timings` can be freed. `relied_on` copies operands before they are written to, and
+        `witness` has checksums of freed tensors.
+        """
+        self._step, self._timings, self._relied_on, self.witness = step, timings, relied_on, witness
         self._values: weakref.WeakSet[Value] = weakref.WeakSet()
         self._most: int | None = None
         """Bytes of all saved values when they were first counted."""
+        self._results: list[Value] = []
+        """Results of the block that was freed last."""
 
     def __contains__(self, value: Value) -> bool:
         return value in self._values
@@ -38,16 +46,71 @@ class FreedValues:
         self._values.discard(value)
         value.keep(tensor.detach())
 
+    def add_slot(self, n: int, maker: Recomputation) -> None:
+        """Free the value of slot `n`, which `maker` recomputes, and store a checksum of the tensor."""
+        self.witness.saved(n, self._step.slot_tensor(n))
+        self.add(self._step.held[n][0], maker)
+
+    def leave_to(self, frame: ReplayFrame, freed: dict[Value, int]) -> None:
+        """Leave values, each with a place among the saved tensors, to the replay of a block."""
+        self._relied_on.add(frame)
+        frame.values = {place: weakref.ref(value) for value, place in freed.items()}
+
+    def hold_again(self, frame: ReplayFrame, freed: dict[Value, int]) -> None:
+        """Keep the values that a trial of `frame` has freed, because the call can't be replayed after all."""
+        values = {place: value for value, place in freed.items() if value.maker is frame}
+        frame.values = {place: weakref.ref(value) for place, value in values.items()}
+        if values:
+            frame.look(lambda place, tensor: self.give_back(values[place], tensor))
+
     def free(self) -> None:
         """Free the values again that a trial in forward has recomputed."""
         for value in self._values:
             value.tensor = None
 
-    def may_go(self, value: Value, maker: Recompute, *, chained: bool) -> bool:
+    def try_free(self, handle: Handle, tensor: Tensor) -> None:
+        """Free a tensor that has just been saved, if kept tensors recompute it without a matrix product."""
+        value = handle.value
+        draft, maker = self._step.draft(value), self._timings.recompute_of(value)
+        is_cheap = bool(draft.recipe) and not draft.flops
+        if maker is not None and is_cheap and self._may_go(value, maker):
+            self.witness.saved(self._step.slot_of[handle], tensor)
+            self._recompute_later(value, maker)
+
+    def add_result(self, value: Value) -> None:
+        """Add a result of a block, whose saved tensors are about to be freed: it stays until `free_results`."""
+        self._results.append(value)
+
+    def free_results(self) -> None:
+        """Free results of earlier blocks, because all recomputes from them have been tried.
+
+        A result without a recipe is freed too: no recompute depends on a tensor that neither a slot nor a call holds.
+        """
+        if not self._results:
+            return
+        step = self._step
+        needed = step.saved.union(slot.value for call in step.calls for slot in call.inputs)
+        for value in self._results:
+            draft, maker = step.draft(value), self._timings.recompute_of(value)
+            if step.index[value] in needed:
+                continue
+            if maker is not None and draft.recipe:
+                self._recompute_later(value, maker)
+            elif draft.recipe is None and value.kept:
+                self.add(value, None)
+        step.passed_through += self._results
+        self._results.clear()
+
+    def _recompute_later(self, value: Value, maker: Recompute) -> None:
+        """Free a value that `maker` recomputes; parameters that `maker` reads are copied before they are written to."""
+        self._relied_on.rely_on(handle.value for handle in maker.operands if handle is not None)
+        self.add(value, maker)
+
+    def _may_go(self, value: Value, maker: Recompute) -> bool:
         """Return True if the value can be freed: it has one reader, and backward reads the operands of `maker` anyway.
 
-        An operand that backward does not read may be overwritten in between, unnoticed. If `chained`, an operand may be
-        a freed value itself: in a block that will be run again, backward recomputes neither.
+        An operand that backward does not read may be overwritten in between, unnoticed. In a block that will be run
+        again, an operand may be a freed value itself: backward recomputes neither.
         """
         operands = [handle.value for handle in maker.operands if handle is not None]
         return (
@@ -55,8 +118,8 @@ class FreedValues:
             and value.readers >= 1
             and not maker.noted
             and all(
-                (operand.kept and (operand.leaf or self._index.get(operand) in self._saved))
-                or (chained and operand in self._values)
+                (operand.kept and (operand.leaf or self._step.is_saved(operand)))
+                or (self._step.is_in_freed_block and operand in self._values)
                 for operand in operands
             )
         )
@@ -67,12 +130,12 @@ class FreedValues:
         The gradient that is about to be computed is as large as the value; the operands come on top.
         """
         needed = {value, *(handle.value for handle in maker.operands if handle is not None)}
-        missing = [value for value in needed if value.tensor is None and value in self._index]
-        more = sum(self._drafts[self._index[value]].bytes for value in missing)
+        step = self._step
+        more = sum(step.draft(value).bytes for value in needed if value.tensor is None and value in step.index)
         if not more:
             return True
-        saved = [(value, n) for value, n in self._index.items() if n in self._saved]
-        held = sum(self._drafts[n].bytes for value, n in saved if value.tensor is not None)
+        saved = [value for value in step.index if step.is_saved(value)]
+        held = sum(step.draft(value).bytes for value in saved if value.tensor is not None)
         if self._most is None:
-            self._most = sum(self._drafts[n].bytes for _, n in saved)
+            self._most = sum(step.draft(value).bytes for value in saved)
         return more <= self._most - held

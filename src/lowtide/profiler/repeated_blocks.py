@@ -4,13 +4,45 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter
+from typing import TYPE_CHECKING
 
 from torch import nn
 
+from lowtide.profiler.fsdp_units import AROUND_UNITS, FsdpUnits
 from lowtide.profiler.preconditions import has_torchscript
+
+if TYPE_CHECKING:
+    import torch
 
 BARE_LEAVES = (nn.RNNBase, nn.MultiheadAttention, nn.Transformer)
 """Modules of torch.nn that are worth a replay, unlike its other modules, whose nodes all have recipes."""
+
+
+class AuditedBlocks:
+    """Modules of an audited model whose calls may be replayed, and those whose saved tensors are freed."""
+
+    def __init__(self, model: nn.Module, units: FsdpUnits, place: torch.device, *, frugal: bool) -> None:
+        """Find the blocks of `model`, which is on the device `place`. Only a `frugal` audit frees saved tensors."""
+        self._units = units
+        self.repeated = repeated_blocks(model)
+        self._around = frozenset(
+            m for m in model.modules() if m not in self.repeated and self.repeated & set(m.modules())
+        )
+        self.freed = freed_blocks(model) if frugal else frozenset()
+        """Blocks whose saved tensors are freed once the block has been audited."""
+        is_surely_alike = frugal and place.type == "cpu"  # not proven of cuDNN
+        self.freed_before = frozenset(m for m in model.modules() if is_surely_alike and is_recurrent(m))
+        """Layers whose saved tensors are freed before the trial: one operator saves them all, and its second run would
+        hold them twice.
+        """
+
+    def why_not_replayed(self, module: nn.Module) -> str | None:
+        """Return the reason why no replay of `module` is tried, or None."""
+        if not worth_a_replay(module):
+            return "what it saves has recipes"
+        if module in self._units.around:
+            return AROUND_UNITS
+        return "the blocks in it are replayed instead" if module in self._around else None
 
 
 def worth_a_replay(module: nn.Module) -> bool:

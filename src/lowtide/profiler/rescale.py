@@ -10,19 +10,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 
-from lowtide.profiler.drafts import CallDraft, SlotDraft, ValueDraft
+from lowtide.profiler.drafts import CallDraft, StepDrafts
 
 
-def resized(
-    values: Sequence[ValueDraft],
-    slots: Sequence[SlotDraft],
-    calls: Sequence[CallDraft],
-    audited: Sequence[int],
-    traced: Sequence[int],
-) -> tuple[list[ValueDraft], list[CallDraft]]:
-    """Return values and calls of a step whose slots have `traced` elements instead of the `audited` ones."""
+def resized(step: StepDrafts, traced: Sequence[int]) -> StepDrafts:
+    """Return the drafts of a step like `step` whose slots have `traced` elements."""
+    audited = [slot.n_elements for slot in step.slots]
     growth = [Fraction(now, before) if before else Fraction(1) for before, now in zip(audited, traced, strict=True)]
-    of_value = _of_values(values, slots, growth)
+    of_value = _of_values(step, growth)
     overall = Fraction(sum(traced), max(1, sum(audited)))
     larger = [
         replace(
@@ -34,23 +29,21 @@ def resized(
         )
         for value, by in (
             (value, of_value.get(index, overall if value.state_of is None else Fraction(1)))
-            for index, value in enumerate(values)
+            for index, value in enumerate(step.values)
         )
     ]
-    return larger, [_resized(call, audited, traced) for call in calls]
+    return StepDrafts(larger, step.slots, [_resized(call, audited, traced) for call in step.calls])
 
 
-def _of_values(
-    values: Sequence[ValueDraft], slots: Sequence[SlotDraft], growth: Sequence[Fraction]
-) -> dict[int, Fraction]:
+def _of_values(step: StepDrafts, growth: Sequence[Fraction]) -> dict[int, Fraction]:
     """Return the growth of each value: that of the slots that hold it, else the largest of values computed from it."""
     saved: dict[int, Fraction] = {}
-    for slot, by in zip(slots, growth, strict=True):
+    for slot, by in zip(step.slots, growth, strict=True):
         saved[slot.value] = max(by, saved.get(slot.value, by))
     growth_of = dict(saved)
     pending = list(saved)
     for index in pending:  # grows while it runs
-        for need in values[index].operands:
+        for need in step.values[index].operands:
             if need not in saved and growth_of.get(need, Fraction(0)) < growth_of[index]:
                 growth_of[need] = growth_of[index]
                 pending.append(need)

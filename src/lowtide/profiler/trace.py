@@ -23,7 +23,7 @@ from lowtide._torch.tensors import parts_of
 from lowtide.planner.records import Decisions
 from lowtide.profiler.address_checks import nodes_at
 from lowtide.profiler.differing_modules import CallShape
-from lowtide.profiler.drafts import CallDraft, SlotDraft, ValueDraft
+from lowtide.profiler.drafts import StepDrafts
 from lowtide.profiler.external_references import ExternalReferences
 from lowtide.profiler.replay_check import Witness
 from lowtide.profiler.trace_marks import (
@@ -75,8 +75,8 @@ class MaxSavingEngine(Engine):
         Unless `in_place`, no gradient is written over: a batch of another size than the audited one may allow other
         writes.
         """
-        self.decisions = decisions = most_saving(audit.values, audit.slots, audit.calls)
-        nodes = nodes_at(audit.values, audit.slots)
+        self.decisions = decisions = most_saving(audit.step)
+        nodes = nodes_at(audit.step.values, audit.step.slots)
         written_over = audit.written_over if in_place else []
         least = {node: n_bytes for group in written_over for node, n_bytes in group.nodes.items()}
         actions = actions_for({a: nodes[a] for a in decisions.recompute}, decisions.replay)
@@ -236,12 +236,13 @@ def address(tensor: Tensor) -> int:
         return 0
 
 
-def most_saving(values: list[ValueDraft], slots: list[SlotDraft], calls: list[CallDraft]) -> Decisions:
+def most_saving(step: StepDrafts) -> Decisions:
     """Return the decisions that free the most memory.
 
     Blocks of at most half of the saved bytes are replayed, and most of the rest is recomputed. Tensors that only a
     replay can help to recompute are kept: chains of these would bring every block back at once.
     """
+    values, slots, calls = step.values, step.slots, step.calls
     total = [sum(values[i].bytes for i in {slots[n].value for n in range(c.first_slot, c.stop_slot)}) for c in calls]
     replay: set[int] = set()
     outside: set[int] = set()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import re
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from lowtide._torch.device_timing import now_ms
 from lowtide.errors import RehearsalError
@@ -34,8 +33,8 @@ if TYPE_CHECKING:
     from lowtide.memory.events import Recorder
     from lowtide.planner.records import Fingerprint, Profile, Static
     from lowtide.profiler.differing_modules import CallShape
-    from lowtide.profiler.drafts import CallDraft, SlotDraft, ValueDraft
-    from lowtide.runtime.replay import ReplayFrame
+    from lowtide.profiler.drafts import StepDrafts
+    from lowtide.runtime.call_interceptor import CallInterceptor
 
 NOT_RUN = "no plain step was run: its peak is predicted"
 
@@ -65,22 +64,19 @@ class AuditedTrainingStep:
         if len(audit.streams) > 1:
             raise RehearsalError(SEVERAL_STREAMS)
         check_saved(audit.model, audit)
-        if not audit.slots:
+        if not audit.step.slots:
             raise Unusable("the model saved nothing for backward")
         if not audit.reads:
             raise Unusable("no backward ran through the model")
         audit.settle(recorder.stream)
         self.fingerprint, self.audit, self.kind = fingerprint, audit, kind_of(audit.shapes)
+        self.drafts: StepDrafts = audit.step
 
     def extent(self) -> tuple[int, int]:
         """Return a key that orders steps by size: elements of the inputs, then saved bytes. Saved bytes alone would
         mislead: a first call that creates state saves more.
         """
-        return n_elements(self.audit.inputs), self.saved_bytes()
-
-    def saved_bytes(self) -> int:
-        """Return the bytes of all tensors saved for backward."""
-        return _saved_bytes(self.audit.values, self.audit.slots)
+        return n_elements(self.audit.inputs), self.drafts.saved_bytes
 
 
 class TracedTrainingStep:
@@ -92,21 +88,13 @@ class TracedTrainingStep:
         """Peak in bytes and time in milliseconds of such a step without any plan."""
         assert watch.engine is not None
         self._watch, self._trace, self._decisions = watch, trace, watch.engine.decisions
-        self._audit = audit = audited.audit
+        self._audit = audited.audit
         self._is_alike = watch.size == audited.fingerprint
-        self._values, self._calls = audit.values, audit.calls
-        if not self._is_alike:
-            self._values, self._calls = resized(
-                audit.values, audit.slots, audit.calls, audited=audit.elements, traced=trace.elements
-            )
+        self.drafts = audited.drafts if self._is_alike else resized(audited.drafts, trace.elements)
 
     def extent(self) -> tuple[int, int]:
         """Return the step's size, comparable with that of an audited step."""
-        return n_elements(self._trace.inputs), self.saved_bytes()
-
-    def saved_bytes(self) -> int:
-        """Return the bytes of all tensors saved for backward."""
-        return _saved_bytes(self._values, self._audit.slots)
+        return n_elements(self._trace.inputs), self.drafts.saved_bytes
 
     def profile(self, model: nn.Module, fullest: AuditedTrainingStep | TracedTrainingStep) -> Profile:
         """Return the profile of this step. `fullest` is the step that saved the most bytes, which is noted if it is
@@ -114,16 +102,13 @@ class TracedTrainingStep:
         """
         peak_bytes, step_ms = self.plain or (None, 0.0)
         notes = [NOT_RUN] if peak_bytes is None else []
-        if fullest.saved_bytes() > self.saved_bytes():
+        if fullest.drafts.saved_bytes > self.drafts.saved_bytes:
             is_larger = fullest.extent() > self.extent() and fullest.fingerprint != self.fingerprint
             kind = "larger batch" if is_larger else "batch that saves more"
             notes.append(f"a {kind} came, {fullest.fingerprint.batch}, but not often enough to be rehearsed")
         static = self._watch.seen_static
-        values, slots, calls = copy.deepcopy((self._values, self._audit.slots, self._calls))  # larger steps may follow
         step = TracedStep(
-            values=values,
-            slots=slots,
-            calls=calls,
+            drafts=self.drafts.copy(),  # larger steps may follow
             kept=self._trace.kept,
             replayed=self._decisions.replay,
             stream=self._watch.recorder.stream,
@@ -146,11 +131,6 @@ class TracedTrainingStep:
                 *notes,
             ),
         )
-
-
-def _saved_bytes(values: list[ValueDraft], slots: list[SlotDraft]) -> int:
-    """Return the bytes of all tensors saved for backward."""
-    return sum(values[index].bytes for index in {slot.value for slot in slots})
 
 
 def form_of(fingerprint: Fingerprint) -> str:
@@ -177,8 +157,8 @@ def inputs_in_words(inputs: list[list[str]]) -> str:
 class TrainingAudit(Audit):
     """An audit that raises before the update if it has changed the step."""
 
-    def try_all(self, call: CallDraft, frame: ReplayFrame, returned: Any) -> str | None:
-        refused = super().try_all(call, frame, returned)
+    def leaving(self, interceptor: CallInterceptor) -> None:
+        super().leaving(interceptor)
         if self.leaked is not None:
             raise RehearsalError(
                 f"{self.leaked} writes tensors to something outside it, such as a dict, and has now done so twice, "
@@ -186,7 +166,6 @@ class TrainingAudit(Audit):
                 "Return them, or store them in attributes of the module, or use lowtide.fit, which rehearses a step "
                 "before training begins."
             )
-        return refused
 
 
 class StepRecorder:

@@ -85,5 +85,5 @@ def blocks_of(values: list[ValueDraft], trace: TraceIndex) -> dict[int, int]:
             if index in other.operands:
                 other.operands = tuple(need for need in other.operands if need != index)
                 if not is_seen:
-                    other.recipe, other.refused = None, "its operands were not found again"
+                    other.refuse("its operands were not found again")
     return blocks

@@ -1,0 +1,327 @@
+"""Try the recipe of every value that an audited step saves, and compare the result with the original bit by bit.
+
+Recipes that differ on this model and device are not used.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from lowtide._torch.device_timing import Stopwatch
+from lowtide._torch.distributed import is_wrapping
+from lowtide._torch.nodes import sequence_number
+from lowtide._torch.tensors import parts_of
+from lowtide.planner.address_nodes import INDICES, MASK, NOTED, with_captured_operands
+from lowtide.profiler.drafts import OVERWRITTEN, ValueDraft
+from lowtide.profiler.fsdp_units import FsdpScopes, ValueNumbering
+from lowtide.profiler.implementations import ImplementationTrials, Trial, using
+from lowtide.profiler.measure_call import SHORT_MS, Meter
+from lowtide.profiler.operand_changes import OperandChanges
+from lowtide.runtime.partial_saves import packed
+from lowtide.runtime.recipes import IMPLEMENTATIONS, CannotRecompute
+from lowtide.runtime.recompute import Recompute, certain
+from lowtide.runtime.replay import ReplayFrame
+from lowtide.runtime.saved_values import Handle, Value, register, registered, value_without_grad_fn
+from lowtide.runtime.view_geometry import producer
+from lowtide.state.bitwise import identical
+from lowtide.state.step_outcome import is_out_of_memory
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+    from torch.autograd.graph import Node
+
+    from lowtide.profiler.audited_step import AuditedStep
+    from lowtide.profiler.backward_timings import BackwardTimings
+    from lowtide.profiler.released_tensors import FreedValues
+    from lowtide.runtime.operand_capture import CaptureSite
+    from lowtide.runtime.recompute_builder import ParameterOwners
+    from lowtide.runtime.saved_fields import Geometry
+
+MIN_BYTES = 4096
+"""Smallest saved tensor that may be recomputed; smaller ones are always kept."""
+
+DISTRIBUTED = "it is a distributed tensor, and operators on it may send to other processes"
+NOTED_ELSEWHERE = "it takes what an operator was given in another call than the one that saves it"
+
+
+class RecomputeTrials:
+    """Trials of the recipes of all values of an audited step, whose outcome and cost go into its drafts."""
+
+    def __init__(
+        self,
+        step: AuditedStep,
+        owners: ParameterOwners,
+        meter: Meter,
+        timings: BackwardTimings,
+        freed_values: FreedValues,
+        static: frozenset[int],
+        *,
+        frugal: bool,
+        has_contents: bool,
+    ) -> None:
+        """Begin without trials. `static` has the addresses of memory that is held whatever the plan; unless
+        `has_contents`, tensors are fake, and nothing that depends on their contents is tried.
+        """
+        self._step, self._meter, self._timings, self._freed = step, meter, timings, freed_values
+        self._static, self._frugal, self._has_contents = static, frugal, has_contents
+        self.builder = ValueNumbering(owners)
+        self.operand_changes = OperandChanges(static)
+        self.homes = FsdpScopes()
+        self._implementations = ImplementationTrials()
+
+    def value_of(self, tensor: Tensor) -> tuple[Value, Geometry | None]:
+        """Return the kept value of a tensor and the tensor's view of it. A value is tried when it is first seen."""
+        step = self._step
+        base, node, output, view = producer(tensor)
+        if node is None:
+            leaf = value_without_grad_fn(base)
+            self._add(leaf, base, "")
+            return leaf, view
+        value = registered(node, output)
+        if value is None or value not in step.index:
+            value = Value(base.detach(), output=output)
+            self.homes.allocated_at[self._add(value, base, node.name())] = sequence_number(node)
+            self._try_recipe(value, node, output, base)
+        elif value in self._freed:
+            if not step.is_saved(value):
+                self._freed.give_back(value, base)
+            return value, view
+        elif not isinstance(value.maker, Recompute):
+            return value, view
+        else:  # known only as an intermediate in recomputes of other values so far
+            if not certain(value):
+                value.maker = self.builder.recompute(node, output, base).maker
+            self._compare(value, value, base)
+            value.keep(base.detach())
+            self._try_implementations(value, node, output, base)
+        register(node, output, value)
+        return value, view
+
+    def known(self, tensor: Tensor) -> tuple[Value, Geometry | None]:
+        """Return the same as `value_of`. In a block that is to be freed, a freed value is kept again: the trial of the
+        block compares it in another slot.
+        """
+        value, view = self.value_of(tensor)
+        if value in self._freed and self._step.is_in_freed_block:
+            self._freed.give_back(value, producer(tensor)[0])
+        return value, view
+
+    def _add(self, value: Value, base: Tensor, node: str) -> int:
+        """Add a value, of 0 bytes if its memory is held whatever the plan, and return its index."""
+        is_gathered = self.builder.owners.is_gathered(value, base)  # then it is not kept for backward
+        parts = [p for p in parts_of(base) if not is_gathered and p.untyped_storage().data_ptr() not in self._static]
+        return self._step.add(value, ValueDraft(bytes=sum(p.numel() * p.element_size() for p in parts), node=node))
+
+    def begin_forward(self, model: nn.Module) -> None:
+        """Record the versions of parameters, and release the tensors of earlier calls whose graphs are gone since."""
+        self._step.drop_unreferenced()
+        if not self._step.held:
+            self._step.passed_through.clear()
+            self._meter.forget()
+        self.operand_changes.begin_forward(model.parameters())
+
+    def begin_backward(self) -> None:
+        """Keep values with an operand that has changed since the audit recorded it, and release all tensors."""
+        for index in self.operand_changes.take_overwritten():
+            self._step.values[index].refuse(OVERWRITTEN)
+        if self._step.held:
+            self._timings.drop_unread()
+        self._step.release()
+        self._meter.forget()
+
+    def refuse_captured_elsewhere(self, value: Value) -> None:
+        """Keep a value that is saved for the first time if an operand was captured in another call."""
+        step, index = self._step, self._step.index[value]
+        if index not in step.saved and step.is_captured_elsewhere(self.operand_changes.sites.get(index, ())):
+            step.values[index].refuse(NOTED_ELSEWHERE)
+
+    def _try_recipe(self, known: Value, node: Node, output: int, base: Tensor) -> None:
+        """Try the recipe of a value and measure its cost."""
+        draft = self._step.draft(known)
+        if draft.bytes < MIN_BYTES:
+            draft.refused = "too small to gain anything"
+            return
+        if is_wrapping(type(base)):
+            draft.refused = DISTRIBUTED
+            return
+        try:
+            self._compare(known, self.builder.recompute(node, output, base), base)
+        except CannotRecompute as why:
+            draft.refused = str(why)
+            return
+        self._try_implementations(known, node, output, base)
+
+    def _try_implementations(self, known: Value, node: Node, output: int, base: Tensor) -> None:
+        """Run the other implementations of a recipe that is exact for this value, and record those that are exact as
+        well.
+        """
+        index, draft, kind = self._step.index[known], self._step.draft(known), node.name()
+        others = IMPLEMENTATIONS.get(kind)
+        # recipes with captured operands have one implementation
+        if not self._has_contents or others is None or draft.recipe != kind or draft.node != kind:
+            return
+        value = registered(node, output)
+        self._implementations.add(index, kind, "", Trial(replace(draft), draft.operands))
+        for name in others:
+            try:
+                with using(self.builder, {kind: name}):
+                    other = self.builder.recompute(node, output, base)
+                maker = other.maker
+                assert isinstance(maker, Recompute)
+                is_exact = not maker.noted
+                for _ in range(2):  # the first run may pay for new pages, or compile its kernel
+                    is_exact = is_exact and identical(maker.make(other), base)
+            except Exception as error:  # a kernel may fail in any way: it is left out
+                if is_out_of_memory(error):
+                    continue
+                is_exact = False
+            finally:
+                if value is not None:
+                    register(node, output, value)
+            if is_exact:
+                assert isinstance(maker, Recompute)
+                self._implementations.add(index, kind, name, Trial(self._meter.of(maker), self._operands(maker)))
+
+    def settle_implementations(self) -> dict[str, str]:
+        """Return the implementation chosen for each kind of node, unless it is the first, and set its costs."""
+        return self._implementations.settle(self._step.values)
+
+    def try_packing(self, known: Value, tensor: Tensor) -> None:
+        """Try to keep a tensor without a node as the bits of a mask, or as small integers."""
+        if not self._has_contents and tensor.dtype is not torch.bool:  # bits are enough for any contents of a bool
+            return
+        kind = INDICES if tensor.dtype is torch.int64 else MASK
+        watch = Stopwatch(self._meter.place)
+        watch.start(ahead_ms=0.0 if kind == INDICES else 0.2)  # packing of indices waits for the device
+        try:
+            value = packed(kind, tensor)
+        except CannotRecompute:
+            return
+        packing = watch.stop()
+        self._compare(known, value, tensor)
+        draft = self._step.draft(known)
+        if draft.recipe is not None:
+            assert isinstance(value.maker, Recompute)
+            draft.node, draft.operands = kind, (self._step.add_state(value.maker.constants["bits"].nbytes),)
+            draft.cost_ms += packing.device
+            draft.host_ms += packing.host
+
+    def is_passable(self, value: Value, node: Node | None, output: int) -> bool:
+        """Return True if a recompute may compute this output of `node` on the way, as an intermediate that is not kept
+        afterwards.
+        """
+        draft = self._step.draft(value)
+        if node is None or draft.recipe is None or NOTED in draft.node:  # captured only where the value is saved
+            return False
+        try:
+            return certain(self.builder.recompute(node, output))
+        except CannotRecompute:
+            return False
+        finally:
+            register(node, output, value)
+
+    def _compare(self, known: Value, value: Value, base: Tensor) -> None:
+        """Recompute `value`, compare it with `base`, and record the outcome and cost in the draft of `known`."""
+        step, maker = self._step, value.maker
+        index, draft = step.index[known], step.draft(known)
+        assert isinstance(maker, Recompute)
+        sites = self.operand_changes.sites[index] = self._sites_of(maker)
+        if step.is_captured_elsewhere(sites):
+            draft.refused = NOTED_ELSEWHERE
+            return
+        if self._frugal and needs_a_replay(maker):
+            draft.refused = "its operands are inside a block that is replayed to save memory"
+            return
+        try:
+            with self._meter.flops:
+                made = maker.make(value)
+        except (RuntimeError, TypeError, ValueError) as error:
+            draft.refused = f"its recipe failed: {error}".splitlines()[0]
+            return
+        spent = self._meter.of(maker)
+        draft.bytes = base.numel() * base.element_size()
+        draft.cost_ms, draft.host_ms, draft.flops, draft.spent = spent.cost_ms, spent.host_ms, spent.flops, spent.spent
+        self.operand_changes.reads(index, maker)
+        draft.operands = self._operands(maker)
+        draft.own_strides = "out_stride" in maker.recipe.constants
+        draft.overwrites = self._overwritten_by(maker)
+        if maker.recipe.alias and [step.values[need].bytes for need in draft.operands] == [draft.bytes]:
+            (draft.overwrites,) = draft.operands  # the result is a view and shares that operand's memory
+        if any(map(step.only_given, draft.operands)):
+            draft.refuse("it is computed from an argument of a call that nothing else holds")
+            return
+        if not identical(made, base):
+            draft.refuse("recomputing it gives other bits on this device")
+            return
+        draft.recipe = maker.recipe.node
+        if sites:
+            ordinals = (site.ordinal for site in sites if site.ordinal is not None)
+            draft.node = with_captured_operands(draft.node, ordinals)
+        del made
+        if draft.cost_ms < SHORT_MS:
+            maker.make(value)  # a second run, in touched memory: the first one may have paid for new pages
+            spent = self._meter.of(maker)
+            draft.cost_ms, draft.host_ms = spent.cost_ms, spent.host_ms
+        if maker.operands:
+            self._timings.add(known, maker, index)
+
+    def time_late(self, handle: Handle) -> None:
+        """Time a slot's recompute when backward is about to read the slot, and check that it gives the same bits."""
+        n = self._step.slot_of.get(handle)
+        maker = self._timings.take(handle.value)
+        if n is None or maker is None or needs_a_replay(maker):
+            return
+        if self._frugal and not self._freed.has_room_for(handle.value, maker):
+            return
+        draft = self._step.values[self._step.slots[n].value]
+        try:
+            if not identical(maker.make(Value(maker=maker, output=handle.value.output)), handle.value.get()):
+                draft.refuse("recomputing it in backward gives other bits")
+        except RuntimeError:  # an operand was changed in place; or the tensor itself, which PyTorch will report
+            draft.refuse(OVERWRITTEN)
+
+    def _sites_of(self, maker: Recompute) -> set[CaptureSite]:
+        """Return the sites of captured operands of a recompute and of the recomputes that it may pass through."""
+        sites = set(maker.noted)
+        for value in (handle.value for handle in maker.operands if handle is not None):
+            index = self._step.index.get(value)
+            if isinstance(value.maker, Recompute):
+                sites |= self._sites_of(value.maker)
+            elif index is not None and index not in self._step.saved:
+                sites |= self.operand_changes.sites.get(index, set())
+        return sites
+
+    def _operands(self, maker: Recompute) -> tuple[int, ...]:
+        """Return the indices of a recompute's operands, except permanent ones; add intermediates to the values."""
+        step, operands = self._step, []
+        for value in (handle.value for handle in maker.operands if handle is not None):
+            if value not in step.index and isinstance(value.maker, Recompute):
+                self._add_intermediate(value, value.maker)
+            if value not in step.index and (draft := self.operand_changes.captured.draft(value)) is not None:
+                step.add(value, draft)
+            if value in step.index:
+                operands.append(step.index[value])
+        return tuple(dict.fromkeys(operands))
+
+    def _add_intermediate(self, value: Value, maker: Recompute) -> None:
+        """Add a value that no slot has saved, which recomputes of other values pass through."""
+        operands, spent = self._operands(maker), self._meter.of(maker)
+        draft = replace(spent, operands=operands, overwrites=self._overwritten_by(maker), recipe=spent.node)
+        index = self._step.add(value, draft)
+        self._timings.add_intermediate(maker, index)
+        if value in self.builder.numbers:
+            self.homes.allocated_at[index] = self.builder.numbers[value]
+        self._step.passed_through.append(value)
+
+    def _overwritten_by(self, maker: Recompute) -> int | None:
+        """Return the index of the operand that the recompute overwrites with its result, or None."""
+        return None if maker.over is None else self._step.index[maker.over]
+
+
+def needs_a_replay(maker: Recompute) -> bool:
+    """Return True if the recompute would have to replay a call to get its operands."""
+    makers = [handle.value.maker for handle in maker.operands if handle is not None and handle.value.tensor is None]
+    return any(isinstance(m, ReplayFrame) or (isinstance(m, Recompute) and needs_a_replay(m)) for m in makers)
