@@ -295,7 +295,7 @@ class ForwardPass:
         if not (replay or advance):
             return interceptor.inner(*args, **kwargs)
         hold = partial(self.argument, scope, itertools.count(), outer)
-        frame = ReplayFrame(interceptor, args, kwargs, hold, outer, known)
+        frame = ReplayFrame(interceptor, args, kwargs, hold, outer, reach)
         if known is None:
             reach.get_to_know(frame.call_context)
         self.engine.relied_on.add(frame)
@@ -305,7 +305,7 @@ class ForwardPass:
         finally:
             self.frame = outer
             frame.close()
-        if frame.call_context.summed:
+        if frame.call_context.uncopied.summed:
             frame.check_buffers()
         if advance and (value := left_to_advance(frame, result, replayed=replay)) is not None:
             self.results.append(value)

@@ -45,7 +45,7 @@ from lowtide.runtime.view_geometry import producer
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lowtide.runtime.call_context import Known
+    from lowtide.runtime.call_context import MutableState
     from lowtide.runtime.call_interceptor import CallInterceptor
 
 
@@ -87,13 +87,16 @@ class ReplayFrame:
         kwargs: dict[str, Any],
         hold: Callable[[Tensor], Handle],
         outer: ReplayFrame | None = None,
-        known: Known | None = None,
+        reach: MutableState | None = None,
     ) -> None:
-        """Begin a call of `interceptor`, whose modules are as `known`; None if they are to be captured."""
+        """Begin a call of `interceptor`. With its `reach`, state that `reach.as_known` has just found unchanged is not
+        captured again.
+        """
         self.interceptor = interceptor
         self.around: tuple[weakref.ref[ReplayFrame], ...] = () if outer is None else (weakref.ref(outer), *outer.around)
         """Frames of the outer calls, held weakly: they lead to tensors of their own."""
-        reach = interceptor.reach
+        known = None if reach is None else reach.known
+        reach = interceptor.reach if reach is None else reach
         self.arguments = arguments = Arguments(args, kwargs, hold)
         self.operands = arguments.handles
         self.call_context = CallContext(reach, arguments.devices, arguments.generators, known)
@@ -118,7 +121,10 @@ class ReplayFrame:
         if self._listening is not None:
             self._listening.stop()
         self.arguments.close()
-        self.call_context.learn()
+        context = self.call_context
+        if context.known is None or context.reach.written is None:
+            context.learn()
+        context.random.end_call()
 
     def check_buffers(self) -> None:
         """Raise ReplayMismatch if the call, unlike all earlier ones, wrote to a large buffer: it can't be replayed."""
@@ -135,7 +141,7 @@ class ReplayFrame:
         """Return the tensors that a replay reads, with their expected versions; if `given`, its arguments too."""
         arguments = (handle.value for handle in self.operands if given)
         return [
-            *self.call_context.held_versions,
+            *self.call_context.uncopied.with_versions,
             *self.call_context.attributes.tensors,
             *((value.tensor, value.version) for value in arguments if value.kept and value.tensor is not None),
         ]
@@ -359,10 +365,10 @@ class _Reexecution:
     compiled: ClassVar[Any] = None
     """Class of the compiled pack hooks, each made from a run and its `pack`; None if `pack` is used as it is."""
 
-    def __init__(self, frame: ReplayFrame) -> None:
-        self._frame = frame
-        self._holds = frame.call_context.reach.holds
-        self.has_ended = False
+    _frame: ReplayFrame
+    _holds: bool
+    """True if its saved tensors may be read."""
+    has_ended = False
 
     def hold(self, tensor: Tensor) -> Tensor | Token | None:
         held = tensor.detach() if self._holds else None if self._frame.held is None else Token()
@@ -389,7 +395,7 @@ class _ReplayRun(_Reexecution):
     compiled = None if values.native is None else values.native.ReplayPack
 
     def __init__(self, frame: ReplayFrame, wanted: set[int], at: Callable[[int, Tensor], object]) -> None:
-        super().__init__(frame)
+        self._frame, self._holds = frame, frame.call_context.reach.holds
         self.handed_over: set[int] = set()
         self.fresh: dict[int, Tensor] = {}
         """Tensors saved by the operator in progress, by place. The operator may still write to them."""
@@ -461,6 +467,9 @@ class _ReplayRun(_Reexecution):
 
 class _AdvanceRun(_Reexecution):
     """An advance in progress, which records no saved tensors."""
+
+    def __init__(self, frame: ReplayFrame) -> None:
+        self._frame, self._holds = frame, frame.call_context.reach.holds
 
     def call(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an inner module call."""

@@ -149,7 +149,7 @@ class ReliedOn:
         known = frame.call_context.known
         is_known = known is not None and not known.exposed and known.n_exposures == exposed_memory.n_exposures
         if self.takes_values and not is_known:
-            frame.call_context.expose_held()
+            frame.call_context.expose_uncopied()
         inplace_methods.watched = True
         if self._waits:
             self._begin()
@@ -286,7 +286,7 @@ class ReliedOn:
                 value.expose()
         for frame in [frame for reference in self._frames if (frame := reference()) is not None]:
             if frame.is_awaited:
-                frame.call_context.expose(is_exposed)
+                frame.call_context.uncopied.expose(is_exposed)
 
     def give_up(self, storage: int) -> None:
         """Stop replaying calls that read the storage, because it was written to before backward."""

@@ -298,6 +298,7 @@ class _Call:
         finally:
             self._listening.stop()
         self.context.learn()
+        self.context.random.end_call()
         outputs = _with_graph(output)
         if not outputs:
             return output
@@ -341,7 +342,7 @@ class _Call:
         now = tensors_in_call(self.args, self.kwargs)
         if [*map(id, now)] != [*map(id, self._tensors)] or [*map(_version, now)] != self._versions:
             return "the arguments of the model's call were changed since"
-        if self.context.has_changed:
+        if self.context.uncopied.have_changed:
             return "parameters or buffers were changed since"
         return None
 
