@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from lowtide.diagnostics.leaks.reference_path import merged
+
+if TYPE_CHECKING:
+    from lowtide.diagnostics.leaks.inspection import RetainedObject
 
 GROWTHS = 3
 """Number of consecutive inspections at which a container must have grown."""
+
+LEAST_PARTS = 3
+"""Smallest number of parts that counts as entries: a pair of tensors gathers nothing."""
+
+_MOST_EARLIER = 8
+"""Number of earlier inspections of a holder that rules can look back on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +42,59 @@ class History:
     """Largest graph of a single forward pass measured so far."""
 
 
+@dataclass(slots=True)
+class Inspections:
+    """Inspections of one holder so far. The lists have the latest ones, in order."""
+
+    n: int = 0
+    steps: list[int] = field(default_factory=list)
+    held_bytes: list[int] = field(default_factory=list)
+    entries: list[int] = field(default_factory=list)
+    grown_at: int = 0
+    """Step of the last inspection that found more entries than the one before."""
+    storages: dict[int, int] = field(default_factory=dict)
+    """Bytes by storage, at the last inspection."""
+    n_unchanged: int = 0
+    """Number of inspections in a row that found the same storages as the one before."""
+
+    def add(
+        self, retained: Sequence[RetainedObject], step: int, largest_graph_bytes: int, *, are_copies: bool
+    ) -> History:
+        """Add an inspection in `step` that found the objects `retained`; return it with the earlier ones."""
+        storages, n_entries = storages_of(retained), n_entries_of(retained)
+        has_stopped = bool(self.entries) and self.has_stopped(n_entries, step, are_copies=are_copies)
+        has_changed = self.n > 0 and not storages.keys() <= self.storages.keys()
+        if not self.entries or n_entries > self.entries[-1]:
+            self.grown_at = step
+        self.n += 1
+        self.steps = [*self.steps[-_MOST_EARLIER:], step]
+        self.held_bytes = [*self.held_bytes[-_MOST_EARLIER:], sum(storages.values())]
+        self.entries = [*self.entries[-_MOST_EARLIER:], n_entries]
+        self.n_unchanged = self.n_unchanged + 1 if storages.keys() == self.storages.keys() else 0
+        self.storages = storages
+        n_of_site = Counter(id(item.calls[0].stats) for item in retained if item.has_graph and item.calls)
+        return History(
+            has_changed=has_changed,
+            held_bytes=self.held_bytes,
+            entries=self.entries,
+            has_stopped=has_stopped,
+            n_steps=len({step for item in retained for step in item.steps or (item.born,)}),
+            n_alike=max(n_of_site.values(), default=0),
+            largest_graph_bytes=largest_graph_bytes,
+        )
+
+    def has_stopped(self, n_entries: int, step: int, *, are_copies: bool) -> bool:
+        """Return True if containers that now have `n_entries` entries no longer grow.
+
+        Copies of models and optimizers are added once an epoch: they count as complete after twice as many steps.
+        """
+        if step == self.steps[-1]:
+            return False  # too early to tell: a loader may have added its entry before the step began
+        if are_copies:
+            return step > 2 * self.grown_at
+        return n_entries <= self.entries[-1] or has_slowed([*self.entries, n_entries], [*self.steps, step])
+
+
 def grows(sizes: Sequence[int], n: int = GROWTHS) -> bool:
     """Return True if each of the last `n` sizes is larger than the one before."""
     last = sizes[-n:]
@@ -47,3 +113,22 @@ def has_slowed(entries: Sequence[int], steps: Sequence[int]) -> bool:
     n_before, n_now = steps[-2] - steps[0], steps[-1] - steps[-2]
     before, now = entries[-2] - entries[0], entries[-1] - entries[-2]
     return 2 * now * max(1, n_before) < before * max(1, n_now)
+
+
+def storages_of(retained: Iterable[RetainedObject]) -> dict[int, int]:
+    """Return the bytes of all storages that the objects hold, by storage."""
+    return {number: n_bytes for item in retained for number, n_bytes in item.storages.items()}
+
+
+def n_entries_of(retained: Iterable[RetainedObject]) -> int:
+    """Return the total number of entries of all containers through which the holder reaches the tensors.
+
+    Without containers, the number of parts of a tuple, or of attributes whose names differ in numbers, from three on.
+    """
+    containers: dict[int, int] = {}
+    parts: set[str] = set()
+    for item in retained:
+        if item.holder is not None:
+            containers = merged(containers, item.holder.containers)
+            parts.add(item.holder.text)
+    return sum(containers.values()) or (len(parts) if len(parts) >= LEAST_PARTS else 0)

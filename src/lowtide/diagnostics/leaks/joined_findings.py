@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from lowtide.report.finding import Finding
 
 if TYPE_CHECKING:
-    from lowtide.diagnostics.leaks.finding_log import Entry
+    from lowtide.diagnostics.leaks.finding_entry import Entry
 
 _GATHERING = ("LT008", "LT010", "LT021", "LT029", "LT030")
 """Codes of what containers hold. One that holds graphs and values alike is reported for its graphs, so LT008 is first.
@@ -25,8 +25,8 @@ def joined(findings: Iterable[tuple[Entry, Finding]]) -> list[Finding]:
     call made and one backward pass retains. An output in a container that gathers outputs is no finding of its own.
     """
     findings = list(findings)
-    gathering = {entry.container for entry, finding in findings if finding.code in _GATHERING}
-    findings = [(e, f) for e, f in findings if f.code != "LT006" or not e.container or e.container not in gathering]
+    gathering = {entry.words.container for entry, finding in findings if finding.code in _GATHERING} - {""}
+    findings = [(e, f) for e, f in findings if f.code != "LT006" or e.words.container not in gathering]
     groups: dict[object, list[tuple[Entry, Finding]]] = {}
     for number, (entry, finding) in enumerate(findings):
         key: object = number
@@ -34,8 +34,8 @@ def joined(findings: Iterable[tuple[Entry, Finding]]) -> list[Finding]:
             key = finding.code, finding.made_at
         elif finding.code == "LT014":
             key = finding.code, finding.holder.rpartition(".")[0], finding.made_at
-        elif finding.code in _GATHERING and entry.container:
-            key = entry.container
+        elif finding.code in _GATHERING and entry.words.container:
+            key = entry.words.container
         elif finding.code == "LT003" and entry.backward is not None:
             key = entry.backward.place, finding.made_at
         groups.setdefault(key, []).append((entry, finding))
@@ -44,12 +44,12 @@ def joined(findings: Iterable[tuple[Entry, Finding]]) -> list[Finding]:
 
 def _join(group: list[tuple[Entry, Finding]]) -> Finding:
     is_of_graphs = any(finding.code == "LT008" for _, finding in group)
-    group.sort(key=lambda one: ((one[1].code == "LT008") != is_of_graphs, -one[1].held_bytes, one[0].name))
+    group.sort(key=lambda one: ((one[1].code == "LT008") != is_of_graphs, -one[1].held_bytes, one[0].words.name))
     entry, first = group[0]
     if first.code == "LT003":
         return first
-    storages = {number: n for other, _ in group for number, n in other.storages.items()}
-    names = list(dict.fromkeys(other.name for other, _ in group))
+    storages = {number: n for other, _ in group for number, n in other.inspections.storages.items()}
+    names = list(dict.fromkeys(other.words.name for other, _ in group))
     shown = names if len(names) <= MOST_NAMES else names[:1]
     is_of_variables = entry.is_carried or first.code == "LT014"
     n_more = f"{len(group) - 1} more"
@@ -60,7 +60,7 @@ def _join(group: list[tuple[Entry, Finding]]) -> Finding:
         held_bytes=max(first.held_bytes, sum(storages.values())),
         since_step=min(finding.since_step for _, finding in group),
         fix=re.sub(
-            f"`(self\\.)?{re.escape(entry.name)}`",
+            f"`(self\\.)?{re.escape(entry.words.name)}`",
             lambda at: ", ".join(f"`{at[1] or ''}{n}`" for n in shown),
             first.fix,
         ),
