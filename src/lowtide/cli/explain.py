@@ -49,12 +49,13 @@ class _Log:
         self.is_empty, self.n_lines = True, 0
 
     def pieces(self) -> Iterator[str]:
+        """Yield the text in pieces, which may end within a line."""
         in_line = False
         while piece := self._read():
             self.is_empty &= piece.isspace()
             lines = piece.splitlines(keepends=True)
             self.n_lines += len(lines) - in_line
-            in_line = lines[-1].splitlines()[0] == lines[-1]
+            in_line = lines[-1].splitlines() == [lines[-1]]  # no line break at the end
             yield piece
 
     def _read(self) -> str:

@@ -219,8 +219,8 @@ class ModelPlans:
         if self._request.on_infeasible == "plain":
             self.go_on_plain(why)
             return False
-        the = "As asked, the" if self._request.on_infeasible == "smallest" else "The"
-        self._say(f"{first_line(why)} {the} plan with the smallest peak is in force, above the budget")
+        opening = "As asked, the" if self._request.on_infeasible == "smallest" else "The"
+        self._say(f"{first_line(why)} {opening} plan with the smallest peak is in force, above the budget")
         return True
 
     def replays_blocks(self, why: LowtideError, model: nn.Module) -> bool:

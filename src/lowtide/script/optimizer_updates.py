@@ -81,13 +81,16 @@ class OptimizerUpdates:
 
         `updated` has the ids of all parameters that were updated in it, also by hand.
         """
-        waiting = [(key, held_by(o)) for key, o in self.optimizers.items() if key not in self.in_step]
-        return bool(self.in_step) and all(
-            self.n - self.last.get(key, self.n) > MOST_UNUSED
-            and not mine & held - updated  # another optimizer has taken its place
-            for key, held in waiting
-            if mine & held
-        )
+        if not self.in_step:
+            return False
+        for key, optimizer in self.optimizers.items():
+            held = mine & held_by(optimizer)
+            if not held or key in self.in_step:
+                continue
+            is_replaced = self.n - self.last.get(key, self.n) > MOST_UNUSED and held <= updated
+            if not is_replaced:  # by another optimizer of the same parameters
+                return False
+        return True
 
     def restart(self, optimizers: Iterable[Optimizer]) -> None:
         """Know only `optimizers` from now on."""

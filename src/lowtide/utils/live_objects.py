@@ -33,9 +33,13 @@ class LiveObjectFinder:
     def __init__(self, *classes: type) -> None:
         self._classes = (*classes, _Marker)
         self._known: dict[int, weakref.ref[object]] = {}
+        """Objects that the last search found, by id."""
         self._collections: tuple[int, ...] = ()
+        """Numbers of collections at the last search."""
         self._marker = _Marker()
+        """Object made by the last search, so that it is younger than all known ones."""
         self._boundary: _Marker | None = None
+        """Marker in the oldest generation, in front of which all objects are known."""
 
     def find(self) -> list[object]:
         """Return the live objects, except for those that `gc.freeze` has hidden."""

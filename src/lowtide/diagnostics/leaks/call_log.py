@@ -154,7 +154,9 @@ class CallLog:
 
     def __init__(self) -> None:
         self.stats: dict[tuple[int, str], SiteStats] = {}
+        """Counts by call site and class of the model."""
         self.alive: dict[int, Call] = {}
+        """Calls whose graph is alive, by number."""
         self.n_calls = 0
         self.n_backwards = 0
         self.last_updates: dict[int, int] = {}

@@ -124,6 +124,8 @@ def _started(start: Callable[..., None], processes: AbsentProcesses) -> Callable
 
 
 def _of_any_backend(make: Callable[..., Any]) -> Callable[..., Any]:
+    """Make `new_group` take the default group's backend, whichever the script asks for."""
+
     @functools.wraps(make)
     def made(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
         return make(ranks, use_local_synchronization=kwargs.get("use_local_synchronization", False))

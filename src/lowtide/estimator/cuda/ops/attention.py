@@ -187,6 +187,7 @@ def _numbers(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 
 
 def _padded(mask: Tensor) -> Tensor:
+    """Return a mask whose rows begin at multiples of 8 elements, as the kernel needs it."""
     length = mask.shape[-1]
     if not length % 8:
         return mask

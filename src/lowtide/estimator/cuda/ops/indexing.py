@@ -96,17 +96,18 @@ def _sorting(n: int, itemsize: int) -> ScratchBlock:
 
 @cuda_op(aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default, of=_INDEXING)
 def _index_put(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
+    """Return the blocks of `index_put(into, indices, values, accumulate)`, see `_INDEXING`."""
     if len(args) < 4 or not args[3]:  # without accumulation rows are written unsorted
         return []
     into, indices, values = args[:3]
     shapes = [index.shape for index in indices if index is not None]
     n = torch.broadcast_shapes(*shapes).numel()  # type: ignore[no-untyped-call]
-    indexed = 1
+    n_rows = 1
     for dim, index in enumerate(indices):
         if index is not None and dim < into.dim():
-            indexed *= into.shape[dim]
-    full = n * into.numel() // max(indexed, 1)
+            n_rows *= into.shape[dim]
+    n_written = n * into.numel() // max(n_rows, 1)
     inside = [ScratchBlock.exactly(n * 8)]
-    if values.numel() != full or not values.is_contiguous():
-        inside.append(ScratchBlock.exactly(full * values.element_size()))
+    if values.numel() != n_written or not values.is_contiguous():
+        inside.append(ScratchBlock.exactly(n_written * values.element_size()))
     return [*inside, *[ScratchBlock.exactly(n * 8)] * 2, ScratchBlock.exactly(n * 8, through=1), _sorting(n, 16)]
