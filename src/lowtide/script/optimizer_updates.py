@@ -1,24 +1,20 @@
-"""Updates by optimizers of torch, and those that a step still waits for."""
+"""Updates by optimizers of torch."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
-from lowtide.script.alternating_models import held_by
 from lowtide.script.line_search import Search
 
 if TYPE_CHECKING:
     from torch import Tensor
     from torch.optim import Optimizer
 
-MOST_UNUSED: Final = 4
-"""Number of updates by others after which an optimizer no longer counts if they have updated its parameters."""
-
 
 class OptimizerUpdates:
-    """The optimizers that have stepped, and their updates: in the step in progress, and before.
+    """The optimizers that have stepped, and their updates.
 
     Weak references: an optimizer that the program has replaced steps no more, and its state is to be freed.
     """
@@ -32,8 +28,6 @@ class OptimizerUpdates:
         """Optimizers that have updated parameters and are alive, by id."""
         self._updated: weakref.WeakValueDictionary[int, Tensor] = weakref.WeakValueDictionary()
         """Parameters that optimizers held at their first update, by id."""
-        self.in_step: dict[int, Optimizer] = {}
-        """Optimizers that have updated parameters in the step in progress, by id."""
         self._searches: dict[int, Search] = {}
         """Updates in progress, by optimizer id: they may call the model."""
 
@@ -63,34 +57,9 @@ class OptimizerUpdates:
         """Return the update in progress that evaluates the model several times, if any; each evaluation is a step."""
         return next((search for search in self._searches.values() if search.evaluates_often), None)
 
-    def parameters_in_step(self) -> set[int]:
-        """Return the ids of the parameters that were updated in the step in progress."""
-        return {p for optimizer in self.in_step.values() for p in held_by(optimizer)}
-
-    def leave_others(self, mine: set[int]) -> None:
-        """Forget updates of parameters other than `mine`, given by id: the steps of the other models are over."""
-        self.in_step = {key: o for key, o in self.in_step.items() if mine & held_by(o)}
-
     def are_of(self, mine: set[int]) -> bool:
         """Return True if an optimizer of the parameters `mine` has ever stepped."""
         return any(key in self._updated for key in mine)
-
-    def are_complete(self, mine: set[int], updated: set[int]) -> bool:
-        """Return True if every optimizer that is alive and known to update the parameters `mine` has done so in this
-        step.
-
-        `updated` has the ids of all parameters that were updated in it, also by hand.
-        """
-        if not self.in_step:
-            return False
-        for key, optimizer in self.optimizers.items():
-            held = mine & held_by(optimizer)
-            if not held or key in self.in_step:
-                continue
-            is_replaced = self.n - self.last.get(key, self.n) > MOST_UNUSED and held <= updated
-            if not is_replaced:  # by another optimizer of the same parameters
-                return False
-        return True
 
     def restart(self, optimizers: Iterable[Optimizer]) -> None:
         """Know only `optimizers` from now on."""
@@ -102,5 +71,4 @@ class OptimizerUpdates:
     def forget(self) -> None:
         """Know no optimizer any longer."""
         self.restart(())
-        self.in_step.clear()
         self._searches.clear()

@@ -54,6 +54,7 @@ from lowtide.script.module_calls import intercept_all_calls
 from lowtide.script.optimizer_updates import OptimizerUpdates
 from lowtide.script.post_plan_monitor import PostPlanMonitor
 from lowtide.script.prompt_tuning import PromptTuning
+from lowtide.script.step_in_progress import StepInProgress
 from lowtide.script.step_listener import Enough, StepListener
 from lowtide.script.training_thread import TrainingThread
 from lowtide.script.unseen_training import UnseenTraining
@@ -87,14 +88,9 @@ class Steps:
         """The model, if it is known."""
         self.failed: LowtideError | Enough | None = None
         """The listener's error. A script that catches it gets it again at its next step."""
-        self._called: dict[int, nn.Module] = {}
-        self.updates = OptimizerUpdates()
-        self._candidates, self._prompted, self._turns, self.by_hand = (
-            CandidateModels(),
-            PromptTuning(),
-            AlternatingModels(),
-            ManualUpdates(),
-        )
+        self.updates, self.by_hand = OptimizerUpdates(), ManualUpdates()
+        self._step = StepInProgress(self.updates, self.by_hand)
+        self._candidates, self._prompted, self._turns = CandidateModels(), PromptTuning(), AlternatingModels()
         self._waits_until = 0
         """Number of updates up to which a listener that is done waits for another model to take turns with its own."""
         self.unseen = UnseenTraining()
@@ -102,11 +98,8 @@ class Steps:
         """Monitor that takes over when the listener is done. From then on this object holds no model."""
         self._before: weakref.ref[nn.Module] | None = None
         """First module that was called since the last step without being trained."""
-        self._is_open = False
         self._is_beginning = False
         """True while the listener begins a step: updates in that time are tried by a rehearsal, and undone."""
-        self._is_late = False
-        """True if updates were made inside backward: the step may be over when backward is."""
         self._depth = 0
         self._thread = TrainingThread()
 
@@ -138,7 +131,7 @@ class Steps:
             known = self.updates.optimizers.values()
             self._afterwards = PostPlanMonitor(self.listener, self.model, known, finds_next=finds_next)
             self.model = None
-            self._called.clear()
+            self._step.forget()
             self.updates.forget()
 
     def _resume(self, model: nn.Module | None, optimizers: Iterable[Optimizer]) -> None:
@@ -147,14 +140,14 @@ class Steps:
         """
         self._afterwards, self.model = None, model
         self.updates.restart(optimizers)
-        self._is_open = self._is_late = False
+        self._step.is_open = self._step.is_late = False
         self._watch()
 
     def ended(self) -> None:
         """Close a step that waited for the next call when the script has ended."""
-        if self._is_late and self.failed is None:
+        if self._step.is_late and self.failed is None:
             self._close_late()
-        elif self._is_open and self.failed is None:
+        elif self._step.is_open and self.failed is None:
             with self._noting():
                 if self._is_updated_by_hand():
                     self._close()
@@ -167,15 +160,15 @@ class Steps:
 
     @not_compiled_alone
     def _call(self, plain: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        if self._is_late and not self._depth and self._thread.is_here() and not in_backward():
+        if self._step.is_late and not self._depth and self._thread.is_here() and not in_backward():
             self._close_late()
         begins = not self._depth and self._begins_training(module, (args, kwargs))
-        if self._before is None and not (begins or self._is_open or self._depth) and self._thread.is_here():
+        if self._before is None and not (begins or self._step.is_open or self._depth) and self._thread.is_here():
             self._before = weakref.ref(module)
         if self._depth or not (
             begins or module in self._prompted or (torch.is_grad_enabled() and any(map(is_lazy, module.parameters())))
         ):
-            if self._is_open and not self._depth and is_compiled(module):
+            if self._step.is_open and not self._depth and is_compiled(module):
                 self._tell_of_call(module, (args, kwargs))
             return plain(module, *args, **kwargs)
         self._depth += 1  # also keeps modules from beginning a step when a module with lazy parameters calls them
@@ -187,7 +180,7 @@ class Steps:
                     self._handle_outermost_call(module, (args, kwargs))
             self._tell_of_call(module, (args, kwargs))
             out = plain(module, *args, **kwargs)
-            if id(module) in self._called and not self.updates.n:
+            if id(module) in self._step.called and not self.updates.n:
                 self.by_hand.returned(module)
             return out
         finally:
@@ -200,7 +193,7 @@ class Steps:
         """Call a function compiled from `of`; a step may begin with it."""
         if self._depth or not self.listener.plans_compiled:
             return function(*args, **kwargs)
-        if self._is_late and self._thread.is_here() and not in_backward():
+        if self._step.is_late and self._thread.is_here() and not in_backward():
             self._close_late()
         self._depth += 1
         try:
@@ -208,7 +201,7 @@ class Steps:
                 for module in trained_modules(of, args, kwargs):
                     with self._noting():
                         check_updates_outside(of)
-                    if not self._is_open:
+                    if not self._step.is_open:
                         self.listener.compiled = function
                     with self._noting():
                         self._handle_outermost_call(module, (args, kwargs))
@@ -263,13 +256,12 @@ class Steps:
             return
         check_not_in_zero(module)
         self._thread.begin()
-        if self._is_open and (self._all_stepped() or self._is_updated_by_hand()):
+        if self._step.is_open and (self._all_stepped() or self._is_updated_by_hand()):
             self._close()  # a parameter had a gradient, but is in no optimizer
-        elif self._is_open and (search := self.updates.search()) is not None and search.has_moved():
-            self.updates.in_step[id(search.optimizer)] = search.optimizer
+        elif self._step.is_open and (search := self.updates.search()) is not None and search.has_moved():
+            self._step.stepped(search.optimizer)
             self._close()
-        mine = set() if self.model is None else parameter_ids(self.model)
-        self.updates.leave_others(mine)
+        self._step.leave_others(set() if self.model is None else parameter_ids(self.model))
         self._turns.called(module)
         if self.listener.done:
             if self._waits_until and self.updates.n >= self._waits_until:
@@ -283,14 +275,13 @@ class Steps:
             self._prompted.forget()
         elif not (self.is_given or self._is_ours(module)) and self.listener.is_abandoned(self.model, module):
             self.updates.restart(())
-            for held in (self._called, self.updates.in_step):  # their memory may be freed
-                held.clear()
+            self._step.forget()
             self._replace(module)
         elif not self.is_given and self._is_only_guessed() and _n_elements(module) > _n_elements(self.model):
             self._replace(module)  # the first call may have been a trial on a small input
-        if not self._is_open and not self._is_ours(module):
+        if not self._step.is_open and not self._is_ours(module):
             self._note_other_call(module)
-        if self._is_open:
+        if self._step.is_open:
             self.listener.on_further_call(batch)
         elif self._is_ours(module) and not self._turns.are_in_step:
             self._candidates.forget()
@@ -304,16 +295,16 @@ class Steps:
                 self.listener.on_step_begin(self.model, batch, tuple(self.updates.optimizers.values()))
             finally:
                 self._is_beginning = False
-            self._is_open = True
-        if self._is_open:
-            self._called[id(module)] = module
+            self._step.is_open = True
+        if self._step.is_open:
+            self._step.called[id(module)] = module
             if not self.updates.n:
                 self.by_hand.called(module)
 
     @never_compiled
     def _tell_of_call(self, called: Callable[..., Any], batch: Any) -> None:
         """Let the listener see a call inside a step that backward may go through."""
-        is_ours = self._is_open and self.failed is None and self._thread.is_here()
+        is_ours = self._step.is_open and self.failed is None and self._thread.is_here()
         if is_ours and torch.is_grad_enabled() and not in_backward():
             self.listener.on_inner_call(called, batch)
 
@@ -331,7 +322,7 @@ class Steps:
         """Return True if the model's parameters were updated without an optimizer of torch."""
         if self.updates.n or self.updates.are_in_progress or self.model is None:
             return False
-        return self.listener.is_updated(self.model) or self.by_hand.has_updated(self._called.values())
+        return self.listener.is_updated(self.model) or self.by_hand.has_updated(self._step.called.values())
 
     def _is_elsewhere(self, optimizer: Optimizer) -> bool:
         """Return True if the optimizer steps in a thread that is not observed, and updates no parameter of the
@@ -369,14 +360,14 @@ class Steps:
             if self._waits_until and self.model is not None and held & parameter_ids(self.model):
                 self._waits_until = 0 if self.listener.wants_more() else self._waits_until
             return
-        if not self._is_open:
+        if not self._step.is_open:
             self._candidates.updated(optimizer)
-        if not self._is_open or self.failed is not None:
+        if not self._step.is_open or self.failed is not None:
             return
-        self.updates.in_step[id(optimizer)] = optimizer
+        self._step.stepped(optimizer)
         if in_backward():  # more gradients will arrive
-            self._is_late = True
-        elif not self._gradients() - self._updated() and self._all_stepped():
+            self._step.is_late = True
+        elif not self._step.has_unused_gradients() and self._all_stepped():
             with self._noting():
                 self._close()
 
@@ -419,10 +410,8 @@ class Steps:
                 where = f"after update {self.updates.n}" if self.updates.n else "before any optimizer stepped"
                 error.add_note(f"{'Training' if self._when_failed else 'The script'} was ended {where}.")
                 self.failed = error
-            if (
-                self._when_failed is not None
-            ):  # hooks may be removed here, because the ones after it are skipped when it raises
-                self._when_failed()
+            if self._when_failed is not None:
+                self._when_failed()  # it may remove hooks, because those after this one are skipped when it raises
                 raise
             raise Enough from self.failed
 
@@ -431,19 +420,16 @@ class Steps:
 
         Some optimizers may not have stepped: each parameter may have its own, and some parameters get no gradient.
         """
-        self._is_late = False
-        if self._is_open and (self._all_stepped() or not self._gradients() - self._updated()):
+        self._step.is_late = False
+        if self._step.is_open and (self._all_stepped() or not self._step.has_unused_gradients()):
             with self._noting():
                 self._close()
 
     def _close(self) -> None:
-        self._is_open = self._is_late = False
         self._before = None
         self.n_steps += 1
-        updated = self._updated()
-        trained = [module for module in self._called.values() if updated & parameter_ids(module)]
-        self._called.clear()
-        self.updates.in_step.clear()
+        trained = self._step.trained()
+        self._step.end()
         assert self.model is not None
         if not all(self._is_ours(module) for module in trained):
             self._give_up(join_models(trained))
@@ -474,7 +460,7 @@ class Steps:
     def _replace(self, other: nn.Module) -> None:
         """Switch to another model, with which a step begins now."""
         self._give_up(other)
-        self._is_open = False
+        self._step.is_open = False
 
     def _is_only_guessed(self) -> bool:
         """Return True if no optimizer has updated the model so far."""
@@ -489,17 +475,10 @@ class Steps:
             return True
         return any(module is ours for ours in self.model.modules())
 
-    def _gradients(self) -> set[int]:
-        """Return the ids of parameters with a gradient, in the modules called in this step."""
-        return {id(p) for module in self._called.values() for p in module.parameters() if p.grad is not None}
-
-    def _updated(self) -> set[int]:
-        return self.updates.parameters_in_step() | self.by_hand.moved
-
     def _all_stepped(self) -> bool:
         """Return True if every optimizer known to update the model has done so in this step."""
         assert self.model is not None
-        return self.updates.are_complete(parameter_ids(self.model), self._updated())
+        return self._step.is_complete(self.model)
 
 
 def _n_elements(module: nn.Module) -> int:

@@ -1,0 +1,76 @@
+"""The step in progress: the modules called in it, the optimizers that have stepped, and whether it is over."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from lowtide.script.alternating_models import held_by, parameter_ids
+from lowtide.script.manual_updates import ManualUpdates
+from lowtide.script.optimizer_updates import OptimizerUpdates
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+MOST_UNUSED: Final = 4
+"""Number of updates by others after which an optimizer no longer counts if they have updated its parameters."""
+
+
+class StepInProgress:
+    """Calls and updates since the step began; empty between two steps."""
+
+    def __init__(self, updates: OptimizerUpdates, by_hand: ManualUpdates) -> None:
+        self._updates, self._by_hand = updates, by_hand
+        self.is_open = False
+        self.is_late = False
+        """True if updates were made inside backward: the step may be over when backward is."""
+        self.called: dict[int, nn.Module] = {}
+        """Modules that were called, by id."""
+        self._optimizers: dict[int, Optimizer] = {}
+        """Optimizers that have stepped, by id."""
+
+    def stepped(self, optimizer: Optimizer) -> None:
+        """Record an update."""
+        self._optimizers[id(optimizer)] = optimizer
+
+    def leave_others(self, mine: set[int]) -> None:
+        """Forget updates of parameters other than `mine`, given by id: the steps of the other models are over."""
+        self._optimizers = {key: o for key, o in self._optimizers.items() if mine & held_by(o)}
+
+    def trained(self) -> list[nn.Module]:
+        """Return the called modules whose parameters were updated."""
+        updated = self._updated()
+        return [module for module in self.called.values() if updated & parameter_ids(module)]
+
+    def has_unused_gradients(self) -> bool:
+        """Return True if a parameter of a called module has a gradient and was not updated."""
+        gradients = {id(p) for module in self.called.values() for p in module.parameters() if p.grad is not None}
+        return bool(gradients - self._updated())
+
+    def is_complete(self, model: nn.Module) -> bool:
+        """Return True if every optimizer that is alive and known to update the model has done so."""
+        if not self._optimizers:
+            return False
+        updates, mine, updated = self._updates, parameter_ids(model), self._updated()
+        for key, optimizer in updates.optimizers.items():
+            held = mine & held_by(optimizer)
+            if not held or key in self._optimizers:
+                continue
+            is_replaced = updates.n - updates.last.get(key, updates.n) > MOST_UNUSED and held <= updated
+            if not is_replaced:  # by another optimizer of the same parameters
+                return False
+        return True
+
+    def end(self) -> None:
+        """End the step, and forget its calls and updates."""
+        self.is_open = self.is_late = False
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the calls and updates, whose memory may then be freed."""
+        self.called.clear()
+        self._optimizers.clear()
+
+    def _updated(self) -> frozenset[int]:
+        """Return the ids of the parameters that were updated, also by hand."""
+        return self._by_hand.moved.union(*map(held_by, self._optimizers.values()))
