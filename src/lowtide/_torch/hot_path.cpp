@@ -875,7 +875,7 @@ Ref as_saved(PyObject* frame, PyObject* place, PyObject* wrapped) {
   return call(attribute(frame, s_as_saved).it, {place, wrapped});
 }
 
-// `_ReplayRun.pack` of a tensor that is final when it is saved
+// `ReplayRun.pack` of a tensor that is final when it is saved
 PyObject* replay_pack_call(PyObject* callable, PyObject* const* arguments, size_t, PyObject*) {
   HANDLE_TH_ERRORS
   Pack* self = reinterpret_cast<Pack*>(callable);
