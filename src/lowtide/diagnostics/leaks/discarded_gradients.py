@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from lowtide._torch.autograd_graph import is_leaf, variable_of
-from lowtide.diagnostics.leaks.inspection import roots_of
 from lowtide.diagnostics.leaks.live_tensors import storage_bytes
+from lowtide.diagnostics.leaks.module_paths import roots_of
 from lowtide.diagnostics.leaks.running_frames import variable_name
 from lowtide.diagnostics.leaks.tensor_graphs import computing, split_by_leaves
 from lowtide.units import format_bytes

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from lowtide.diagnostics.leaks.call_log import Backward, Call, SiteStats
     from lowtide.diagnostics.leaks.call_site import Place
-    from lowtide.diagnostics.leaks.inspection import RetainedObject
+    from lowtide.diagnostics.leaks.retained_object import RetainedObject
 
 LEAST_PART = 0.05
 """Share of a container's bytes below which a part of its entries is not named."""

@@ -9,8 +9,8 @@ from lowtide.diagnostics.leaks.call_log import Backward, SiteStats
 from lowtide.diagnostics.leaks.call_site import Place
 from lowtide.diagnostics.leaks.finding_entry import Entry, HolderWords
 from lowtide.diagnostics.leaks.holder_history import GROWTHS, n_entries_of, storages_of
-from lowtide.diagnostics.leaks.inspection import RetainedObject
 from lowtide.diagnostics.leaks.joined_findings import joined, one_of_line
+from lowtide.diagnostics.leaks.retained_object import RetainedObject
 from lowtide.diagnostics.leaks.rules import RULES
 from lowtide.report.finding import Finding
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from lowtide.diagnostics.leaks.reference_path import merged
 
 if TYPE_CHECKING:
-    from lowtide.diagnostics.leaks.inspection import RetainedObject
+    from lowtide.diagnostics.leaks.retained_object import RetainedObject
 
 GROWTHS = 3
 """Number of consecutive inspections at which a container must have grown."""

@@ -19,8 +19,9 @@ from lowtide._torch.tensors import storage_id
 from lowtide.diagnostics.leaks.call_log import Backward, Call
 from lowtide.diagnostics.leaks.finding_log import FindingLog
 from lowtide.diagnostics.leaks.holders import Holder
-from lowtide.diagnostics.leaks.inspection import InspectionInput, has_made, module_names
+from lowtide.diagnostics.leaks.inspection import InspectionInput, has_made
 from lowtide.diagnostics.leaks.live_tensors import LiveObjects, storage_bytes
+from lowtide.diagnostics.leaks.module_paths import module_names
 from lowtide.diagnostics.leaks.referrers import HolderSearch
 from lowtide.diagnostics.leaks.registered_hooks import RegisteredHooks
 from lowtide.diagnostics.leaks.rules.long_lived_outputs import SHARE

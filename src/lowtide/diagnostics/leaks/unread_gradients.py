@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from lowtide._torch.tensors import has_accumulation_hooks, has_gradient_hooks, storage_id
-from lowtide.diagnostics.leaks.inspection import module_names, roots_of
 from lowtide.diagnostics.leaks.live_tensors import storage_bytes
+from lowtide.diagnostics.leaks.module_paths import module_names, roots_of
 from lowtide.diagnostics.leaks.running_frames import variable_name
 from lowtide.diagnostics.leaks.tensor_graphs import computing, kept_by, split_by_leaves
 from lowtide.units import format_bytes

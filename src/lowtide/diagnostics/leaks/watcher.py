@@ -30,9 +30,9 @@ from lowtide.diagnostics.leaks.discarded_gradients import DiscardedGradients
 from lowtide.diagnostics.leaks.dropped_graphs import DroppedGraphs
 from lowtide.diagnostics.leaks.event_sources import EventSources
 from lowtide.diagnostics.leaks.finding_log import FindingLog
-from lowtide.diagnostics.leaks.inspection import module_names
 from lowtide.diagnostics.leaks.inspector import Inspector
 from lowtide.diagnostics.leaks.live_tensors import LiveObjects
+from lowtide.diagnostics.leaks.module_paths import module_names
 from lowtide.diagnostics.leaks.output_checks import (
     record_outputs_alive,
     record_summed_graphs,

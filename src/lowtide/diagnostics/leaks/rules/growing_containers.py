@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lowtide.diagnostics.leaks.holder_history import GROWTHS, History, grows
-from lowtide.diagnostics.leaks.inspection import RetainedObject
+from lowtide.diagnostics.leaks.retained_object import RetainedObject
 from lowtide.diagnostics.leaks.rules.rule_registry import RULES, Rule, rule
 
 if TYPE_CHECKING:

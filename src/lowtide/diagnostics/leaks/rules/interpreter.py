@@ -1,7 +1,7 @@
 """Objects that Python itself remembers: exceptions with their frames, and results of notebook cells."""
 
 from lowtide.diagnostics.leaks.holder_history import History, grows
-from lowtide.diagnostics.leaks.inspection import RetainedObject
+from lowtide.diagnostics.leaks.retained_object import RetainedObject
 from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
 
 

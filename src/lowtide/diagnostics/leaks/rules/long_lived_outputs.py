@@ -2,7 +2,7 @@
 
 from lowtide.diagnostics.leaks.holder_history import History
 from lowtide.diagnostics.leaks.holders import Holder
-from lowtide.diagnostics.leaks.inspection import RetainedObject
+from lowtide.diagnostics.leaks.retained_object import RetainedObject
 from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
 
 SHARE = 0.05

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from lowtide.diagnostics.leaks.call_log import SiteStats
     from lowtide.diagnostics.leaks.holder_history import History
     from lowtide.diagnostics.leaks.holders import Holder
-    from lowtide.diagnostics.leaks.inspection import RetainedObject
+    from lowtide.diagnostics.leaks.retained_object import RetainedObject
 
 
 class Rule:

@@ -1,7 +1,7 @@
 """Small views that keep large storages alive."""
 
 from lowtide.diagnostics.leaks.holder_history import History
-from lowtide.diagnostics.leaks.inspection import RetainedObject
+from lowtide.diagnostics.leaks.retained_object import RetainedObject
 from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
 
 

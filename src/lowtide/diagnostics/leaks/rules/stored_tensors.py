@@ -1,7 +1,7 @@
 """Tensors stored outside variables: on ctx, by hooks, on modules, in buffers."""
 
 from lowtide.diagnostics.leaks.holder_history import History, grows
-from lowtide.diagnostics.leaks.inspection import RetainedObject
+from lowtide.diagnostics.leaks.retained_object import RetainedObject
 from lowtide.diagnostics.leaks.rules.carried_state import is_carried_by_module
 from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
 

@@ -1,0 +1,98 @@
+"""Models, optimizers and parameters that a program keeps and no longer uses."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from lowtide.diagnostics.leaks.holders import Holder
+from lowtide.diagnostics.leaks.live_tensors import LiveObjects, standing_storages
+from lowtide.diagnostics.leaks.module_paths import roots_of
+from lowtide.diagnostics.leaks.optimizer_orphans import Orphans, orphans_of_optimizers
+from lowtide.diagnostics.leaks.retained_holders import assign_holders, holder_search
+from lowtide.diagnostics.leaks.retained_object import RetainedObject
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+    from lowtide.diagnostics.leaks.inspection import InspectionInput
+
+LEAST_COPIES = 3
+"""Smallest number of models, or of optimizers, of one class among which idle ones are looked for."""
+
+
+def idle_copies(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
+    """Return models of one class that are not called any more, and optimizers of one class without updates lately."""
+    last_calls = (call for stats in view.calls.stats.values() for call in stats.module_ids.items())
+    called = {number for number, step in last_calls if step >= view.last_step}
+    models: dict[type, list[nn.Module]] = {}
+    for root in roots_of(live.modules):
+        models.setdefault(type(root), []).append(root)
+    optimizers: dict[type, list[Optimizer]] = {}
+    for optimizer in live.optimizers:
+        optimizers.setdefault(type(optimizer), []).append(optimizer)
+    found: list[tuple[str, Any, dict[int, int]]] = []
+    for same in models.values():
+        if len(same) >= LEAST_COPIES:
+            idle = (root for root in same if called.isdisjoint(map(id, root.modules())))
+            found += [("models", root, standing_storages(root)) for root in idle]
+    for others in optimizers.values():
+        if len(others) >= LEAST_COPIES:
+            updates = view.calls.last_updates
+            idle_ones = [other for other in others if updates.get(id(other), view.last_step) < view.last_step]
+            found += [("optimizers", optimizer, standing_storages(optimizer)) for optimizer in idle_ones]
+    models.clear()
+    optimizers.clear()
+    items = [
+        RetainedObject(
+            held_bytes=sum(held.values()),
+            storages=held,
+            subject=kind,
+            born=view.last_step,
+            idle_ids=frozenset(map(id, copy.modules())) if kind == "models" else frozenset(),
+        )
+        for kind, copy, held in found
+    ]
+    if sum(item.held_bytes for item in items) >= view.least_bytes:
+        search = holder_search(view, live)
+        search.ignored |= {id(found), *map(id, found)}
+        assign_holders(
+            {n: [item] for n, item in enumerate(items)}, search, [(n, obj) for n, (_, obj, _) in enumerate(found)]
+        )
+    return items
+
+
+def orphaned_parameters(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
+    """Return the parameters that only optimizers still refer to; their holders are the groups of the optimizers."""
+    found = list(orphans_of_optimizers(live))
+    items = [
+        RetainedObject(
+            held_bytes=sum(orphans.storages.values()),
+            storages=orphans.storages,
+            subject="parameters",
+            born=view.last_step,
+        )
+        for orphans in found
+    ]
+    if sum(item.held_bytes for item in items) >= view.least_bytes:
+        search = holder_search(view, live)
+        search.ignored |= {id(found), *map(id, found)}
+        assign_holders(
+            {n: [item] for n, item in enumerate(items)}, search, [(n, o.optimizer) for n, o in enumerate(found)]
+        )
+        for item, orphans in zip(items, found, strict=True):
+            if item.holder is not None:
+                item.holders = [_groups_of(item.holder, orphans)]
+    return items
+
+
+def _groups_of(holder: Holder, orphans: Orphans) -> Holder:
+    """Return the holder for the groups of the optimizer that `holder` holds."""
+    entries = f"[{orphans.n_groups} entries]"
+    return replace(
+        holder,
+        text=f"{holder.text} .param_groups{entries}",
+        key=f"{holder.key} groups",
+        containers={id(orphans.optimizer.param_groups): orphans.n_groups},
+    )

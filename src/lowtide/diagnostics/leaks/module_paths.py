@@ -1,0 +1,23 @@
+"""Names of modules by their place in the watched model, or in another outermost module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import nn
+
+
+def module_names(model: nn.Module | None, modules: Iterable[nn.Module]) -> dict[int, str]:
+    """Map ids of modules to names: `model.encoder` inside the watched model, the class name inside others."""
+    names: dict[int, str] = {}
+    roots = [root for root in roots_of(modules) if root is not model]
+    for root, name in [*((root, type(root).__name__) for root in roots), *([(model, "model")] if model else [])]:
+        for path, module in root.named_modules():
+            names[id(module)] = f"{name}.{path}" if path else name
+    return names
+
+
+def roots_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return the outermost of some modules: those that no other one contains."""
+    inside = {id(child) for module in modules for child in module.children()}
+    return [module for module in modules if id(module) not in inside]
