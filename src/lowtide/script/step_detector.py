@@ -250,17 +250,15 @@ class Steps:
 
     @never_compiled
     def _handle_outermost_call(self, module: nn.Module, batch: Any) -> None:
+        """Observe that the program calls a module in training: a step may be over, and another one may begin."""
         if self.failed is not None:  # the program has caught the error and goes on
             raise Enough from self.failed
         if self.is_given and not self._is_ours(module):
             return
         check_not_in_zero(module)
         self._thread.begin()
-        if self._step.is_open and (self._all_stepped() or self._is_updated_by_hand()):
-            self._close()  # a parameter had a gradient, but is in no optimizer
-        elif self._step.is_open and (search := self.updates.search()) is not None and search.has_moved():
-            self._step.stepped(search.optimizer)
-            self._close()
+        if self._step.is_open:
+            self._close_if_over()
         self._step.leave_others(set() if self.model is None else parameter_ids(self.model))
         self._turns.called(module)
         if self.listener.done:
@@ -270,6 +268,28 @@ class Steps:
             if not self._waits_until:
                 self.stop()
             return
+        self._choose_model(module)
+        if not self._step.is_open and not self._is_ours(module):
+            self._note_other_call(module)
+        if self._step.is_open:
+            self.listener.on_further_call(batch)
+        elif self._is_ours(module) and not self._turns.are_in_step:
+            self._begin(batch)
+        if self._step.is_open:
+            self._step.called[id(module)] = module
+            if not self.updates.n:
+                self.by_hand.called(module)
+
+    def _close_if_over(self) -> None:
+        """Close a step whose end only the next call shows."""
+        if self._all_stepped() or self._is_updated_by_hand():
+            self._close()  # a parameter had a gradient, but is in no optimizer
+        elif (search := self.updates.search()) is not None and search.has_moved():
+            self._step.stepped(search.optimizer)
+            self._close()
+
+    def _choose_model(self, module: nn.Module) -> None:
+        """Take the called module as the model if there is none yet, or if it is a better choice."""
         if self.model is None:
             self.model = module
             self._prompted.forget()
@@ -279,27 +299,22 @@ class Steps:
             self._replace(module)
         elif not self.is_given and self._is_only_guessed() and _n_elements(module) > _n_elements(self.model):
             self._replace(module)  # the first call may have been a trial on a small input
-        if not self._step.is_open and not self._is_ours(module):
-            self._note_other_call(module)
-        if self._step.is_open:
-            self.listener.on_further_call(batch)
-        elif self._is_ours(module) and not self._turns.are_in_step:
-            self._candidates.forget()
-            before = None if self._before is None else self._before()
-            if before is not None and not self._is_ours(before) and any(True for _ in before.parameters()):
-                self.listener.on_earlier_call(before)
-            if (search := self.updates.search()) is not None:
-                self.updates.add(search.optimizer)
-            self._is_beginning = True
-            try:
-                self.listener.on_step_begin(self.model, batch, tuple(self.updates.optimizers.values()))
-            finally:
-                self._is_beginning = False
-            self._step.is_open = True
-        if self._step.is_open:
-            self._step.called[id(module)] = module
-            if not self.updates.n:
-                self.by_hand.called(module)
+
+    def _begin(self, batch: Any) -> None:
+        """Begin a step of the model."""
+        assert self.model is not None
+        self._candidates.forget()
+        before = None if self._before is None else self._before()
+        if before is not None and not self._is_ours(before) and any(True for _ in before.parameters()):
+            self.listener.on_earlier_call(before)
+        if (search := self.updates.search()) is not None:
+            self.updates.add(search.optimizer)
+        self._is_beginning = True
+        try:
+            self.listener.on_step_begin(self.model, batch, tuple(self.updates.optimizers.values()))
+        finally:
+            self._is_beginning = False
+        self._step.is_open = True
 
     @never_compiled
     def _tell_of_call(self, called: Callable[..., Any], batch: Any) -> None:
