@@ -23,16 +23,12 @@ from lowtide.profiler import fsdp_units as sharding
 from lowtide.profiler.assemble import transients
 from lowtide.profiler.audit_inplace import AuditInPlace, InPlaceGroup
 from lowtide.profiler.audited_step import AuditedStep, OpenCall
-from lowtide.profiler.backward_timings import BackwardTimings
 from lowtide.profiler.differing_modules import CallShape
 from lowtide.profiler.drafts import CallDraft, SlotDraft, describe
 from lowtide.profiler.fsdp_units import FsdpUnits
-from lowtide.profiler.measure_call import Meter
 from lowtide.profiler.partial_reads import PartialReads
 from lowtide.profiler.recompute_trials import RecomputeTrials
-from lowtide.profiler.released_tensors import FreedValues
 from lowtide.profiler.repeated_blocks import AuditedBlocks
-from lowtide.profiler.replay_check import Witness
 from lowtide.profiler.replay_trials import ReplayTrials
 from lowtide.runtime import saved_values as values
 from lowtide.runtime.batch_tensors import in_words
@@ -112,32 +108,17 @@ class Audit(SavedTensorPacker, Observer):
         """Gradients that can be written in place."""
         self.allows_in_place = in_place
         self._tried_in_place: AuditInPlace | None = None
-        self._frugal, self._mark, self._meter = frugal, mark, Meter(mark, place_of(model))
-        self._timings = BackwardTimings(self.step, self._meter)
+        self._frugal, self._mark, self._place = frugal, mark, place_of(model)
         self.relied_on.takes_values = False
-        self._freed = FreedValues(self.step, self._timings, self.relied_on, Witness(mark))
         self._recomputes = RecomputeTrials(
-            self.step,
-            self.builder.owners,
-            self._meter,
-            self._timings,
-            self._freed,
-            static,
-            frugal=frugal,
-            has_contents=self.has_contents,
+            self.step, self.builder.owners, self._place, static, mark, frugal=frugal, has_contents=self.has_contents
         )
-        self._partial_reads = PartialReads(self.step, self._recomputes, self._meter)
+        self._freed = self._recomputes.freed
+        self._partial_reads = PartialReads(self._recomputes)
         self._units = FsdpUnits(model)
-        self._blocks = AuditedBlocks(model, self._units, self._meter.place, frugal=frugal)
+        self._blocks = AuditedBlocks(model, self._units, self._place, frugal=frugal)
         self._replays = ReplayTrials(
-            model,
-            self.step,
-            self._recomputes,
-            self._freed,
-            self._meter,
-            self._blocks,
-            self._units,
-            {} if refused is None else refused,
+            model, self._recomputes, self._blocks, self._units, {} if refused is None else refused, frugal=frugal
         )
 
     @property
@@ -163,8 +144,7 @@ class Audit(SavedTensorPacker, Observer):
         try:
             with self._units.watched(), observe_checkpointed_calls(self._checkpoints), contextlib.ExitStack() as stack:
                 if self.allows_in_place:
-                    tried = AuditInPlace(self._meter.place, self._mark)
-                    self._tried_in_place = stack.enter_context(tried)
+                    self._tried_in_place = stack.enter_context(AuditInPlace(self._place, self._mark))
                 yield
         finally:
             values.probe = None
@@ -172,7 +152,7 @@ class Audit(SavedTensorPacker, Observer):
             del self.engine  # it refers to the audit, and to the model
             self.step.open_calls.clear()
             self._release()
-            self._timings.clear()
+            self._recomputes.timings.clear()
 
     def settle(self, stream: EventStream) -> None:
         """Complete the drafts after the step, given its recorded events: from then on they tell which decisions are
@@ -282,7 +262,7 @@ class Audit(SavedTensorPacker, Observer):
             if waited:
                 opened.draft.refused = WAITS
             else:
-                self._replays.try_call(opened, is_frugal=self._frugal)
+                self._replays.try_call(opened)
             self._freed.free()
         self._units.reshard(interceptor.module)
         self.step.open_calls.pop()
@@ -308,10 +288,10 @@ class Audit(SavedTensorPacker, Observer):
         self._freed.witness.read(self.step.slot_of[handle], handle, tensor)
 
     def making(self, maker: Recomputation) -> None:
-        self._meter.making()
+        self._recomputes.meter.making()
 
     def made(self, maker: Recomputation, outputs: tuple[Tensor, ...]) -> None:
         if isinstance(maker, Recompute):
-            self._meter.made(maker, outputs[0])
+            self._recomputes.meter.made(maker, outputs[0])
             if in_backward():
-                self._timings.made(maker)
+                self._recomputes.timings.made(maker)

@@ -24,8 +24,6 @@ from lowtide.runtime.saved_values import registered
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from lowtide.profiler.audited_step import AuditedStep
-    from lowtide.profiler.measure_call import Meter
     from lowtide.runtime.saved_values import Value
 
 PIECES = 64
@@ -48,8 +46,8 @@ class Enough:
 class PartialReads:
     """Trials of saved tensors that may be replaced by the part that backward needs."""
 
-    def __init__(self, step: AuditedStep, recomputes: RecomputeTrials, meter: Meter) -> None:
-        self._step, self._recomputes, self._meter = step, recomputes, meter
+    def __init__(self, recomputes: RecomputeTrials) -> None:
+        self._step, self._recomputes, self._meter = recomputes.step, recomputes, recomputes.meter
         self._enough: dict[int, Enough] = {}
         """The part that is enough, by slot."""
 

@@ -15,11 +15,14 @@ from lowtide._torch.distributed import is_wrapping
 from lowtide._torch.nodes import sequence_number
 from lowtide._torch.tensors import parts_of
 from lowtide.planner.address_nodes import INDICES, MASK, NOTED, with_captured_operands
+from lowtide.profiler.backward_timings import BackwardTimings
 from lowtide.profiler.drafts import OVERWRITTEN, ValueDraft
 from lowtide.profiler.fsdp_units import FsdpScopes, ValueNumbering
 from lowtide.profiler.implementations import ImplementationTrials, Trial, using
 from lowtide.profiler.measure_call import SHORT_MS, Meter
 from lowtide.profiler.operand_changes import OperandChanges
+from lowtide.profiler.released_tensors import FreedValues
+from lowtide.profiler.replay_check import Witness
 from lowtide.runtime.partial_saves import packed
 from lowtide.runtime.recipes import IMPLEMENTATIONS, CannotRecompute
 from lowtide.runtime.recompute import Recompute, certain
@@ -30,12 +33,12 @@ from lowtide.state.bitwise import identical
 from lowtide.state.step_outcome import is_out_of_memory
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor, nn
     from torch.autograd.graph import Node
 
     from lowtide.profiler.audited_step import AuditedStep
-    from lowtide.profiler.backward_timings import BackwardTimings
-    from lowtide.profiler.released_tensors import FreedValues
     from lowtide.runtime.operand_capture import CaptureSite
     from lowtide.runtime.recompute_builder import ParameterOwners
     from lowtide.runtime.saved_fields import Geometry
@@ -54,18 +57,21 @@ class RecomputeTrials:
         self,
         step: AuditedStep,
         owners: ParameterOwners,
-        meter: Meter,
-        timings: BackwardTimings,
-        freed_values: FreedValues,
+        place: torch.device,
         static: frozenset[int],
+        mark: Callable[[str, object], None],
         *,
         frugal: bool,
         has_contents: bool,
     ) -> None:
-        """Begin without trials. `static` has the addresses of memory that is held whatever the plan; unless
-        `has_contents`, tensors are fake, and nothing that depends on their contents is tried.
+        """Begin without trials of `step`, which runs on the device `place` and whose recording is marked by `mark`.
+
+        `static` has the addresses of memory that is held whatever the plan. Unless `has_contents`, tensors are fake,
+        and nothing that depends on their contents is tried.
         """
-        self._step, self._meter, self._timings, self._freed = step, meter, timings, freed_values
+        self.step, self.meter = step, Meter(mark, place)
+        self.timings = BackwardTimings(step, self.meter)
+        self.freed = FreedValues(step, self.timings, owners.relied_on, Witness(mark))
         self._static, self._frugal, self._has_contents = static, frugal, has_contents
         self.builder = ValueNumbering(owners)
         self.operand_changes = OperandChanges(static)
@@ -74,7 +80,7 @@ class RecomputeTrials:
 
     def value_of(self, tensor: Tensor) -> tuple[Value, Geometry | None]:
         """Return the kept value of a tensor and the tensor's view of it. A value is tried when it is first seen."""
-        step = self._step
+        step = self.step
         base, node, output, view = producer(tensor)
         if node is None:
             leaf = value_without_grad_fn(base)
@@ -85,9 +91,9 @@ class RecomputeTrials:
             value = Value(base.detach(), output=output)
             self.homes.allocated_at[self._add(value, base, node.name())] = sequence_number(node)
             self._try_recipe(value, node, output, base)
-        elif value in self._freed:
+        elif value in self.freed:
             if not step.is_saved(value):
-                self._freed.give_back(value, base)
+                self.freed.give_back(value, base)
             return value, view
         elif not isinstance(value.maker, Recompute):
             return value, view
@@ -105,42 +111,42 @@ class RecomputeTrials:
         block compares it in another slot.
         """
         value, view = self.value_of(tensor)
-        if value in self._freed and self._step.is_in_freed_block:
-            self._freed.give_back(value, producer(tensor)[0])
+        if value in self.freed and self.step.is_in_freed_block:
+            self.freed.give_back(value, producer(tensor)[0])
         return value, view
 
     def _add(self, value: Value, base: Tensor, node: str) -> int:
         """Add a value, of 0 bytes if its memory is held whatever the plan, and return its index."""
         is_gathered = self.builder.owners.is_gathered(value, base)  # then it is not kept for backward
         parts = [p for p in parts_of(base) if not is_gathered and p.untyped_storage().data_ptr() not in self._static]
-        return self._step.add(value, ValueDraft(bytes=sum(p.numel() * p.element_size() for p in parts), node=node))
+        return self.step.add(value, ValueDraft(bytes=sum(p.numel() * p.element_size() for p in parts), node=node))
 
     def begin_forward(self, model: nn.Module) -> None:
         """Record the versions of parameters, and release the tensors of earlier calls whose graphs are gone since."""
-        self._step.drop_unreferenced()
-        if not self._step.held:
-            self._step.passed_through.clear()
-            self._meter.forget()
+        self.step.drop_unreferenced()
+        if not self.step.held:
+            self.step.passed_through.clear()
+            self.meter.forget()
         self.operand_changes.begin_forward(model.parameters())
 
     def begin_backward(self) -> None:
         """Keep values with an operand that has changed since the audit recorded it, and release all tensors."""
         for index in self.operand_changes.take_overwritten():
-            self._step.values[index].refuse(OVERWRITTEN)
-        if self._step.held:
-            self._timings.drop_unread()
-        self._step.release()
-        self._meter.forget()
+            self.step.values[index].refuse(OVERWRITTEN)
+        if self.step.held:
+            self.timings.drop_unread()
+        self.step.release()
+        self.meter.forget()
 
     def refuse_captured_elsewhere(self, value: Value) -> None:
         """Keep a value that is saved for the first time if an operand was captured in another call."""
-        step, index = self._step, self._step.index[value]
+        step, index = self.step, self.step.index[value]
         if index not in step.saved and step.is_captured_elsewhere(self.operand_changes.sites.get(index, ())):
             step.values[index].refuse(NOTED_ELSEWHERE)
 
     def _try_recipe(self, known: Value, node: Node, output: int, base: Tensor) -> None:
         """Try the recipe of a value and measure its cost."""
-        draft = self._step.draft(known)
+        draft = self.step.draft(known)
         if draft.bytes < MIN_BYTES:
             draft.refused = "too small to gain anything"
             return
@@ -158,7 +164,7 @@ class RecomputeTrials:
         """Run the other implementations of a recipe that is exact for this value, and record those that are exact as
         well.
         """
-        index, draft, kind = self._step.index[known], self._step.draft(known), node.name()
+        index, draft, kind = self.step.index[known], self.step.draft(known), node.name()
         others = IMPLEMENTATIONS.get(kind)
         # recipes with captured operands have one implementation
         if not self._has_contents or others is None or draft.recipe != kind or draft.node != kind:
@@ -183,18 +189,18 @@ class RecomputeTrials:
                     register(node, output, value)
             if is_exact:
                 assert isinstance(maker, Recompute)
-                self._implementations.add(index, kind, name, Trial(self._meter.of(maker), self._operands(maker)))
+                self._implementations.add(index, kind, name, Trial(self.meter.of(maker), self._operands(maker)))
 
     def settle_implementations(self) -> dict[str, str]:
         """Return the implementation chosen for each kind of node, unless it is the first, and set its costs."""
-        return self._implementations.settle(self._step.values)
+        return self._implementations.settle(self.step.values)
 
     def try_packing(self, known: Value, tensor: Tensor) -> None:
         """Try to keep a tensor without a node as the bits of a mask, or as small integers."""
         if not self._has_contents and tensor.dtype is not torch.bool:  # bits are enough for any contents of a bool
             return
         kind = INDICES if tensor.dtype is torch.int64 else MASK
-        watch = Stopwatch(self._meter.place)
+        watch = Stopwatch(self.meter.place)
         watch.start(ahead_ms=0.0 if kind == INDICES else 0.2)  # packing of indices waits for the device
         try:
             value = packed(kind, tensor)
@@ -202,10 +208,10 @@ class RecomputeTrials:
             return
         packing = watch.stop()
         self._compare(known, value, tensor)
-        draft = self._step.draft(known)
+        draft = self.step.draft(known)
         if draft.recipe is not None:
             assert isinstance(value.maker, Recompute)
-            draft.node, draft.operands = kind, (self._step.add_state(value.maker.constants["bits"].nbytes),)
+            draft.node, draft.operands = kind, (self.step.add_state(value.maker.constants["bits"].nbytes),)
             draft.cost_ms += packing.device
             draft.host_ms += packing.host
 
@@ -213,7 +219,7 @@ class RecomputeTrials:
         """Return True if a recompute may compute this output of `node` on the way, as an intermediate that is not kept
         afterwards.
         """
-        draft = self._step.draft(value)
+        draft = self.step.draft(value)
         if node is None or draft.recipe is None or NOTED in draft.node:  # captured only where the value is saved
             return False
         try:
@@ -225,7 +231,7 @@ class RecomputeTrials:
 
     def _compare(self, known: Value, value: Value, base: Tensor) -> None:
         """Recompute `value`, compare it with `base`, and record the outcome and cost in the draft of `known`."""
-        step, maker = self._step, value.maker
+        step, maker = self.step, value.maker
         index, draft = step.index[known], step.draft(known)
         assert isinstance(maker, Recompute)
         sites = self.operand_changes.sites[index] = self._sites_of(maker)
@@ -236,12 +242,12 @@ class RecomputeTrials:
             draft.refused = "its operands are inside a block that is replayed to save memory"
             return
         try:
-            with self._meter.flops:
+            with self.meter.flops:
                 made = maker.make(value)
         except (RuntimeError, TypeError, ValueError) as error:
             draft.refused = f"its recipe failed: {error}".splitlines()[0]
             return
-        spent = self._meter.of(maker)
+        spent = self.meter.of(maker)
         draft.bytes = base.numel() * base.element_size()
         draft.cost_ms, draft.host_ms, draft.flops, draft.spent = spent.cost_ms, spent.host_ms, spent.flops, spent.spent
         self.operand_changes.reads(index, maker)
@@ -263,20 +269,20 @@ class RecomputeTrials:
         del made
         if draft.cost_ms < SHORT_MS:
             maker.make(value)  # a second run, in touched memory: the first one may have paid for new pages
-            spent = self._meter.of(maker)
+            spent = self.meter.of(maker)
             draft.cost_ms, draft.host_ms = spent.cost_ms, spent.host_ms
         if maker.operands:
-            self._timings.add(known, maker, index)
+            self.timings.add(known, maker, index)
 
     def time_late(self, handle: Handle) -> None:
         """Time a slot's recompute when backward is about to read the slot, and check that it gives the same bits."""
-        n = self._step.slot_of.get(handle)
-        maker = self._timings.take(handle.value)
+        n = self.step.slot_of.get(handle)
+        maker = self.timings.take(handle.value)
         if n is None or maker is None or needs_a_replay(maker):
             return
-        if self._frugal and not self._freed.has_room_for(handle.value, maker):
+        if self._frugal and not self.freed.has_room_for(handle.value, maker):
             return
-        draft = self._step.values[self._step.slots[n].value]
+        draft = self.step.values[self.step.slots[n].value]
         try:
             if not identical(maker.make(Value(maker=maker, output=handle.value.output)), handle.value.get()):
                 draft.refuse("recomputing it in backward gives other bits")
@@ -287,16 +293,16 @@ class RecomputeTrials:
         """Return the sites of captured operands of a recompute and of the recomputes that it may pass through."""
         sites = set(maker.noted)
         for value in (handle.value for handle in maker.operands if handle is not None):
-            index = self._step.index.get(value)
+            index = self.step.index.get(value)
             if isinstance(value.maker, Recompute):
                 sites |= self._sites_of(value.maker)
-            elif index is not None and index not in self._step.saved:
+            elif index is not None and index not in self.step.saved:
                 sites |= self.operand_changes.sites.get(index, set())
         return sites
 
     def _operands(self, maker: Recompute) -> tuple[int, ...]:
         """Return the indices of a recompute's operands, except permanent ones; add intermediates to the values."""
-        step, operands = self._step, []
+        step, operands = self.step, []
         for value in (handle.value for handle in maker.operands if handle is not None):
             if value not in step.index and isinstance(value.maker, Recompute):
                 self._add_intermediate(value, value.maker)
@@ -308,17 +314,17 @@ class RecomputeTrials:
 
     def _add_intermediate(self, value: Value, maker: Recompute) -> None:
         """Add a value that no slot has saved, which recomputes of other values pass through."""
-        operands, spent = self._operands(maker), self._meter.of(maker)
+        operands, spent = self._operands(maker), self.meter.of(maker)
         draft = replace(spent, operands=operands, overwrites=self._overwritten_by(maker), recipe=spent.node)
-        index = self._step.add(value, draft)
-        self._timings.add_intermediate(maker, index)
+        index = self.step.add(value, draft)
+        self.timings.add_intermediate(maker, index)
         if value in self.builder.numbers:
             self.homes.allocated_at[index] = self.builder.numbers[value]
-        self._step.passed_through.append(value)
+        self.step.passed_through.append(value)
 
     def _overwritten_by(self, maker: Recompute) -> int | None:
         """Return the index of the operand that the recompute overwrites with its result, or None."""
-        return None if maker.over is None else self._step.index[maker.over]
+        return None if maker.over is None else self.step.index[maker.over]
 
 
 def needs_a_replay(maker: Recompute) -> bool:

@@ -13,7 +13,7 @@ from lowtide._torch.nodes import is_workspace, next_sequence_number
 from lowtide._torch.tensors import storage_id
 from lowtide.errors import ReplayMismatch, summarize
 from lowtide.profiler.audited_step import RAISED
-from lowtide.profiler.measure_call import CAN_GO_WRONG, Meter, advance
+from lowtide.profiler.measure_call import CAN_GO_WRONG, advance
 from lowtide.profiler.recompute_trials import MIN_BYTES, RecomputeTrials
 from lowtide.runtime.batch_tensors import tensors_in
 from lowtide.runtime.call_arguments import tensors_in_call
@@ -25,10 +25,9 @@ from lowtide.state.side_effects import CodeState
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from lowtide.profiler.audited_step import AuditedStep, OpenCall
+    from lowtide.profiler.audited_step import OpenCall
     from lowtide.profiler.drafts import CallDraft
     from lowtide.profiler.fsdp_units import FsdpUnits
-    from lowtide.profiler.released_tensors import FreedValues
     from lowtide.profiler.repeated_blocks import AuditedBlocks
     from lowtide.runtime.replay import ReplayFrame
     from lowtide.runtime.saved_values import Value
@@ -43,19 +42,19 @@ class ReplayTrials:
     def __init__(
         self,
         model: nn.Module,
-        step: AuditedStep,
         recomputes: RecomputeTrials,
-        freed_values: FreedValues,
-        meter: Meter,
         blocks: AuditedBlocks,
         units: FsdpUnits,
         refused: dict[int, str],
+        *,
+        frugal: bool,
     ) -> None:
         """Begin without trials. `refused` maps classes of modules, by id, to the reason not to replay them; classes
         found not to be replayable are added.
         """
-        self._step, self._recomputes, self._freed, self._meter = step, recomputes, freed_values, meter
-        self._blocks, self._units, self._refused = blocks, units, refused
+        self._recomputes, self._step = recomputes, recomputes.step
+        self._meter, self._freed = recomputes.meter, recomputes.freed
+        self._blocks, self._units, self._refused, self._frugal = blocks, units, refused, frugal
         self.leaked: str | None = None
         """Name of the call whose second run leaked tensors out of it, so that the step differed from the plain step;
         None without one.
@@ -71,14 +70,14 @@ class ReplayTrials:
         if self._why_refused(module) is None:
             opened.own_state = CodeState(module, frame.call_context)
 
-    def try_call(self, opened: OpenCall, *, is_frugal: bool) -> None:
+    def try_call(self, opened: OpenCall) -> None:
         """Replay a call that has just ended, and advance a block to its result."""
         call, frame = opened.draft, opened.frame
         assert frame is not None
         call.refused = self._why_not(opened, frame)
         if call.refused is None:
             call.state = self._step.add_state(frame.call_context.nbytes)
-            self._read.append((call, frame.read(given=not is_frugal)))
+            self._read.append((call, frame.read(given=not self._frugal)))
 
     def withdraw_overwritten(self) -> None:
         """Refuse calls whose replay would read a tensor that has been written to since the call."""
