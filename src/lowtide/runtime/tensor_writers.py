@@ -16,7 +16,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -40,6 +40,8 @@ if TYPE_CHECKING:
 
     from lowtide.runtime.replay import ReplayFrame
 
+T = TypeVar("T")
+
 _overwritten: dict[int, weakref.ref[Tensor]] = {}
 """By `id`, tensors that were written to before backward had read them."""
 
@@ -50,7 +52,7 @@ class Overwritten(RuntimeError):
     """
 
     def __init__(self, tensor: Tensor, version: int, reader: str, module_class: type | None = None) -> None:
-        name = next((own[0] for relied_on in _watchers() if (own := relied_on.find(tensor))), "it")
+        name = next((own[0] for relied_on in _alive(_watching) if (own := relied_on.find(tensor))), "it")
         n_writes = tensor._version - version
         often = "once" if n_writes == 1 else f"{n_writes} times"
         how = changed_in_place(tensor, version)
@@ -261,14 +263,14 @@ class ReliedOn:
                 copies[key] = tensor, _with_same_geometry(tensor)
             return copies[key][1]
 
-        for value in [value for reference in self._values if (value := reference()) is not None]:
+        for value in _alive(self._values):
             tensor = value.tensor if value.original and value.kept and not value.is_changed else None
             if tensor is not None and value.readers and storage_id(tensor) in storages:
                 if is_habit and value.original is not None and (original := value.original()) is not None:
                     mark(original)
                 value.keep(copy_of(tensor))
                 value.original = None
-        for frame in [frame for reference in self._frames if (frame := reference()) is not None]:
+        for frame in _alive(self._frames):
             if frame.call_context.copy(storages, copy_of) and is_habit:
                 frame.interceptor.reach.is_overwritten = True
         for tensor, _ in copies.values():
@@ -281,16 +283,16 @@ class ReliedOn:
         self._expose(lambda tensor: storage_id(tensor) in storages)
 
     def _expose(self, is_exposed: Callable[[Tensor], bool]) -> None:
-        for value in [value for reference in self._values if (value := reference()) is not None]:
+        for value in _alive(self._values):
             if value.original and value.tensor is not None and is_exposed(value.tensor):
                 value.expose()
-        for frame in [frame for reference in self._frames if (frame := reference()) is not None]:
+        for frame in _alive(self._frames):
             if frame.is_awaited:
                 frame.call_context.uncopied.expose(is_exposed)
 
     def give_up(self, storage: int) -> None:
         """Stop replaying calls that read the storage, because it was written to before backward."""
-        for frame in [frame for reference in self._frames if (frame := reference()) is not None]:
+        for frame in _alive(self._frames):
             if any(storage_id(tensor) == storage for tensor, _ in frame.read(given=True)):
                 frame.interceptor.reach.is_overwritten = True
 
@@ -303,6 +305,10 @@ class ReliedOn:
             self._storages.clear()
             self._unlooked.extend(self._values)  # those that another thread has added meanwhile
             return False
+
+
+def _alive(references: Iterable[weakref.ref[T]]) -> list[T]:
+    return [obj for reference in references if (obj := reference()) is not None]
 
 
 def _drop_dead(references: list[weakref.ref[Any]]) -> None:
@@ -328,7 +334,7 @@ _undo: list[Callable[[], None]] = []
 
 def _leave(stop: Callable[[], None]) -> None:
     stop()
-    while _undo and not _watchers():
+    while _undo and not _alive(_watching):
         _undo.pop()()
 
 
@@ -341,7 +347,7 @@ def check_operands(values: Iterable[Value], reader: str) -> None:
             assert value.tensor is not None
             error = Overwritten(value.tensor, value.version, reader)
             if original is value.tensor:  # no object of the model's own
-                original = next((own[1] for each in _watchers() if (own := each.find(value.tensor))), None)
+                original = next((own[1] for each in _alive(_watching) if (own := each.find(value.tensor))), None)
             if original is not None:
                 mark(original)
                 error.is_of_parameter = isinstance(original, nn.Parameter)
@@ -427,11 +433,7 @@ def _renormalise(
 
 def _plans_in_force() -> list[ReliedOn]:
     """Return the plans that will read tensors again; none in a backward pass, whose updated tensors have been read."""
-    return [] if in_backward() else [relied_on for relied_on in _watchers() if relied_on]
-
-
-def _watchers() -> list[ReliedOn]:
-    return [relied_on for reference in _watching if (relied_on := reference()) is not None]
+    return [] if in_backward() else [relied_on for relied_on in _alive(_watching) if relied_on]
 
 
 if native is not None:
