@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -66,7 +67,7 @@ def assemble(
     replayed = {k for k, call in enumerate(calls) if call.id in step.replayed}
     lifetimes_without_trace(index, slots, step.kept, replayed)
     _one_storage_a_value(index, slots)
-    groups = _groups(values, slots, calls)
+    groups = _groups(values, step.drafts)
     _even_out(values, calls, groups)
     records = _Records(step, values, index, noted, several, groups, has_clocks=sections is not None)
     level = levels(step.stream, records.cuts, set(records.blocks), index)
@@ -342,18 +343,14 @@ def _even_out(values: list[ValueDraft], calls: list[CallDraft], groups: dict[int
             call.advance_ms, call.advance_host_ms = least_ms, least_host_ms
 
 
-def _groups(values: list[ValueDraft], slots: list[SlotDraft], calls: list[CallDraft]) -> dict[int, str]:
+def _groups(values: list[ValueDraft], step: StepDrafts) -> dict[int, str]:
     """Group calls that save the same kinds of tensors, of the same sizes, in the same order; groups have two calls or
     more.
     """
     keys: dict[int, str] = {}
-    for k, call in enumerate(calls):
-        saved = [
-            (values[slots[n].value].node, values[slots[n].value].bytes) for n in range(call.first_slot, call.stop_slot)
-        ]
+    for k, call in enumerate(step.calls):
+        saved = [(draft.node, draft.bytes) for draft in (values[slot.value] for slot in step.slots_of(call))]
         if saved and call.parent is not None:
             keys[k] = hashlib.blake2b(repr((call.cls, saved)).encode(), digest_size=6).hexdigest()
-    count: dict[str, int] = {}
-    for key in keys.values():
-        count[key] = count.get(key, 0) + 1
+    count = Counter(keys.values())
     return {k: key for k, key in keys.items() if count[key] > 1}

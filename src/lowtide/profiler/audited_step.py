@@ -81,10 +81,6 @@ class AuditedStep(StepDrafts):
         self.saved.add(slot.value)
         self.slots.append(slot)
 
-    def slots_of(self, call: CallDraft) -> list[SlotDraft]:
-        """Return the tensors that a call, which has ended, has saved."""
-        return self.slots[call.first_slot : call.stop_slot]
-
     def slot_tensor(self, n: int) -> Tensor:
         """Return the tensor of slot `n` with the geometry it was saved with."""
         value, view = self.held[n]

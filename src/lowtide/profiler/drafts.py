@@ -100,6 +100,10 @@ class StepDrafts:
     slots: list[SlotDraft] = field(default_factory=list)
     calls: list[CallDraft] = field(default_factory=list)
 
+    def slots_of(self, call: CallDraft) -> list[SlotDraft]:
+        """Return the tensors that a call, and the calls inside it, have saved."""
+        return self.slots[call.first_slot : call.stop_slot]
+
     def copy(self) -> StepDrafts:
         """Return a deep copy, without the live objects of a subclass."""
         return StepDrafts(*copy.deepcopy((self.values, self.slots, self.calls)))

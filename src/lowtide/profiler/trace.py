@@ -243,7 +243,7 @@ def most_saving(step: StepDrafts) -> Decisions:
     replay can help to recompute are kept: chains of these would bring every block back at once.
     """
     values, slots, calls = step.values, step.slots, step.calls
-    total = [sum(values[i].bytes for i in {slots[n].value for n in range(c.first_slot, c.stop_slot)}) for c in calls]
+    total = [sum(values[index].bytes for index in {slot.value for slot in step.slots_of(call)}) for call in calls]
     replay: set[int] = set()
     outside: set[int] = set()
     for index, call in enumerate(calls):  # parents come before their children
