@@ -191,6 +191,30 @@ def test_an_array_and_a_tensor_that_grow_are_put_back() -> None:
     assert (array_.tolist(), tensor.tolist(), whole.tolist()) == ([1, 1], [1, 1], [0, 1, 2, 3])
 
 
+class Marked(torch.Tensor):
+    """A tensor of a class of the user's own."""
+
+    n_reads = 0
+
+
+def test_sparse_tensors_and_tensors_of_own_classes_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, marked = torch.sparse_coo_tensor([[0]], [1.0], (4,)), torch.zeros(2).as_subclass(Marked)
+
+    def step(batch: Tensor) -> None:
+        counts.add_(torch.sparse_coo_tensor([[1]], [1.0], (4,)))
+        marked.add_(1)
+        marked.n_reads += 1
+
+    with StepSnapshot(nn.Linear(1, 1), None, None, step) as unchanged:
+        step(torch.ones(1))
+    assert (counts.to_dense().tolist(), marked.tolist(), marked.n_reads) == ([1, 0, 0, 0], [0, 0], 0)
+    assert unchanged.changes == ()
+    monkeypatch.setattr(keeping, "COPIED_BYTES", 0)
+    with StepSnapshot(nn.Linear(1, 1), None, None, step) as unchanged:
+        step(torch.ones(1))
+    assert sum("was written to" in change for change in unchanged.changes) == 2
+
+
 def test_what_can_be_set_only_once_is_named() -> None:
     generator, first = np.random.default_rng(0), contextvars.ContextVar[int]("first")
 

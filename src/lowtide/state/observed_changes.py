@@ -22,6 +22,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from lowtide._torch.tensors import parts_of
 from lowtide.memory.frame_locals import local_variables
 from lowtide.state.bindings import kind_of
 from lowtide.state.introspection import is_user_code, origin
@@ -80,7 +81,8 @@ class WatchedObject:
             before, after = self._before.get(name, _NOTHING), now.get(name, _NOTHING)
             if before is not after and before != after:
                 if isinstance(self.obj, Tensor | np.ndarray):
-                    yield name, f"was written to ({format_bytes(self.obj.nbytes)})"
+                    parts = parts_of(self.obj) if isinstance(self.obj, Tensor) else (self.obj,)
+                    yield name, f"was written to ({format_bytes(sum(part.nbytes for part in parts))})"
                 else:
                     yield name, f"went from {_quote(before)} to {_quote(after)}"
 
@@ -102,7 +104,7 @@ def _observable_state(obj: Any) -> Iterator[tuple[str, Any]]:
     """Yield the observable numbers, strings and lengths of an object, each with its name within it."""
     if isinstance(obj, Tensor):
         if not obj.is_inference():
-            yield "", (obj._version, obj.untyped_storage().data_ptr())
+            yield "", (obj._version, *(part.untyped_storage().data_ptr() for part in parts_of(obj)))
     elif isinstance(obj, np.ndarray):
         if obj.nbytes <= SUMMED_BYTES and not obj.dtype.hasobject:
             yield "", zlib.crc32(np.ascontiguousarray(obj).view(np.uint8).data)

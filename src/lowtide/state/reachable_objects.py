@@ -223,9 +223,9 @@ class ReachableObjects(ReachableState):
         if is_leaf_tensor(tensor) and not tensor.is_inference():
             if not self._is_late:
                 self._other_restores.append((tensor, _gradient_of(tensor)))
-            if is_state(tensor):
+            if is_state(tensor) or (tensor.is_sparse and not tensor.is_meta):
                 self.tensors.append(tensor)
-            if is_plain(tensor) and not is_fake(tensor):
+            if (is_plain(tensor) or tensor.is_sparse or is_user_code(type(tensor))) and not is_fake(tensor):
                 owner, mark = type(tensor).__name__, (STATIC_INPUT,)
                 own = Entries(vars(tensor), weakly=self.weakly, owner=owner, excluded=mark)
                 return (*self._record(own), *self._hooks(tensor))

@@ -126,11 +126,12 @@ class StepSnapshot:
             if id(tensor) in self._known or id(tensor) in states:  # an optimizer's tensors are copied when it steps
                 continue
             self._known.add(id(tensor))
-            storage = tensor.untyped_storage()
-            if is_plain(tensor) and (tensor.shape in shapes or self._reachable.reserve_bytes(storage.nbytes())):
-                copied.append(_Storage(tensor, is_first=storage.data_ptr() not in seen))
-                seen.add(storage.data_ptr())
-            elif self._reachable.reserve_bytes(tensor.nbytes):
+            storages = [part.untyped_storage() for part in parts_of(tensor)]
+            n_bytes = sum(storage.nbytes() for storage in storages)
+            if is_plain(tensor) and (tensor.shape in shapes or self._reachable.reserve_bytes(n_bytes)):
+                copied.append(_Storage(tensor, is_first=storages[0].data_ptr() not in seen))
+                seen.add(storages[0].data_ptr())
+            elif self._reachable.reserve_bytes(n_bytes):
                 copied.append(_TensorContents(tensor))
             else:
                 self._reachable.watch(tensor)
