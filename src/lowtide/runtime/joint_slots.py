@@ -10,11 +10,8 @@ On a CPU, inductor vectorises a fused loop at the width of 16-bit elements if ev
 16-bit values, else at the width of 32-bit elements, which halves the number of partial sums of each row (torch 2.13,
 `TilingSelect` in `torch/_inductor/codegen/cpp.py`). Sums over a row then add up in another order. A fused kernel also
 reads 16-bit values that it computes itself before they are rounded. So a graph with 16-bit values, as under autocast,
-keeps the kernels that it has without a plan, and what backward computes again has its own (`plain_kernels.py`):
-
-- Forward has to write a value that is saved. One that torch's forward does not write is no slot.
-- A value that fused arithmetic computes from random numbers, or without any 16-bit value, is always saved: dropout's
-  masks and sums of embeddings. Random numbers are computed in a separate kernel, in 32 bits.
+keeps the kernels that it has without a plan, and what backward computes again has its own (`plain_kernels.py`).
+Forward has to write a value that is saved, so one that torch's forward does not write is no slot.
 
 On a CPU, a fused loop that reads a transposed value is vectorised over other dimensions than one that reads the result
 from memory, and sums up in another order. So a value that fused arithmetic computes from a transposed one, as in an MLP
@@ -109,7 +106,7 @@ class JointSlots:
         outputs = held - plain if any(node.target == "aten.convolution" for node in nodes) else set[int]()
         for node in sorted(saved | random | reduced):
             is_small = nodes[node].kind == "input" or nodes[node].bytes <= self._small
-            changes_bits = self._follows_sum(node) or self._changes_width(node) or self._changes_loop_of_sum(node)
+            changes_bits = self._follows_sum(node) or self._changes_loop_of_sum(node)
             if node in random or is_small or changes_bits or self._fused_into(node) & outputs:
                 self._kept.add(node)
         at = _addresses(joint, f"{joint.key}/" if is_named else "")
@@ -181,14 +178,6 @@ class JointSlots:
         """Return True for a function of a reduction's result that is rounded as its loop is vectorised or not."""
         nodes = self.joint.nodes
         return nodes[node].target in APPROXIMATED and any(nodes[arg].kind == "reduction" for arg in nodes[node].args)
-
-    def _changes_width(self, slot: int) -> bool:
-        """Return True if recomputing the slot may add a kernel without 16-bit values to a graph that has some."""
-        nodes = self.joint.nodes
-        if not self._is_mixed or nodes[slot].kind != "pointwise":
-            return False
-        fused = self._fused_into(slot)
-        return any("random" in nodes[at].target for at in fused) or not any(nodes[at].is_half for at in fused)
 
     def _fused_into(self, slot: int) -> set[int]:
         """Return the slot and the values from which fused arithmetic computes it, up to those that any plan keeps."""
