@@ -6,6 +6,7 @@ import ctypes
 import functools
 import gc
 import itertools
+import random
 import threading
 import types
 import weakref
@@ -153,13 +154,20 @@ def test_everything_is_put_back_in_place() -> None:
     assert unchanged.changes == ()
 
 
-def test_hooks_on_gradients_are_put_back_and_so_is_what_they_count() -> None:
-    model, counts, bits = nn.Linear(4, 1), Counter[str](), np.random.PCG64(0)
+class Drawing(random.Random):
+    """A generator with an attribute."""
+
+    count = 0
+
+
+def test_hooks_on_gradients_and_generators_are_put_back_with_what_they_count() -> None:
+    model, counts, bits, drawing = nn.Linear(4, 1), Counter[str](), np.random.PCG64(0), Drawing(0)
     table = {"before": counts}
     before = model.weight.register_hook(lambda gradient: table["before"].update(a=1))
 
     def step(batch: Tensor) -> None:
         bits.random_raw()
+        drawing.count += 1
         if not model.bias._backward_hooks:
             model.bias.register_hook(lambda gradient: 2 * gradient)
             model.bias.register_post_accumulate_grad_hook(lambda parameter: None)
@@ -176,6 +184,7 @@ def test_hooks_on_gradients_are_put_back_and_so_is_what_they_count() -> None:
     assert not model.bias._backward_hooks
     assert not model.bias._post_accumulate_grad_hooks  # type: ignore[attr-defined]
     assert bits.state == state
+    assert drawing.count == 0
 
 
 def test_an_array_and_a_tensor_that_grow_are_put_back() -> None:

@@ -316,12 +316,13 @@ class ReachableObjects(ReachableState):
             return self._cache(obj)
         if is_generator(obj):
             self.generators.append(obj)
-            return (obj.bit_generator.seed_seq,) if isinstance(obj, np.random.Generator) else ()
-        if isinstance(obj, np.random.SeedSequence):
+        elif isinstance(obj, np.random.SeedSequence):
             self.watch(obj)
         elif self._is_excluded(obj):
             self.watch(obj)
             return filter(self._is_excluded, [*_attributes(obj), *_referents_of(obj)])
+        if isinstance(obj, np.random.Generator):
+            return (obj.bit_generator.seed_seq,)
         if is_opaque(type(obj)) or not self._is_walked(obj):
             return ()
         if isinstance(obj, nn.Module):
