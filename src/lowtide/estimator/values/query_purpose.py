@@ -22,8 +22,8 @@ from lowtide._torch.modules import CALL_CODE
 from lowtide.estimator.values.branch_rules import Source, Taken, makes_text
 from lowtide.utils.frames import frames_from, module_name
 
-_CONSTRAINTS = "torch.distributions.constraints"
-"""Module that validates arguments of distributions."""
+_VALIDATING = ("torch.distributions.constraints", "torch.distributions.distribution")
+"""Modules that validate arguments of distributions."""
 
 _OPTIMIZERS = ("torch.optim", "transformers.optimization")
 
@@ -71,7 +71,7 @@ def passing() -> Taken | None:
     frame = _asking()
     if frame is None:
         return None
-    if module_name(frame) == _CONSTRAINTS:
+    if module_name(frame) in _VALIDATING:
         return _PASSES
     span, places = _span(frame), _places(frame)
     if span in places.asserts:
