@@ -124,7 +124,7 @@ class Loop:
             *self.averages,
             *vars(self).values(),
         )
-        outside = (WATCHED, dict(self.by_weak_key), IN_CONTEXT.get(), vars(IN_THREAD), drawn.cache_info())
+        outside = (WATCHED, dict(self.by_weak_key), IN_CONTEXT.get(), vars(IN_THREAD))
         beside = (vars(self.weight), bytes(self.bytes_of_view), *outside)
         described |= {"class": repr(Loop.n_all), "globals": repr((CALLS, "FIRST" in globals())), "beside": repr(beside)}
         return {**described, "ids": [*map(id, inside)]}
@@ -150,6 +150,7 @@ def test_everything_is_put_back_in_place() -> None:
             assert loop.state() == before
         step(torch.ones(1))
     assert loop.state() == before
+    assert drawn.cache_info().misses == 0
     assert (n, step.__defaults__, vars(step)) == (0, ([],), {})
     assert unchanged.changes == ()
 

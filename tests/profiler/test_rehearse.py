@@ -612,7 +612,6 @@ def test_a_step_that_differs_each_time_is_refused():
 
 
 def test_a_step_whose_first_run_fills_a_cache_is_rehearsed():
-    """The cache is the program's own, out of reach of what a rehearsal restores."""
     model, batch = nn.Sequential(nn.Linear(64, 64), nn.Tanh()), torch.randn(32, 64)
 
     @functools.cache
@@ -623,7 +622,7 @@ def test_a_step_whose_first_run_fills_a_cache_is_rehearsed():
         model(batch * scale(len(batch))).sum().backward()
 
     profile = lowtide.rehearse(model, step, batch)
-    assert scale.cache_info().misses == 1
+    assert scale.cache_info().misses == 0
     assert [slot.address for slot in profile.slots] == ["0#0:0", "1#0:0"]
 
 

@@ -91,6 +91,8 @@ class ReachableObjects(ReachableState):
         """Tables of modules without entries."""
         self._other_restores: list[tuple[Any, Callable[[], object]]] = []
         """Functions that put back an object's own content, each with the object."""
+        self._empty_caches: list[Any] = []
+        """Functions whose results are cached, and that had not been called."""
         self._watched: list[WatchedObject] = []
         self._optimizer_attributes: set[int] = set()
         """Ids of optimizers' attributes, which levers may leave out."""
@@ -133,10 +135,19 @@ class ReachableObjects(ReachableState):
         if error is not None:
             raise error
 
+    def empty_caches(self) -> None:
+        """Empty the caches that were empty, as their results may be random numbers that the next step has to draw.
+
+        Not between rehearsed steps, which do the same work only once the caches are filled.
+        """
+        for cache in self._empty_caches:
+            cache.cache_clear()
+
     def close(self) -> None:
         """Release all references."""
         for collection in (self._places, self._empty, self._other_restores, self._watched, self.modules, self.tensors):
             collection.clear()
+        self._empty_caches.clear()
         for more in (
             self.stateful,
             self.generators,
@@ -410,9 +421,8 @@ class ReachableObjects(ReachableState):
         return ()
 
     def _cache(self, cache: Any) -> Iterable[Any]:
-        """Empty a cache that was empty, because its results may be random numbers. Others still have their results."""
         if not cache.cache_info().currsize and is_user_code(cache.__wrapped__):
-            self._other_restores.append((cache, cache.cache_clear))
+            self._empty_caches.append(cache)
         return (cache.__wrapped__,)
 
 

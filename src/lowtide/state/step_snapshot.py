@@ -209,6 +209,7 @@ class StepSnapshot:
         self._random = self._own_random
         try:
             self._restore_all()
+            self._reachable.empty_caches()
             self.changes = self._reachable.changes()
         finally:
             self._reachable.close()
