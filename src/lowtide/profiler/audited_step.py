@@ -108,6 +108,11 @@ class AuditedStep(StepDrafts):
         """True if a call in progress is of a block whose saved tensors are freed when it has been audited."""
         return any(call.is_freed for call in self.open_calls)
 
+    def is_made_in_freed_block(self, value: Value) -> bool:
+        """Return True if such a call in progress has computed the value, and was not called with it."""
+        given = {slot.value for call in self.open_calls if call.is_freed for slot in call.draft.inputs}
+        return self.is_in_freed_block and self.index[value] not in given
+
     def drop_unreferenced(self) -> None:
         """Release the values of slots whose handles are gone with their graph."""
         self.held = {n: self.held[n] for n in self.slot_of.values() if n in self.held}

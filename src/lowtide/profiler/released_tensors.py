@@ -110,8 +110,10 @@ class FreedValues:
         """Return True if the value can be freed: it has one reader, and backward reads the operands of `maker` anyway.
 
         An operand that backward does not read may be overwritten in between, unnoticed. In a block that will be run
-        again, an operand may be a freed value itself: backward recomputes neither.
+        again, an operand may be a freed value itself: backward recomputes neither. That is not so for an argument of
+        the block, whose recompute would run the block before it again, and so on.
         """
+        is_made_here = self._step.is_made_in_freed_block(value)
         operands = [handle.value for handle in maker.operands if handle is not None]
         return (
             value.kept
@@ -119,7 +121,7 @@ class FreedValues:
             and not maker.noted
             and all(
                 (operand.kept and (operand.leaf or self._step.is_saved(operand)))
-                or (self._step.is_in_freed_block and operand in self._values)
+                or (is_made_here and operand in self._values)
                 for operand in operands
             )
         )
