@@ -659,6 +659,18 @@ def test_a_tensor_passed_through_two_calls_is_one_value():
     assert verdict.measured_peak_bytes <= plan.predicted.peak_bytes
 
 
+def test_a_block_whose_argument_is_a_view_of_an_operator_s_result_can_be_replayed():
+    """A linear layer's result on three dimensions is a view of a matrix, which the block's first linear saves."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(64, 256), nn.Softsign(), nn.Linear(256, 64)) for _ in range(4)]
+    model = nn.Sequential(nn.Linear(32, 64), *blocks)
+    profile, plan, verdict = within(model, step_of(model), torch.randn(4, 64, 32), 0)
+    assert [call.refused for call in profile.calls if call.cls == "Sequential"][1:] == 4 * [None]
+    assert plan.replay
+    assert verdict.identical
+    assert verdict.within_budget
+
+
 class Gated(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -195,8 +195,11 @@ class ReplayTrials:
         except RuntimeError as error:
             # the tensor was changed in place, which is an error in PyTorch only if backward reads it
             return str(error)
-        if view is not None and tensor.shape != saved.shape:  # the saved buffer was a view, and its copy is not
-            saved, view = saved.as_strided(*view), None
+        if tensor.shape != saved.shape:
+            if view is not None:  # the saved buffer was a view, and its copy is not
+                saved, view = saved.as_strided(*view), None
+            if tensor.numel() == saved.numel() and tensor.is_contiguous() and saved.is_contiguous():
+                tensor = tensor.view(saved.shape)  # an argument that was a view of `saved` is a leaf in a replay
         return None if identical(tensor, saved, view) else f"running it again gives other bits for {label}"
 
     def _try_advance(self, call: CallDraft, frame: ReplayFrame, returned: Any) -> None:
