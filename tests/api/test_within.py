@@ -695,32 +695,74 @@ def test_an_invalid_budget_is_refused_before_any_step(budget: str) -> None:
 
 
 class Dropping(nn.Module):
-    """LayerDrop: in each step another half of the layers, more or less."""
+    """LayerDrop: each step skips other layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, rate: float) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(8))
+        self.rate = rate
+        self.layers = nn.ModuleList(block() for _ in range(6))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            if torch.rand(()) < 0.5:
-                x = layer(x).tanh()
+            if torch.rand(()) >= self.rate:
+                x = x + layer(x)
         return x
 
 
-def test_where_layers_are_drawn_at_random_the_error_tells_what_plans_for_them() -> None:
+def train_dropping(rate: float) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(64, 64), Dropping(), nn.Linear(64, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model = nn.Sequential(nn.Linear(64, 64), Dropping(rate), nn.Linear(64, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for _ in range(18):
+        model(torch.randn(256, 64)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
 
-    def loop() -> None:
-        for _ in range(10):
-            model(torch.randn(512, 64)).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
 
+def test_where_few_layers_are_skipped_at_random_the_plan_is_for_a_step_that_skips_none() -> None:
+    with lowtide.within("70%") as run:
+        model = train_dropping(0.1)
+    assert run.plan is not None
+    assert run.verdict is not None
+    assert run.verdict.within_budget
+    assert {f"1.layers.{n}" for n in range(6)} <= {".".join(address.split(".")[:3]) for address in run.plan.recompute}
+    assert any("as with LayerDrop" in note for note in run.plan.notes)
+    assert equal(model.state_dict(), train_dropping(0.1).state_dict())
+
+
+def test_where_no_step_comes_again_the_error_tells_what_plans_for_them() -> None:
     with pytest.raises(lowtide.Infeasible) as caught, lowtide.within("70%"):
-        loop()
+        train_dropping(0.5)
     assert "left alone, as it calls other modules in each step: 1." in str(caught.value)
     assert "lowtide.fit plans for the step in which every layer runs" in str(caught.value)
     assert "smaller batches need less" not in str(caught.value)
+
+
+class SettingUp(nn.Module):
+    """A part that calls one more module in its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.first = nn.Sequential(*[block() for _ in range(4)]), nn.Linear(64, 64)
+        self.is_set_up = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.is_set_up:
+            self.is_set_up = True
+            self.first(x)
+        return self.layers(x)  # type: ignore[no-any-return]
+
+
+def test_a_part_that_calls_other_modules_only_in_its_first_call_is_planned() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), SettingUp())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with lowtide.within("70%") as run:
+        for _ in range(8):
+            model(X).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert run.plan is not None
+    assert run.verdict is not None
+    assert run.verdict.within_budget
+    assert not any("left alone" in note for note in run.plan.notes)

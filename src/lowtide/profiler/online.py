@@ -65,6 +65,11 @@ PATIENCE = 20
 used.
 """
 
+WAIT_FOR_CALLS = PATIENCE - 6
+"""Number of steps in which the profiler waits for the step that skips the fewest modules to come again. After them,
+plans leave alone what skips modules.
+"""
+
 MOST_KINDS = 4
 """Largest number of kinds of steps, such as steps of alternating losses, that are distinguished; with more, work counts
 as random.
@@ -193,15 +198,19 @@ class OnlineProfiler:
             )
             if "" in differing and n_kinds <= MOST_KINDS:
                 raise OtherKind(difference)
+            skipping = {
+                path
+                for path in differing - {""}
+                if modules_called_by(path, audit.shapes) != modules_called_by(path, trace.calls)
+            }
+            self._skipping |= skipping
+            if skipping and self.n_steps < WAIT_FOR_CALLS:
+                self._kinds.expect_skips(form)
+                raise OtherKind(difference)
             self._kinds.forget_form(form)
             self._is_drawn |= "" in differing
             if "" not in differing:
-                self._skipping |= {
-                    path
-                    for path in differing
-                    if modules_called_by(path, audit.shapes) != modules_called_by(path, trace.calls)
-                }
-                self._leave_alone(differing)
+                self._leave_alone(differing | self._skipping)
             raise Unusable(difference)
         if trace.inputs != audit.inputs and (is_alike or len(trace.inputs) != len(audit.inputs)):
             if n_elements(trace.inputs) > n_elements(audit.inputs):
@@ -279,7 +288,7 @@ class OnlineProfiler:
                 profile = replace(self._to_come.counted(profile), notes=(*profile.notes, *self._to_come.notes()))
             notes = [*self._left_alone_notes()]
             several = self._kinds.several()
-            is_drawn = self._is_drawn or not all(map(take_turns, several))
+            is_drawn = self._is_drawn or self._kinds.are_drawn or not all(map(take_turns, several))
             if several and not is_drawn:
                 notes.append(IN_TURN)
             if is_drawn:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from lowtide.profiler.training_step import AuditedTrainingStep, Kind
+
+
+N_DRAWS: Final = 8
+"""Number of steps from which the one with most calls is chosen, where modules are skipped at random."""
 
 
 class StepKinds:
@@ -17,6 +21,8 @@ class StepKinds:
     def __init__(self) -> None:
         self._kinds: dict[str, list[Kind]] = {}
         self._audited: dict[str, list[AuditedTrainingStep]] = {}
+        self._drawn: set[str] = set()
+        """Forms of batches on which modules are skipped at random."""
 
     def __bool__(self) -> bool:
         """Return True if a step was audited."""
@@ -37,11 +43,29 @@ class StepKinds:
     def expected(self, form: str) -> AuditedTrainingStep | None:
         """Return the audited step that is of the kind that the next step is expected to be, if any."""
         kinds = self._kinds.get(form, [])
+        if form in self._drawn:
+            return self._with_most_calls(form, kinds[1:])  # only the first step may run modules that set something up
         n = next(_periods(kinds), 1)
         if 2 * n > len(kinds) and kinds[-2:-1] == kinds[-1:]:
             n = 1  # two steps of one kind tell more than a rule that has not come round twice
         kind = kinds[-n] if kinds else None
         return next((step for step in self._audited.get(form, []) if step.kind == kind), None)
+
+    def _with_most_calls(self, form: str, kinds: list[Kind]) -> AuditedTrainingStep | None:
+        """Return the audited step of `kinds` with most calls; None if further steps are to be audited."""
+        if len(kinds) < N_DRAWS and not (len(kinds) > 1 and len({*kinds}) == 1):
+            return None
+        audited = [step for step in self._audited[form] if step.kind in kinds]
+        return max(audited, key=lambda step: len(step.kind), default=None)
+
+    def expect_skips(self, form: str) -> None:
+        """Expect that steps on batches of this form skip modules at random: the one with most calls is waited for."""
+        self._drawn.add(form)
+
+    @property
+    def are_drawn(self) -> bool:
+        """Return True if steps skip modules at random."""
+        return bool(self._drawn)
 
     def forget_form(self, form: str) -> None:
         """Forget the steps on batches of a form."""
@@ -54,6 +78,7 @@ class StepKinds:
         return any(
             {*kinds} - {step.kind for step in self._audited.get(form, [])} and take_turns(kinds, n_rounds=1)
             for form, kinds in self._kinds.items()
+            if form not in self._drawn
         )
 
     def several(self) -> list[list[Kind]]:
