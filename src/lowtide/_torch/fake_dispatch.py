@@ -93,9 +93,7 @@ class QuickFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
         """Return a fake tensor on `device` with the geometry of a meta tensor."""
         attributes = self._attributes.get(device)
         if attributes is None:
-            fake = FakeTensor(self, meta, device, requires_grad=requires_grad)
-            self._attributes[device] = dict(vars(fake))
-            return fake
+            attributes = self._attributes[device] = dict(vars(FakeTensor(self, meta, device)))
         fake = torch.Tensor._make_subclass(
             FakeTensor, meta, requires_grad, dispatch_device=True, device_for_backend_keys=device
         )

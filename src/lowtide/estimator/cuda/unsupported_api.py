@@ -30,7 +30,7 @@ _MOVING = ("broadcast", "broadcast_coalesced", "reduce_add", "reduce_add_coalesc
 
 _REFUSED: tuple[tuple[tuple[Any, ...], tuple[str, ...], str], ...] = (
     ((torch.cuda, torch.cuda.graphs), _GRAPH_NAMES, _GRAPHS),
-    ((torch.accelerator, torch.accelerator.graphs), ("Graph",), _GRAPHS),
+    ((torch.accelerator, getattr(torch.accelerator, "graphs", None)), ("Graph",), _GRAPHS),  # torch 2.10 has none
     ((torch.cuda, torch.cuda.memory), (*_POOL_NAMES, *_ALLOCATING), _POOLS),
     ((torch.cuda.jiterator,), JIT_KERNELS, _KERNELS),
     ((torch.cuda.comm, torch.nn.parallel.comm), _MOVING, _GPUS),
