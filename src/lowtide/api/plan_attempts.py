@@ -103,9 +103,9 @@ def over_budget(
     elif min(measured) > plain_bytes:
         notes = (
             f"that is more than the plain step's {format_bytes(plain_bytes)}: this batch needs more than the "
-            "rehearsed ones because of its contents, such as lengths, or something else was in memory, such as the "
-            "graph of a batch that was skipped before its backward (`lowtide watch` names what a script leaves there, "
-            "and its holder)",
+            "rehearsed ones because of its contents, such as lengths, its step did more, such as a gradient penalty in "
+            "some steps, or something else was in memory, such as the graph of a batch that was skipped before its "
+            "backward (`lowtide watch` names what a script leaves there, and its holder)",
             *notes,
         )
     return OverBudget(budget_bytes=budget_bytes, measured_peak_bytes=min(measured), nearest=nearest, notes=notes)
