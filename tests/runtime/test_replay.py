@@ -3,6 +3,7 @@
 import gc
 import random
 import threading
+import time
 import weakref
 from collections import Counter, OrderedDict, deque, namedtuple
 from concurrent.futures import ThreadPoolExecutor
@@ -1303,15 +1304,10 @@ def test_a_call_that_runs_backward_inside(way):
 class Attending(torch.autograd.Function):
     """Function that saves an uninitialised seed, as flash attention without dropout does."""
 
-    runs = threading.local()  # found by nobody who looks for what a call changes
-    runs.count = 0
-
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        Attending.runs.count += 1
-        result = x.sin()
-        ctx.save_for_backward(x, torch.tensor([Attending.runs.count, 0]), result)
-        ctx.run = Attending.runs.count
+        ctx.run, result = time.perf_counter_ns(), x.sin()
+        ctx.save_for_backward(x, torch.tensor([ctx.run, 0]), result)
         return result
 
     @staticmethod
