@@ -163,4 +163,74 @@ REPORTED = [
         "The spark driver has stopped unexpectedly and is restarting. Your notebook will be automatically reattached.",
         certain=False,
     ),
+    Reported(
+        "an APU of AMD, whose driver states a free amount above its capacity",
+        "huge-tensor",
+        "tiled VAE",
+        "comfyui-rocm  | !!! Exception during processing!!! HIP out of memory. Tried to allocate 264.00 MiB. GPU 0 has a total capacty of 512.00 MiB of which 17179869183.96 GiB is free. Of the allocated memory 251.70 MiB is allocated by PyTorch, and 21.30 MiB is reserved by PyTorch but unallocated.",
+        never="PiB|free\n|fit\\(",
+    ),
+    Reported(
+        "unused blocks on Windows with ROCm, beside a little that is not attributed",
+        "fragmentation",
+        "garbage_collection_threshold",
+        "!!! Exception during processing !!! HIP out of memory. Tried to allocate 8.12 GiB. GPU 0 has a total capacity of 15.92 GiB of which 0 bytes is free. Of the allocated memory 3.80 GiB is allocated by PyTorch, and 9.31 GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is large try setting PYTORCH_ALLOC_CONF=expandable_segments:True to avoid fragmentation.",
+        never="cannot see|expandable_segments",
+    ),
+    Reported(
+        "memory outside PyTorch in vLLM's workers",
+        "not-pytorch",
+        "max_num_seqs",
+        "(VllmWorker rank=1 pid=2978) ERROR 03-19 07:27:53 [multiproc_executor.py:375] torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.70 GiB. GPU 1 has a total capacity of 23.57 GiB of which 611.88 MiB is free. Process 133288 has 22.96 GiB memory in use. Of the allocated memory 20.30 GiB is allocated by PyTorch, with 112.00 MiB allocated in private pools (e.g., CUDA Graphs), and 179.98 MiB is reserved by PyTorch but unallocated.",
+        never="set_per_process_memory_fraction|fit\\(",
+    ),
+    Reported(
+        "a worker of vLLM without a rank",
+        "true-need",
+        "max_num_seqs",
+        "(Worker pid=2263) ERROR 10-25 13:12:42 [multiproc_executor.py:671] torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 784.00 MiB. GPU 0 has a total capacity of 79.18 GiB of which 402.94 MiB is free. Including non-PyTorch memory, this process has 78.78 GiB memory in use. Of the allocated memory 77.30 GiB is allocated by PyTorch, and 102.60 MiB is reserved by PyTorch but unallocated.",
+        never="fit\\(",
+    ),
+    Reported(
+        "Ollama's runner, which cannot load",
+        "true-need",
+        "a smaller num_ctx",
+        "Error: llama runner process has terminated: error loading model: unable to allocate CUDA2 buffer",
+        never="-ngl|--tensor-split",
+    ),
+    Reported(
+        "Ollama's service in the system's log",
+        "true-need",
+        "a smaller num_ctx",
+        "Apr 17 01:25:10 host ollama[56169]: ggml_backend_cuda_buffer_type_alloc_buffer: allocating 23981.03 MiB on device 0: cudaMalloc failed: out of memory\n"
+        "Apr 17 01:25:11 host ollama[56169]: llama_model_load: error loading model: unable to allocate backend buffer",
+        never="-ngl|--tensor-split",
+    ),
+    Reported(
+        "Ollama's runner on the host",
+        "host-memory",
+        "num_ctx",
+        "ggml_backend_cpu_buffer_type_alloc_buffer: failed to allocate buffer of size 437944320\n"
+        "llama_model_load: error loading model: unable to allocate CPU buffer\n"
+        "goroutine 40 [running]:\n"
+        "github.com/ollama/ollama/runner/llamarunner.(*Server).loadModel(0xc00009be00, {0x31, 0x0})",
+        never="-ngl|--no-mmap",
+    ),
+    Reported(
+        "pinned memory of llama.cpp with Vulkan",
+        "pinned-memory",
+        "locked memory",
+        "ggml_vulkan: Failed to allocate pinned memory.\nggml_vulkan: vk::Device::allocateMemory: ErrorOutOfDeviceMemory",
+        never="fewer layers",
+    ),
+    *(
+        Reported(
+            f"a bus error, by {text[:20]}", "cap", "--ipc=host", text, certain=False, says="/dev/shm", never="fit\\("
+        )
+        for text in (
+            "[ERROR] [launch.py:321:sigkill_handler] ['/opt/conda/bin/python', '-u', 'train.py', '--local_rank=3'] exits with return code = -7",
+            "  exitcode  : -7 (pid: 4711)\n  traceback : Signal 7 (SIGBUS) received by PID 4711",
+            "Command terminated with exit code 135",
+        )
+    ),
 ]

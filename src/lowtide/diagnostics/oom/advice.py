@@ -149,6 +149,10 @@ def _not_pytorch(m: Message, f: Facts) -> Advice:
         yield "create CPU tensors in __getitem__ and collate_fn, and call .to(device) in the training loop"
         yield "use pin_memory=True and .to(device, non_blocking=True) for fast copies, or set num_workers=0"
         return
+    if m.outside_bytes and runs_only(m, f) in ("vLLM", "SGLang"):  # which have settings for it, and no line to add
+        yield from INFERENCE[runs_only(m, f)]
+        yield f"check {vendor.monitor}: a context is 0.3 to 0.7 GiB; NCCL and graphs come on top", m.outside_bytes
+        return
     if m.outside_bytes:
         yield f"find the library that holds it: {vendor.libraries}", m.outside_bytes
     elif m.kind == "nccl" or f.shows(Sign.STARTS_COMMUNICATION):

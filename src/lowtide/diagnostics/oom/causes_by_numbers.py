@@ -190,8 +190,7 @@ def huge_tensor(m: Message, f: Facts) -> Cause | None:
         evidence = f"one request of {format_bytes(tried)}"
     else:
         without_others = m.others_bytes > SHARE * total and (m.free_bytes or 0) + m.others_bytes >= tried
-        in_pieces = (m.unallocated_bytes or 0) >= max(tried, _GAPS_SHARE * total)
-        if tried <= total and (tried <= _ONE_TENSOR_SHARE * total or without_others or in_pieces):
+        if tried <= total and (tried <= _ONE_TENSOR_SHARE * total or without_others or _is_in_pieces(m, total)):
             return None
         share = format_ratio(tried / total)
         evidence = f"one request of {format_bytes(tried)}, {share} of {format_bytes(total)}"
@@ -224,7 +223,7 @@ def other_process(m: Message, f: Facts) -> Cause | None:
             evidence=(*named, _own_share(m)),
         )
     hidden = m.hidden_bytes
-    if hidden is not None and hidden > SHARE * total:
+    if hidden is not None and hidden > SHARE * total and not (_is_in_pieces(m, total) and hidden < needed_bytes(m)):
         return Cause(
             code="other-process",
             claim=f"processes that this one cannot see hold about {format_bytes(hidden)} of the device",
@@ -300,12 +299,12 @@ def private_pools(m: Message, _: Facts) -> Cause | None:
 
 def fragmentation(m: Message, _: Facts) -> Cause | None:
     """Return the cause if PyTorch holds enough unused memory, but in no single block."""
-    gaps, tried, total = m.unallocated_bytes, m.tried_bytes, m.total_bytes
-    if gaps is None or tried is None or total is None or gaps < tried or gaps <= _GAPS_SHARE * total:
+    if m.tried_bytes is None or m.total_bytes is None or not _is_in_pieces(m, m.total_bytes):
         return None
+    gaps, tried = format_bytes(m.unallocated_bytes or 0), format_bytes(m.tried_bytes)
     return Cause(
         code="fragmentation",
-        claim=f"PyTorch's cache has {format_bytes(gaps)} unused, but no free block of {format_bytes(tried)}",
+        claim=f"PyTorch's cache has {gaps} unused, but no free block of {tried}",
         evidence=(
             f"tensors use {format_bytes(m.allocated_bytes or 0)} of the {format_bytes(m.reserved_bytes or 0)} it holds",
         ),
@@ -323,6 +322,11 @@ def host(m: Message, f: Facts) -> Cause | None:
         evidence=free
         or ((f"{format_bytes(m.tried_bytes)} more were requested",) if m.tried_bytes else (m.text[:120],)),
     )
+
+
+def _is_in_pieces(m: Message, total: int) -> bool:
+    """Return True if PyTorch's cache has more unused memory than was requested, and much for the device."""
+    return (m.unallocated_bytes or 0) >= max(m.tried_bytes or 0, _GAPS_SHARE * total)
 
 
 def _reported(m: Message) -> str:

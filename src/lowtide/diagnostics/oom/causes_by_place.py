@@ -13,6 +13,8 @@ from lowtide.diagnostics.oom.message_source import Source
 from lowtide.units import format_bytes
 
 _PINS = re.compile(r"Host(?:Alloc|Malloc|Register)|pinned host memory|bytes on host: ")
+_OF_OLLAMA = {"llama.cpp": "Ollama's runner", "llama.cpp on the host": "Ollama's runner on the host"}
+"""Sources of llama.cpp's messages where Ollama runs it, which has settings of its own."""
 
 
 def source_of(m: Message, f: Facts) -> Source | None:
@@ -21,7 +23,7 @@ def source_of(m: Message, f: Facts) -> Source | None:
         return None
     if m.form == "Errno 28" and f.shows(Sign.SHARES_MEMORY):
         return SOURCES["shared memory of workers"]
-    source = SOURCES.get(m.form)
+    source = SOURCES.get(_OF_OLLAMA.get(m.form, m.form) if f.program == "Ollama" else m.form)
     decides = (device_limit, driver, huge_tensor, other_process)
     if source is not None and source.code == "true-need" and m.total_bytes and any(cause(m, f) for cause in decides):
         return None  # a program that quotes torch's numbers, which tell more than it does

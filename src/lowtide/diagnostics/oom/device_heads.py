@@ -78,7 +78,12 @@ DEVICE_HEADS: tuple[MessageHead, ...] = (
         "Neuron",
     ),
     head("on nd", r"Failed to allocate \d{1,20} bytes [^\n]{0,60}on nd\d{1,3}:nc\d{1,3}", "neuron", "Neuron runtime"),
-    head("runner process has", r"llama runner process has terminated: .{0,80}out of memory", "cuda", "Ollama's runner"),
+    head(
+        "runner process has",
+        r"llama runner process has terminated: .{0,80}(?:out of memory|unable to allocate \w{1,20} buffer)",
+        "cuda",
+        "Ollama's runner",
+    ),
     head(
         "CL_|clE|MEM_OBJECT",
         r"(?:pyopencl\.\w{1,20}\.\w{0,20}Error: )?(?:(?<!\()\bCL_(?:OUT_OF_(?:RESOURCES|HOST_MEMORY)"
@@ -227,8 +232,8 @@ DEVICE_HEADS: tuple[MessageHead, ...] = (
         "llama.cpp",
     ),
     head(
-        "of pinned memory",
-        r"ggml\S{1,80}: failed to allocate \d[\d.,]{0,20} MiB of pinned memory",
+        "pinned memory",
+        r"ggml\S{1,80}: (?:failed to allocate \d[\d.,]{0,20} MiB of|Failed to allocate) pinned memory",
         "system",
         "pinned memory of llama.cpp",
     ),

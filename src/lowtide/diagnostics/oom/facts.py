@@ -271,10 +271,11 @@ _DIVISIBLE_TENSORS = {
 }
 """Lines that make tensors of DIVISIBLE_TENSORS."""
 _PROGRAM = re.compile(
-    r"(?P<ComfyUI>!!! Exception during processing)|(?P<vLLM>\((?:VllmWorker|EngineCore|Worker_[TPD]P\d))"
+    r"(?P<ComfyUI>!!! Exception during processing)|(?P<vLLM>\((?:VllmWorker|EngineCore|Worker(?:_[TPD]P\d| pid=)))"
     r"|(?P<server>-std(?:out|err) (?:MODEL_LOG|com\.amazonaws\.ml\.mms))"
+    r"|(?P<Ollama>\bollama(?:\[\d{1,9}\]: |/ollama/| (?:run|serve)\b)|\.ollama[/\\]models)"
 )
-"""A banner of ComfyUI, a prefix of vLLM's processes, or of a worker of TorchServe or SageMaker's model server."""
+"""A banner of ComfyUI, or a prefix of processes of vLLM, TorchServe, SageMaker's model server or Ollama."""
 _WINDOWS = _Pattern(file=r"^[A-Za-z]:\\")
 _INFORMATIVE: tuple[Sign | _Pattern, ...] = (*Sign, *_LARGE_TENSORS.values(), *_INFERENCE.values(), _WINDOWS)
 
@@ -351,7 +352,9 @@ class FactReader:
             "input": PatternFinder(_INPUT, ("In [", "In[")),
             "header": PatternFinder(_HEADER, ("Traceback (",)),
             "error": PatternFinder(_OUT_OF_MEMORY, ("ut of memory", "MemoryError", "o allocate ")),
-            "program": PatternFinder(_PROGRAM, ("!!! Exception", "(VllmWorker", "(EngineCore", "(Worker_", "-std")),
+            "program": PatternFinder(
+                _PROGRAM, ("!!! Exception", "(VllmWorker", "(EngineCore", "(Worker", "-std", "ollama")
+            ),
             "setting": PatternFinder(_SETTING, ("",)),
         }
         self._tracebacks: dict[str | None, _Traceback] = {}
@@ -384,7 +387,7 @@ class FactReader:
             self._expandable = match[1].lower() == "true" if match[1] else self._expandable
             return
         if kind == "program":
-            self._program = "a model" if match["server"] else "ComfyUI" if match["ComfyUI"] else "vLLM"
+            self._program = "a model" if match["server"] else str(match.lastgroup)
             return
         process = self._process(match.start())
         traceback = self._tracebacks.get(process)

@@ -198,7 +198,13 @@ HOST_HEADS: tuple[MessageHead, ...] = (
         "shared memory",
         _SHM,
     ),
-    head("Bus error (core", r"\bBus error \(core dumped\)", "shared memory", _SHM, certain=False),
+    head(
+        "Bus error (core|code|(SIGBUS)",
+        r"\bBus error \(core dumped\)|\b(?:return|exit) ?code *[:=]? *(?:-7|135)\b|Signal 7 \(SIGBUS\)",
+        "shared memory",
+        _SHM,
+        certain=False,
+    ),
     head(
         "No space left",
         r"unable to (?:write to|open|allocate|resize) (?:file|shared memory)[^:]{0,300}: No space left",

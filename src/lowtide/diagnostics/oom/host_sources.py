@@ -159,6 +159,13 @@ HOST_SOURCES: dict[str, Source] = {
         "use a smaller or further quantized model, a shorter context (-c), or more layers on the GPU (-ngl)",
         "keep memory mapping on (no --no-mmap, no --mlock): mapped weights need no memory of their own",
     ),
+    "Ollama's runner on the host": source(
+        "host-memory",
+        "Ollama's runner could not allocate host memory for weights, KV cache or scratch memory that is not on a GPU",
+        "CPU and host buffers are main memory; GPU memory is not affected",
+        "use a smaller or further quantized model, a smaller num_ctx, or more layers on the GPU (num_gpu)",
+        "free RAM: OLLAMA_MAX_LOADED_MODELS=1, use_mmap=true, other programs, a container's limit",
+    ),
     "pinned memory of llama.cpp": source(
         "pinned-memory",
         "llama.cpp could not pin host memory and continues with pageable memory: slower copies, same results",

@@ -43,6 +43,7 @@ INFERENCE: dict[str, tuple[str, ...]] = {
     ),
     "ComfyUI": SOURCES["ComfyUI's nodes"].actions,
     "Stable Diffusion web UI": SOURCES["Stable Diffusion web UI"].actions,
+    "Ollama": SOURCES["Ollama's runner"].actions,
     "diffusers": (
         "call pipe.enable_model_cpu_offload() and pipe.vae.enable_tiling(); load weights in bfloat16 or quantized",
         "generate smaller images, or fewer images or frames at once, under torch.inference_mode()",

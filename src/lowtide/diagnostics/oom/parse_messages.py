@@ -212,16 +212,16 @@ def _unallocated(amounts: dict[str, int | None]) -> int | None:
 
 
 def _drop_impossible(message: Message) -> Message:
-    """Drop amounts above the capacity: a driver that does not know them (WSL) reports 17179869184 GiB."""
+    """Drop amounts above the capacity: drivers that do not know them (WSL, AMD's APUs) report 17179869184 GiB."""
     total = message.total_bytes
     if total is None:
         return message
     others = tuple(other for other in message.others if other.bytes <= total)
-    own = message.process_bytes
-    allowed = message.allowed_bytes
+    free, own, allowed = message.free_bytes, message.process_bytes, message.allowed_bytes
     return replace(
         message,
         others=others,
+        free_bytes=None if free is None or free > total else free,
         process_bytes=None if own is None or own > total else own,
         allowed_bytes=None if allowed is None or allowed > total else allowed,
     )
