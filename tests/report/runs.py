@@ -1,4 +1,4 @@
-"""Runs that reports are made of in tests: a small plan with its proof, and its findings."""
+"""Runs that reports are made of in tests: a small plan with its proof, its findings, and needs on a GPU."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ from lowtide.planner import plan
 from lowtide.planner.budget_frontier import frontier
 from lowtide.planner.records import Plan, Profile
 from lowtide.report.finding import Finding
-from lowtide.report.run_record import Proof, RunRecord, record_of
+from lowtide.report.run_record import GpuNeeds, Proof, RunRecord, record_of
 from planner.profiles import transformer
 
 PROFILE: Profile = transformer(3, width=64 * 2**10)
@@ -22,6 +22,21 @@ FINDINGS = (
         made_at="train.py:30",
         fix="drop it: del loss",
     ),
+)
+NEED = GpuNeeds(
+    batch=8,
+    gpu="A100",
+    gpu_bytes=40 * 2**30,
+    verdict="fits",
+    is_sure=True,
+    peak_requested_bytes=2**30,
+    peak_allocated_bytes=2**30,
+    peak_reserved_bytes=2**31,
+    least_reserved_bytes=2**30,
+    most_reserved_bytes=2**31,
+    left_bytes=30 * 2**30,
+    smallest_gpu="T4",
+    allocator="native",
 )
 
 

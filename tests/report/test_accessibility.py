@@ -12,25 +12,10 @@ import pytest
 
 from lowtide.report.page import asset, run_page
 from lowtide.report.run_comparison import RunComparison
-from lowtide.report.run_record import GpuNeeds, RunRecord, Trained
-from report.runs import FINDINGS, run
+from lowtide.report.run_record import RunRecord, Trained
+from report.runs import FINDINGS, NEED, run
 
 _VOID = {"meta", "link", "input", "br", "hr", "line", "path", "rect", "circle", "polyline"}
-NEED = GpuNeeds(
-    batch=8,
-    gpu="A100",
-    gpu_bytes=40 * 2**30,
-    verdict="fits",
-    is_sure=True,
-    peak_requested_bytes=2**30,
-    peak_allocated_bytes=2**30,
-    peak_reserved_bytes=2**31,
-    least_reserved_bytes=2**30,
-    most_reserved_bytes=2**31,
-    left_bytes=30 * 2**30,
-    smallest_gpu="T4",
-    allocator="native",
-)
 
 
 @dataclass

@@ -12,7 +12,7 @@ from lowtide.report.page import run_page
 from lowtide.report.run_record import RunRecord, record_of, with_step_time
 from lowtide.report.run_text import peak_sentence, verdict
 from lowtide.units import format_bytes
-from report.runs import FINDINGS, PLAN, PROFILE, run
+from report.runs import FINDINGS, NEED, PLAN, PROFILE, run
 
 RUN = replace(run(), findings=FINDINGS, n_steps=3)
 PAGE = run_page(RUN)
@@ -53,6 +53,21 @@ def test_the_page_says_which_sizes_were_measured_and_what_a_recompute_is() -> No
     for over_bytes, n_exact in ((0, 0), (1, 2)):  # three figures would not tell a peak from a budget below it
         close = replace(made, plan=replace(made.plan, budget_bytes=peak_bytes - over_bytes))
         assert verdict(close)[1].count(" B)") == n_exact
+
+
+def test_a_page_without_a_plan_asks_what_its_command_answers() -> None:
+    bare = RunRecord(command="lowtide estimate train.py", versions=RUN.versions, before=RUN.before)
+    assert ">What was found</h2>" in run_page(bare)
+    compared = run_page(replace(bare, plain_budget_bytes=2**20))
+    assert ">Does it fit?</h2>" in compared
+    assert "It does not fit" in compared
+
+
+def test_a_page_says_which_peak_a_gpu_is_asked_for() -> None:
+    needs = replace(NEED, peak_of="both steps, in the second one, with 16.2 MiB of cuBLAS's workspaces")
+    estimate = RunRecord(command="lowtide estimate", versions=RUN.versions, before=RUN.before, needs=(needs,))
+    page = html.unescape(run_page(estimate))
+    assert f"1 GiB requested: the peak of {needs.peak_of}." in page
 
 
 def test_exact_bytes_of_a_proof_are_grouped() -> None:

@@ -41,7 +41,7 @@ def run_page(run: RunRecord) -> str:
     title = run.subject or ("A run" if made_for is None else made_for.model.partition(" ")[0])
     about = "" if made_for is None else f"batch {made_for.batch} · {made_for.device} · torch {made_for.torch}"
     sections = [
-        ("fits", "What was found" if made_for is None and not run.needs else "Does it fit?", fits(run)),
+        ("fits", "Does it fit?" if made_for or run.needs or run.budget_bytes else "What was found", fits(run)),
         ("memory", "Where memory goes", memory(run.before, run.after, run.requested_budget_bytes)),
         ("decided", "What Lowtide decided", decided(run)),
         ("else", "What other budgets cost", alternatives(run.frontier, run.plan)),
@@ -175,7 +175,13 @@ def _needs_table(run: RunRecord) -> str:
             )
         )
     headings = ("batch", "requested", "allocated", "reserved", "bounds", "answer", "smallest GPU")
-    return Table(headings=headings, rows=rows).html("Memory on the GPU")
+    # The page shows the last step in time, without cuBLAS's workspaces, so that peak may be lower than the table's.
+    peaks = "".join(
+        f"<p>{format_bytes(need.peak_requested_bytes)} requested: the peak of {escape(need.peak_of)}.</p>"
+        for need in run.needs
+        if need.peak_of
+    )
+    return Table(headings=headings, rows=rows).html("Memory on the GPU") + peaks
 
 
 def _trained_table(run: RunRecord) -> str:

@@ -71,6 +71,8 @@ class GpuNeeds(Record):
     left_bytes: int
     smallest_gpu: str | None
     allocator: str
+    peak_of: str = ""
+    """Steps or passes whose peak `peak_requested_bytes` is, and the workspaces in it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

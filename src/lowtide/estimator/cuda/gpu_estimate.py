@@ -133,6 +133,7 @@ class GpuMemoryEstimate(MemoryEstimate):
             left_bytes=self.left_bytes,
             smallest_gpu=None if self.smallest_gpu is None else self.smallest_gpu.name,
             allocator=str(self.config),
+            peak_of=self._peak_in_words(),
         )
 
     def more(self) -> Iterator[str]:
@@ -182,7 +183,7 @@ class GpuMemoryEstimate(MemoryEstimate):
             passes = (
                 "1 forward and backward pass" if self.n_passes == 1 else f"{self.n_passes} forward and backward passes"
             )
-            earlier = "" if is_in_last else ", in an earlier one than the last, which is shown above"
+            earlier = "" if is_in_last else ", in an earlier one than the last, which alone is shown"
             return f"{passes}, for no optimizer stepped{earlier}{included}"
         if self.has_one_step:
             return f"the script's only step{included}"
