@@ -3,6 +3,7 @@
 import csv
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -49,6 +50,18 @@ def test_findings_are_results_of_sarif() -> None:
     assert log["runs"][0]["tool"]["driver"]["rules"] == [
         {"id": "LT003", "shortDescription": {"text": "graph retained"}}
     ]
+
+
+def test_sarif_names_a_file_by_its_uri() -> None:
+    absolute = Path("a b.py").absolute()
+    for path, uri in (
+        ("a b/50%#1.py", "a%20b/50%25%231.py"),
+        (str(Path("a", "b.py")), "a/b.py"),
+        (str(absolute), absolute.as_uri()),
+    ):
+        run = replace(WATCHED, findings=(replace(FINDINGS[0], made_at=f"{path}:30"),))
+        (result,) = json.loads(sarif(run))["runs"][0]["results"]
+        assert result["locations"][0]["physicalLocation"]["artifactLocation"] == {"uri": uri}
 
 
 def test_findings_are_annotations_of_their_line() -> None:

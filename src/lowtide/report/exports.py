@@ -6,7 +6,9 @@ import csv
 import io
 import json
 from collections.abc import Iterator, Sequence
+from pathlib import PurePath
 from typing import Any
+from urllib.parse import quote
 
 from lowtide.errors import LowtideError
 from lowtide.report.finding import Finding
@@ -84,7 +86,7 @@ def sarif(run: RunRecord) -> str:
             "locations": [
                 {
                     "physicalLocation": {
-                        "artifactLocation": {"uri": place[0]},
+                        "artifactLocation": {"uri": _uri(place[0])},
                         "region": {"startLine": place[1]},
                     }
                 }
@@ -127,6 +129,12 @@ def _place(finding: Finding) -> tuple[str, int] | None:
     """Return the file and line of the forward pass that allocated the memory."""
     path, _, line = (finding.made_at or "").rpartition(":")
     return (path, int(line)) if path and line.isdigit() else None
+
+
+def _uri(path: str) -> str:
+    """Return a path as SARIF requires it: a URI, relative if the path is."""
+    place = PurePath(path)
+    return place.as_uri() if place.is_absolute() else quote(place.as_posix())
 
 
 def _data(text: str) -> str:
