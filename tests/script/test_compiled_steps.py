@@ -62,7 +62,7 @@ def for_all_sizes(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def in_its_place(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    model.compile(backend="eager")
+    model.compile()
     return lambda x: model(x).square().mean()
 
 
@@ -256,7 +256,9 @@ def test_results_that_differ_from_run_to_run_are_not_compared_and_the_others_are
     assert addresses_with_other_bits(made, plain, model, biased, batch) == tuple(made.recompute)
 
 
-def test_layers_of_torch_that_compile_leaves_alone_are_planned_as_eager_ones(recwarn: pytest.WarningsRecorder) -> None:
+def test_layers_of_torch_are_planned_as_eager_ones_if_compile_leaves_them_alone(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
     expected, plain = trained(in_its_place, [1024] * 6)
     with lowtide.within("80%") as run:
         losses, model = trained(in_its_place, [1024] * 6)
@@ -264,10 +266,11 @@ def test_layers_of_torch_that_compile_leaves_alone_are_planned_as_eager_ones(rec
     assert equal(model.state_dict(), plain.state_dict())
     assert run.plan is not None
     assert run.plan.recompute
-    assert not run.plan.graphs
+    assert bool(run.plan.graphs) == (torch.__version__ >= "2.15")  # from then on torch compiles its own layers too
     assert run.verdict is not None
     assert run.verdict.within_budget
-    assert not recwarn.list
+    warned = {warning.category for warning in recwarn.list}
+    assert warned <= {DeprecationWarning}  # inductor's import uses torch.jit
 
 
 def test_a_container_of_torch_that_compiles_only_a_part_of_its_layers_is_named() -> None:
