@@ -419,7 +419,29 @@ for _ in range(8):
         code="LT003",
         holder="'before'",
         made="output = model(",
-        fix="`.detach()` the result of the forward at",
+        fix="`.detach()` what later steps use of `before",
+    ),
+    Case(
+        name="distribution_with_a_branch",
+        script="""
+actor = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256))
+optimizer = torch.optim.SGD(actor.parameters(), lr=0.01)
+for _ in range(8):
+    mean = actor(torch.randn(128, 64))
+    policy = torch.distributions.Normal(mean.tanh(), mean.exp())
+    loss = -policy.log_prob(policy.sample()).mean()
+    del mean{}
+    loss.backward({})
+    optimizer.step()
+    optimizer.zero_grad()
+    del loss
+""",
+        broken=("", "retain_graph=True"),
+        mended=(", policy", ""),
+        code="LT003",
+        holder="global variable 'policy' -> .",
+        made="mean = actor(",
+        fix="`del policy` after the last backward pass",
     ),
     Case(
         name="rollouts_of_an_old_policy",

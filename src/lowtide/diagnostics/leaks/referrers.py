@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.autograd.function import BackwardCFunction
+from torch.distributions import Distribution
 
 from lowtide.diagnostics.leaks.call_site import Place, calling_site, is_carried
 from lowtide.diagnostics.leaks.holders import Holder, class_holder, context_holder, context_variable_holder, stored_in
@@ -179,6 +180,9 @@ class HolderSearch:
         name, place = variable.name, variable.place
         where = str(place) if place.line else str(place).rpartition(":")[0]
         shown, full_name, grouped = way.shown(name, kind)
+        is_whole = isinstance(way.obj, Distribution)  # of no use without one of its parameters
+        if is_whole:
+            full_name = name
         return Holder(
             kind="variable",
             text=f"{where} {shown}",
@@ -189,7 +193,7 @@ class HolderSearch:
             containers=way.containers,
             is_keyed=way.is_keyed,
             gathers=way.gathers,
-            is_part=bool(way.path),
+            is_part=bool(way.path) and not is_whole,
             part="".join((name, *("[..]" if ENTRIES.fullmatch(step) else step for step in way.path))),
             is_cache=CACHED in way.path,
             is_cycle=CYCLED in way.path,
@@ -337,7 +341,7 @@ class HolderSearch:
             return None
         if not _is_of_module(namespace):
             return None
-        inner = replace(way, obj=None, path=way.path[1:])
+        inner = replace(way, obj=namespace.get(name), path=way.path[1:])
         if "__name__" in namespace and namespace["__name__"] == "__main__" and _is_output(name):
             is_history = name in ("Out", "_oh") and bool(inner.path)
             text = f"notebook history {'Out' + inner.path[0] if is_history else repr(name)}"

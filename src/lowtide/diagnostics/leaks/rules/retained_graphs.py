@@ -30,12 +30,17 @@ class RetainGraph(Rule):
         "`.detach()` the result of the forward at {made}, and remove `retain_graph=True` at {backward}: each later "
         "backward pass goes through that forward's graph again"
     )
+    fix_of_earlier_steps = (
+        "`.detach()` what later steps use of `{names}`, and remove `retain_graph=True` at {backward}: each backward "
+        "pass goes through graphs of earlier steps again"
+    )
     follows_from = ("LT011", "LT031")
 
     def fix_for(self, item: RetainedObject, history: History) -> str:
         """Return the advice; another one for `create_graph=True`, whose graph is needed until the last pass."""
         if item.is_used_again and not any(b.create_graph for b in item.backwards):
-            return self.fix_of_earlier_forward
+            # A forward of every step needs its graph there; only what is left to later steps must not have one.
+            return self.fix_of_earlier_steps if item.calls[0].stats.n_calls > 1 else self.fix_of_earlier_forward
         fix = super().fix_for(item, history)
         is_needed = fix == self.fix and all(b.create_graph for b in item.backwards if b.retain_graph)
         return self.fix_of_second_order if is_needed else fix
