@@ -180,6 +180,18 @@ def test_nothing_scrolls_sideways(page: Any, tmp_path: Path, width: int, kind: s
         assert page.execute_script("return document.documentElement.scrollWidth") <= width
 
 
+def test_the_head_of_a_comparison_s_last_column_is_one_line_on_a_phone(page: Any, tmp_path: Path) -> None:
+    path = tmp_path / "compared.html"
+    RunComparison(RUN, run("90%"), ("first.json", "second.json")).to_html(path)
+    page.get(path.as_uri())
+    show(page, width=360)
+    head = "document.querySelector('.lt-table thead th:last-child')"
+    lines = (
+        f"const range = document.createRange(); range.selectNodeContents({head}); return range.getClientRects().length"
+    )
+    assert page.execute_script(lines) == 1
+
+
 def test_no_error_and_no_request(page: Any) -> None:
     assert page.get_log("browser") == []
     entries = [json.loads(entry["message"])["message"] for entry in page.get_log("performance")]
