@@ -422,6 +422,28 @@ for _ in range(8):
         fix="`.detach()` what later steps use of `before",
     ),
     Case(
+        name="log_probabilities_never_cleared",
+        script="""
+policy, saved = nn.Sequential(*(layer for _ in range(40) for layer in (nn.Linear(32, 32), nn.Tanh()))), []
+optimizer = torch.optim.SGD(policy.parameters(), lr=0.01)
+for _ in range(8):
+    for _ in range(3):
+        actions = torch.distributions.Categorical(logits=policy(torch.randn(16, 32)))
+        saved.append(actions.log_prob(actions.sample()))
+        del actions
+    (-torch.stack(saved[-3:]).sum()).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    {}
+""",
+        broken=("",),
+        mended=("saved.clear()",),
+        code="LT023",
+        holder="list 'saved' [24 entries]",
+        made="actions = ",
+        fix="if a backward pass needs their graphs, empty the container after that pass",
+    ),
+    Case(
         name="distribution_with_a_branch",
         script="""
 actor = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256))

@@ -218,6 +218,10 @@ class RunningTotalOfEmptyGraphs(Rule):
 
     subjects = ("nodes",)
     unit = "of host memory per step"
+    fix_of_container = (
+        "add values without a graph to `{name}`: `loss.detach()`, or `loss.item()`; if a backward pass needs "
+        "their graphs, empty the container after that pass"
+    )
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         return history.n_steps >= GROWTHS and self.reported_bytes(history) >= LEAST_HOST_BYTES
