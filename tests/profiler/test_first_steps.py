@@ -143,6 +143,20 @@ class PostNormBlock(nn.Module):
         return self.norm(x + self.wide(F.gelu(self.narrow(x))))
 
 
+class Shared(nn.Module):
+    """A layer that is called several times, as in ALBERT."""
+
+    def __init__(self):
+        super().__init__()
+        inner = nn.Sequential(nn.Linear(64, 64), nn.Tanh())
+        self.layer = nn.Sequential(inner, nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    def forward(self, x):
+        for _ in range(8):
+            x = x + self.layer(x)
+        return x
+
+
 IMAGE, ROWS = (2, 3, 64, 64), (16, 64, 64)
 
 
@@ -178,6 +192,17 @@ def test_audited_and_traced_steps_peak_below_the_plain_one(kind, shape):
     peaks = first_peaks(model, x, expected)
     assert max(peaks) <= plain_bytes
     assert peaks[0] <= 0.9 * plain_bytes
+
+
+def test_a_layer_that_is_called_again_is_freed_as_a_whole():
+    torch.manual_seed(0)
+    model, x = Shared(), torch.randn(ROWS)
+    plain_bytes, expected = peak_and_gradients(model, x)
+    model.layer.forward = partial(checkpoint, model.layer.forward, use_reentrant=False)
+    least_bytes, _ = peak_and_gradients(model, x)
+    del model.layer.forward
+    inside_bytes = (plain_bytes - least_bytes) // 7  # of the first call, in which nothing shows that others will come
+    assert max(first_peaks(model, x, expected)) <= least_bytes + inside_bytes
 
 
 @pytest.mark.parametrize("kind", [Recurrent, partial(Recurrent, num_layers=2, dropout=0.1), RecurrentBlocks])

@@ -30,11 +30,24 @@ class AuditedBlocks:
         )
         self.freed = freed_blocks(model) if frugal else frozenset()
         """Blocks whose saved tensors are freed once the block has been audited."""
+        self._is_frugal = frugal
+        self._called: set[tuple[int, int]] = set()
         is_surely_alike = frugal and place.type == "cpu"  # not proven of cuDNN
         self.freed_before = frozenset(m for m in model.modules() if is_surely_alike and is_recurrent(m))
         """Layers whose saved tensors are freed before the trial: one operator saves them all, and its second run would
         hold them twice.
         """
+
+    def is_freed(self, module: nn.Module, *, in_call: int) -> bool:
+        """Return True if what a call of `module` saves is freed. `in_call` is the index of the model's call around it.
+
+        A module with children that is called again, such as a layer that a model uses several times, is a block like
+        those in a list.
+        """
+        call = in_call, id(module)
+        is_called_again = call in self._called
+        self._called.add(call)
+        return module in self.freed or (self._is_frugal and is_called_again and has_children(module))
 
     def why_not_replayed(self, module: nn.Module) -> str | None:
         """Return the reason why no replay of `module` is tried, or None."""
@@ -47,7 +60,11 @@ class AuditedBlocks:
 
 def worth_a_replay(module: nn.Module) -> bool:
     """Return True if a replay of `module` may recompute more than recipes do: it has children or is not torch's own."""
-    return any(True for _ in module.children()) or not _torch_own(module) or isinstance(module, BARE_LEAVES)
+    return has_children(module) or not _torch_own(module) or isinstance(module, BARE_LEAVES)
+
+
+def has_children(module: nn.Module) -> bool:
+    return next(module.children(), None) is not None
 
 
 def is_recurrent(module: nn.Module) -> bool:
@@ -90,7 +107,7 @@ def freed_blocks(model: nn.Module) -> frozenset[nn.Module]:
 
     def visit(module: nn.Module) -> set[nn.Module]:
         blocks: set[nn.Module] = set()
-        children = {id(child) for child in module.children() if any(True for _ in child.children())}
+        children = {id(child) for child in module.children() if has_children(child)}
         for child in module.children():
             if child in repeated:
                 blocks.add(child)

@@ -65,8 +65,9 @@ class ReplayTrials:
 
     def begin(self, opened: OpenCall, frame: ReplayFrame) -> None:
         """Record the state in which a call begins that may be replayed by `frame`."""
-        module = frame.interceptor.module
-        opened.frame, opened.is_freed = frame, module in self._blocks.freed
+        module, step = frame.interceptor.module, self._step
+        is_block = self._blocks.is_freed(module, in_call=step.open_calls[0].index)
+        opened.frame, opened.is_freed = frame, is_block and not step.is_in_freed_block
         if self._why_refused(module) is None:
             opened.own_state = CodeState(module, frame.call_context)
 
