@@ -12,7 +12,7 @@ RELEASE = "0.1.0"
 """The version of source without tags, such as an archive; tags go first (tools/package_version.py)."""
 
 TESTED_TORCH = ((2, 10), (2, 12), (2, 13), (2, 14), (2, 15))
-"""Versions of torch that the tests have passed with."""
+"""Versions of torch with which tests have passed, some in an earlier state; README.md says which tests."""
 
 
 def own_version() -> str:
