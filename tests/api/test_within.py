@@ -555,7 +555,7 @@ def test_other_tensors_of_a_small_last_batch_are_not_reported(
     torch.manual_seed(0)
     model = nn.Sequential(*(Mixing() for _ in range(3)))
     optimizer = torch.optim.SGD(model.parameters())
-    with lowtide.within("80%") as run:
+    with lowtide.within("80%", model=model) as run:
         for step in range(8):
             is_odd = step % 4 == 2
             x = torch.randn(20, n_rows, 32).transpose(0, 1) if is_odd else torch.randn(16, 20, 32)
