@@ -13,9 +13,10 @@ import lowtide
 from lowtide.errors import ReplayMismatch
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.profiler.audit import Audit
+from lowtide.profiler.fsdp_units import FsdpUnits
 from lowtide.profiler.online import OnlineProfiler
 from lowtide.profiler.partial_reads import PIECES
-from lowtide.profiler.repeated_blocks import freed_blocks
+from lowtide.profiler.repeated_blocks import AuditedBlocks, freed_blocks
 
 
 class UNet(nn.Module):
@@ -318,6 +319,17 @@ def test_blocks_are_found_in_lists_and_where_no_two_are_alike():
     assert freed_blocks(Flat()) == frozenset()
     wrapped = nn.Sequential(nn.Sequential(model), nn.Conv2d(2, 2, 1))
     assert freed_blocks(wrapped) == freed_blocks(model)
+
+
+@pytest.mark.parametrize("is_scripted", [False, True])
+def test_only_without_torchscript_a_layer_that_is_called_again_is_a_block(is_scripted):
+    """TorchScript saves other tensors in its first run than in later ones."""
+    model = Shared()
+    if is_scripted:
+        model.layer[1] = torch.jit.script(model.layer[1])
+    blocks = AuditedBlocks(model, FsdpUnits(model), torch.device("cpu"), frugal=True)
+    of_each_call = [blocks.is_freed(model.layer, in_call=call) for call in (0, 0, 7)]
+    assert of_each_call == [False, not is_scripted, False]
 
 
 class Hourglass(nn.Module):

@@ -110,8 +110,8 @@ class AuditedStep(StepDrafts):
 
     def is_made_in_freed_block(self, value: Value) -> bool:
         """Return True if such a call in progress has computed the value, and was not called with it."""
-        given = {slot.value for call in self.open_calls if call.is_freed for slot in call.draft.inputs}
-        return self.is_in_freed_block and self.index[value] not in given
+        index, blocks = self.index[value], [call.draft for call in self.open_calls if call.is_freed]
+        return bool(blocks) and all(slot.value != index for block in blocks for slot in block.inputs)
 
     def drop_unreferenced(self) -> None:
         """Release the values of slots whose handles are gone with their graph."""

@@ -32,6 +32,7 @@ class AuditedBlocks:
         """Blocks whose saved tensors are freed once the block has been audited."""
         self._is_frugal = frugal
         self._called: set[tuple[int, int]] = set()
+        """Calls so far, as `is_freed` knows them: the model's call around each, and the module by its id."""
         is_surely_alike = frugal and place.type == "cpu"  # not proven of cuDNN
         self.freed_before = frozenset(m for m in model.modules() if is_surely_alike and is_recurrent(m))
         """Layers whose saved tensors are freed before the trial: one operator saves them all, and its second run would
@@ -47,7 +48,8 @@ class AuditedBlocks:
         call = in_call, id(module)
         is_called_again = call in self._called
         self._called.add(call)
-        return module in self.freed or (self._is_frugal and is_called_again and has_children(module))
+        is_block = self._is_frugal and is_called_again and has_children(module) and not has_torchscript(module)
+        return is_block or module in self.freed
 
     def why_not_replayed(self, module: nn.Module) -> str | None:
         """Return the reason why no replay of `module` is tried, or None."""
