@@ -63,14 +63,15 @@ class Inspections:
         """Add an inspection in `step` that found the objects `retained`; return it with the earlier ones."""
         storages, n_entries = storages_of(retained), n_entries_of(retained)
         has_stopped = bool(self.entries) and self.has_stopped(n_entries, step, are_copies=are_copies)
-        has_changed = self.n > 0 and not storages.keys() <= self.storages.keys()
+        # a new storage may be at the address of one that is gone: its size tells
+        has_changed = self.n > 0 and not storages.items() <= self.storages.items()
         if not self.entries or n_entries > self.entries[-1]:
             self.grown_at = step
         self.n += 1
         self.steps = [*self.steps[-_MOST_EARLIER:], step]
         self.held_bytes = [*self.held_bytes[-_MOST_EARLIER:], sum(storages.values())]
         self.entries = [*self.entries[-_MOST_EARLIER:], n_entries]
-        self.n_unchanged = self.n_unchanged + 1 if storages.keys() == self.storages.keys() else 0
+        self.n_unchanged = self.n_unchanged + 1 if storages == self.storages else 0
         self.storages = storages
         n_of_site = Counter(id(item.calls[0].stats) for item in retained if item.has_graph and item.calls)
         return History(
