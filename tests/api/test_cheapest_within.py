@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import nn
 
@@ -12,13 +13,20 @@ from lowtide.planner.planning import smallest_plan, unplanned_step
 from lowtide.planner.records import Plan
 
 
-def test_plans_with_larger_forecasts_are_measured_if_the_smallest_is_little_over_the_budget() -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(40)))
+@pytest.fixture(scope="module")
+def profile() -> lowtide.Profile:
+    """Rehearse a model for which there are many plans."""
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(24)))
 
     def step(x: torch.Tensor) -> None:
         model(x).square().mean().backward()
 
-    profile = lowtide.rehearse(model, step, torch.randn(256, 64))
+    return lowtide.rehearse(model, step, torch.randn(256, 64))
+
+
+def test_plans_with_larger_forecasts_are_measured_if_the_smallest_is_little_over_the_budget(
+    profile: lowtide.Profile,
+) -> None:
     smallest, peaks = smallest_plan(profile), list[int]()
     first = replace(smallest, budget_bytes=int(smallest.predicted.peak_bytes * (1 - 2 * CLOSE)))
 
@@ -32,3 +40,41 @@ def test_plans_with_larger_forecasts_are_measured_if_the_smallest_is_little_over
     assert len(peaks) == 2
     assert best is not None
     assert best.predicted.peak_bytes == peaks[1] <= best.budget_bytes < peaks[0]
+
+
+@pytest.mark.parametrize("most", [3, 4])
+@pytest.mark.parametrize("over", [0.002, 0.3])
+def test_the_last_plan_that_is_measured_is_the_smallest_if_all_others_are_over_the_budget(
+    profile: lowtide.Profile, over: float, most: int
+) -> None:
+    smallest, tried = smallest_plan(profile), list[Plan]()
+    first = lowtide.plan(profile, "85%")
+
+    def peak_of(plan: Plan) -> int:
+        """Return a peak within the budget for the smallest plan alone."""
+        tried.append(plan)
+        return int(plan.budget_bytes * (1.0 if plan.decisions == smallest.decisions else 1 + over))
+
+    n_tried, best = cheapest_within(Choice(profile, unplanned_step(profile)), first, peak_of, most)
+    assert n_tried == len(tried) <= most
+    assert best is not None
+    assert best.decisions == smallest.decisions
+    assert best.predicted.peak_bytes <= best.budget_bytes
+
+
+def test_the_smallest_plan_is_measured_where_corrected_forecasts_lead_to_plans_that_were_over_the_budget(
+    profile: lowtide.Profile,
+) -> None:
+    """Each next plan is measured less over its forecast than the one before, which then seems to fit."""
+    smallest = smallest_plan(profile)
+    first = lowtide.plan(profile, "85%")
+    excess = iter([0.05, 0.001])
+
+    def peak_of(plan: Plan) -> int:
+        if plan.decisions == smallest.decisions:
+            return plan.budget_bytes
+        return int(plan.budget_bytes * (1 + next(excess)))
+
+    _, best = cheapest_within(Choice(profile, unplanned_step(profile)), first, peak_of, 3)
+    assert best is not None
+    assert best.decisions == smallest.decisions

@@ -19,7 +19,9 @@ from torch import nn
 
 import lowtide
 from comparing import equal
+from lowtide.api.plan_attempts import REPAIRS, prove
 from lowtide.api.verify import Verdict
+from lowtide.levers.lever import StepContext
 from lowtide.planner import smallest_peak
 from lowtide.planner.records import Plan
 from models import MODELS, build, same, state
@@ -701,6 +703,29 @@ def test_a_step_that_does_more_than_the_rehearsed_one_is_said_to_be_over_the_bud
     model.short = False
     with pytest.raises(lowtide.OverBudget, match="LayerDrop"):
         lowtide.fit(model, step, x, budget="70%", profile=profile)
+
+
+def test_the_last_plan_that_is_tried_for_a_budget_is_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Any other plan is measured a little over the budget."""
+    model, batch = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU()) for _ in range(24))), torch.ones(256, 32)
+
+    def step(x: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+
+    profile = lowtide.rehearse(model, step, batch, in_place=False)
+    decisions, tried = smallest_peak(profile)[0], []
+
+    def measured_over(site: StepContext, plan: Plan) -> Verdict:
+        verdict = prove(site, plan)
+        tried.append(plan)
+        is_over = plan.decisions != decisions
+        return replace(verdict, measured_peak_bytes=plan.budget_bytes + 1) if is_over else verdict
+
+    monkeypatch.setattr("lowtide.api.fit.prove", measured_over)
+    with lowtide.fit(model, step, batch, budget="85%", profile=profile, in_place=False) as fitted:
+        assert fitted.plan.decisions == decisions
+        assert fitted.verdict.within_budget
+    assert len(tried) == REPAIRS
 
 
 def test_the_error_does_not_speak_of_temporaries_where_there_are_none() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -103,7 +103,8 @@ def cheapest_within(
 
     Args:
         choice: The profile, and the levers.
-        plan: The first plan; each other one is made from the forecast, corrected by the excess of the one before.
+        plan: The first plan; each other one is made from the forecast, corrected by the excess of the one before. If
+            all others are over the budget, the last one is the plan with the smallest forecast.
         peak_of: Function that measures a plan's peak; it returns None for a plan that can't be used.
         most: Largest number of plans to try.
     """
@@ -116,23 +117,38 @@ def cheapest_within(
         measured = as_measured(plan, peak_bytes)
         if best is None or _rank(measured) < _rank(best):
             best = measured
-        if len(tried) == most or 0 <= 1 - peak_bytes / budget_bytes <= UNUSED or plan.budget_for == "reserved":
+        unused = 1 - peak_bytes / budget_bytes
+        if len(tried) == most or 0 <= unused <= UNUSED or (unused >= 0 and plan.budget_for == "reserved"):
             break
-        forecast_bytes = forecast_peak(choice.profile, plan)
-        following = _following(with_excess(choice.profile, peak_bytes - forecast_bytes), budget_bytes)
-        if following.decisions in tried and best.predicted.peak_bytes > budget_bytes:  # others may be off by less
-            aims = [(forecast_bytes + peak_bytes) // 2] if peak_bytes > forecast_bytes else []
-            if best.predicted.peak_bytes <= (1 + CLOSE) * budget_bytes:
-                aims += [int(forecast_bytes * (1 + share)) for share in (CLOSE / 2, CLOSE)]
-            others = (_following(choice.profile, aim_bytes) for aim_bytes in aims)
-            following = next((candidate for candidate in others if candidate.decisions not in tried), following)
-        if following.decisions in tried or _rank(best) < (False, following.predicted.extra_ms):
+        candidates = _candidates(choice.profile, plan, peak_bytes, best, is_last=len(tried) == most - 1)
+        following = next((candidate for candidate in candidates if candidate.decisions not in tried), None)
+        if following is None or _rank(best) < (False, following.predicted.extra_ms):
             break
         plan = replace(with_choice(choice, following, budget_bytes), budget_for=plan.budget_for)
     return len(tried), best
 
 
-def _following(profile: Profile, aim_bytes: int) -> Plan:
+def _candidates(profile: Profile, plan: Plan, peak_bytes: int, best: Plan, *, is_last: bool) -> Iterator[Plan]:
+    """Yield plans that may be measured after `plan`, which had the peak `peak_bytes`; `best` is the best one so far.
+
+    With `is_last`, no further plan can be measured: if all were over the budget, it has to be the smallest.
+    """
+    budget_bytes, forecast_bytes = plan.budget_bytes, forecast_peak(profile, plan)
+    is_over = best.predicted.peak_bytes > budget_bytes
+    if is_over and is_last:
+        yield smallest_plan(profile)
+    yield _planned_or_smallest(with_excess(profile, peak_bytes - forecast_bytes), budget_bytes)
+    if not is_over:
+        return
+    if peak_bytes > forecast_bytes:  # forecasts of others may be off by less
+        yield _planned_or_smallest(profile, (forecast_bytes + peak_bytes) // 2)
+    if best.predicted.peak_bytes <= (1 + CLOSE) * budget_bytes:
+        for share in (CLOSE / 2, CLOSE):
+            yield _planned_or_smallest(profile, int(forecast_bytes * (1 + share)))
+    yield smallest_plan(profile)
+
+
+def _planned_or_smallest(profile: Profile, aim_bytes: int) -> Plan:
     """Return a plan whose forecast is `aim_bytes` at most; if there is none, the plan with the smallest peak."""
     try:
         return forecast_plan(profile, aim_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -241,7 +242,8 @@ def _fit_blocks(
 def _measured_within(site: StepContext, choice: Choice, plan: Plan, offload: bool, budget_for: BudgetFor) -> Fitted:
     """Put the first plan in force that is measured within the budget: `plan`, or one that aims lower by the excess.
 
-    Raises OverBudget after REPAIRS plans, or if no plan aims lower, and RehearsalError for other bits.
+    The last of REPAIRS plans is the one with the smallest peak. Raises OverBudget if that is over the budget too, or if
+    no plan aims lower, and RehearsalError for other bits.
     """
     budget_bytes, measured = plan.budget_bytes, list[int]()
     while True:
@@ -255,13 +257,15 @@ def _measured_within(site: StepContext, choice: Choice, plan: Plan, offload: boo
         if len(measured) == REPAIRS:
             raise over_budget(choice.profile, budget_bytes, measured, budget_for=budget_for)
         aim_bytes = plan.predicted.peak_bytes - (verdict.measured_peak_bytes - budget_bytes)
-        try:
-            plan = plan_for(choice, max(1, aim_bytes), budget_bytes, offload)
-        except Infeasible:
-            least = smallest_plan(choice.profile)
-            if least.decisions == plan.decisions or offload:
-                raise over_budget(choice.profile, budget_bytes, measured, budget_for=budget_for) from None
-            plan = with_choice(choice, least, budget_bytes)
+        following = None
+        if len(measured) < REPAIRS - 1 or offload:
+            with suppress(Infeasible):
+                following = plan_for(choice, max(1, aim_bytes), budget_bytes, offload)
+        if following is None and not offload:
+            following = with_choice(choice, smallest_plan(choice.profile), budget_bytes)
+        if following is None or following.decisions == plan.decisions:
+            raise over_budget(choice.profile, budget_bytes, measured, budget_for=budget_for)
+        plan = following
 
 
 def _is_cheaper_replayed(whole: Profile, inside: Plan) -> bool:

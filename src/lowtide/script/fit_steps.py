@@ -16,8 +16,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
-from lowtide.api.compiled_fit import COMPILED_REPAIRS
-from lowtide.api.plan_attempts import REPAIRS, over_budget
+from lowtide.api.plan_attempts import over_budget
 from lowtide.errors import RehearsalError, StalePlan
 from lowtide.memory.device_budget import check_on_device, on_device
 from lowtide.memory.events import Busy
@@ -305,8 +304,8 @@ class Fitting(PlanMonitor):
             return
         over = self.plans.over
         over.append(measured_bytes)
-        n_repairs, added_bytes = COMPILED_REPAIRS if plan.graphs else REPAIRS, self.plans.added_bytes(step.static)
-        if len(over) < n_repairs and self.plans.plan_lower(plan, measured_bytes, added_bytes):
+        added_bytes = self.plans.added_bytes(step.static)
+        if self.plans.plan_lower(plan, measured_bytes, added_bytes):
             return
         profile = self.plans.profile
         assert profile is not None

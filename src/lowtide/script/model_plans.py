@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import torch
 
 from lowtide.api.apply import Applied
-from lowtide.api.compiled_fit import as_measured
+from lowtide.api.compiled_fit import COMPILED_REPAIRS, as_measured
 from lowtide.api.differing_bits import REFUSED, with_kept
-from lowtide.api.plan_attempts import FORECAST_PEAK, forecast_plan, more_in_memory, with_excess
+from lowtide.api.plan_attempts import FORECAST_PEAK, REPAIRS, forecast_plan, more_in_memory, with_excess
 from lowtide.errors import Infeasible, LowtideError
 from lowtide.planner import plan
 from lowtide.planner.planning import forecast_peak, smallest_plan
@@ -138,12 +138,14 @@ class ModelPlans:
 
     def plan_lower(self, current: Plan, measured_bytes: int, added_bytes: int) -> bool:
         """Replace `current`, which was measured over the budget, by a plan with a lower peak. Returns False if there is
-        none.
+        none, or if as many plans were measured as may be; the last of these has the smallest peak.
 
         `added_bytes` is what was in memory when the measured step began, beyond what was there in the rehearsal.
         """
         profile, over_bytes = self.profile, measured_bytes - current.budget_bytes
         assert profile is not None
+        if (n_left := (COMPILED_REPAIRS if current.graphs else REPAIRS) - len(self.over)) < 1:
+            return False
         aim_bytes = current.predicted.peak_bytes - over_bytes
         if current.graphs:
             aim_bytes = current.budget_bytes
@@ -151,7 +153,7 @@ class ModelPlans:
             self.rehearsing.profile = profile = with_excess(profile, excess_bytes)
             self.checks.excess_bytes += max(0, measured_bytes - current.predicted.peak_bytes)
         try:
-            lower = plan(profile, max(1, aim_bytes))
+            lower = smallest_plan(profile) if n_left == 1 else plan(profile, max(1, aim_bytes))
         except Infeasible:
             lower = smallest_plan(profile)
         if lower.decisions == current.decisions:
