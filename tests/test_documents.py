@@ -26,12 +26,16 @@ SOURCE = ROOT / "src" / "lowtide"
 PAGES = [ROOT / "README.md", ROOT / "README.ja.md", *sorted((ROOT / "docs").glob("*.md"))]
 START = [ROOT / "docs" / "start.md", ROOT / "docs" / "start.ja.md"]
 BUDGET = [ROOT / "docs" / "budget.md", ROOT / "docs" / "budget.ja.md"]
+ARTICLES = [ROOT / "docs" / "articles.md", ROOT / "docs" / "articles.ja.md"]
+LOOPS = [ROOT / "docs" / "loops.md", ROOT / "docs" / "loops.ja.md"]
 HAND_WRITTEN = [
     *(ROOT / name for name in ("README.md", "README.ja.md")),
-    *(ROOT / "docs" / name for name in ("design.md", "limits.md", "loops.md", "loops.ja.md")),
+    *(ROOT / "docs" / name for name in ("design.md", "limits.md")),
+    *LOOPS,
     *START,
     *BUDGET,
 ]
+JAPANESE = [page for page in PAGES if page.name.endswith(".ja.md")]
 PROGRAM = "TransformerEncoderLayer"
 """A word of the README's complete program, and of no other block."""
 
@@ -42,6 +46,11 @@ def text_of(page: Path) -> str:
 
 def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", text_of(page), re.MULTILINE | re.DOTALL)
+
+
+def code(page: Path, language: str) -> list[str]:
+    """Return the page's blocks of a language without their comments, which are translated."""
+    return [re.sub(r" *#.*", "", block) for block in blocks(page, language)]
 
 
 def prose(page: Path) -> str:
@@ -107,18 +116,29 @@ def test_every_block_of_python_is_python(page: Path) -> None:
         compile(block, str(page), "exec")
 
 
-@pytest.mark.parametrize("pages", [HAND_WRITTEN[:2], START, BUDGET], ids=["README", "start", "budget"])
+@pytest.mark.parametrize(
+    "pages", [HAND_WRITTEN[:2], START, BUDGET, ARTICLES], ids=["README", "start", "budget", "articles"]
+)
 def test_the_japanese_page_has_the_same_code_and_numbers(pages: list[Path]) -> None:
     english, japanese = pages
-
-    def without_comments(block: str) -> str:
-        return re.sub(r" *#.*", "", block)
-
     for language in ("python", "text", "console"):
-        assert [*map(without_comments, blocks(english, language))] == [
-            *map(without_comments, blocks(japanese, language))
-        ]
+        assert code(english, language) == code(japanese, language)
     assert measured(english) == measured(japanese)
+
+
+def test_the_japanese_page_of_loops_has_no_code_of_its_own() -> None:
+    english, japanese = LOOPS
+    for language in ("python", "text", "console"):
+        assert {*code(japanese, language)} <= {*code(english, language)}
+
+
+@pytest.mark.parametrize("page", JAPANESE, ids=lambda page: page.name)
+def test_japanese_text_is_set_by_one_rule(page: Path) -> None:
+    """A space stands between Japanese and Latin letters, digits and code; punctuation in Japanese is full-width."""
+    text = re.sub(r"\]\([^)]*\)", "]", prose(page))
+    letter, latin = "[ぁ-んァ-ヶー一-龠々]", "[A-Za-z0-9`%]"
+    wrong = rf"{letter}{latin}|{latin}{letter}|{letter}[,.:;!?()]|[,.:;!?()]{letter}|{letter} {letter}| [、。「」]"
+    assert re.findall(rf".{{,10}}(?:{wrong}).{{,10}}", text) == []
 
 
 def test_the_page_to_start_with_runs_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
