@@ -50,7 +50,7 @@ COMMANDS = {
     ),
     "largest-batch": Lazy(
         target="lowtide.cli.largest_batch:largest_batch",
-        summary="Rank GPUs by the largest batch of a script, or of a model of transformers.",
+        summary="Rank GPUs by the largest batch of a script, or of a transformers model.",
         needs_torch=False,
     ),
     "gpus": Lazy(

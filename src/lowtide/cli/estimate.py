@@ -45,7 +45,7 @@ _STAND_INS = "from here on nothing is computed: numbers that the script prints s
     "--device",
     metavar="GPU",
     help='A GPU, which this machine need not have: "A100-40", "RTX 4090", or its memory, as in "cuda:24GiB"; for a '
-    'script that torchrun starts, several: "8 x H100-80". Without it, the device of this machine that the script uses.',
+    'script that torchrun starts, several: "8 x H100-80". Default: the device that the script uses on this machine.',
 )
 @click.option(
     "--budget",
@@ -58,7 +58,7 @@ _STAND_INS = "from here on nothing is computed: numbers that the script prints s
 @click.option(
     "--fewest",
     is_flag=True,
-    help="Also find the smallest sufficient number of each known GPU, among 1, 2, 4 ... 64, without and with a plan.",
+    help="Also find how many of each known GPU are enough, among 1, 2, 4 ... 64, without and with a plan.",
 )
 @click.option(
     "--how",
@@ -107,25 +107,25 @@ def estimate(
 ) -> int:
     """Predict the memory that a training step of SCRIPT needs, without taking the step.
 
-    From the first training forward on, the script runs on fake tensors, which take no memory. Lowtide ends it after two
-    steps. A script that takes one step runs to its end; so does a loop without an optimizer, or for 32 backward passes.
-    Options of this command come before SCRIPT; everything after it is passed to the script. With --batch the script
+    Options of this command come before SCRIPT; everything after it is passed to the script. From the first training
+    forward on, the script runs on fake tensors, which take no memory, and ends after two steps. A script with a single
+    step runs to its end; a loop without an optimizer, to its end or for 32 backward passes. With --batch the script
     runs once for each size.
 
     Without --device the answer is the peak of the step on this machine, in the bytes that its tensors request. Exit
-    code 0: it is within --budget, or no budget is given; 1: it is above; 2: there is no answer.
+    code 0: the peak is within --budget, or no budget is given; 1: it is above; 2: there is no answer.
 
     With --device the answer states the bytes that the step requests, the bytes that the allocator reserves, and whether
-    they fit on the GPU. Exit code 0: every step fits; 1: one does not fit, or might not; 2: there is no answer. For
-    recurrent layers, cuDNN's memory is the one measured on a single GPU model, which --strict does not accept as known.
+    these fit on the GPU. Exit code 0: every step fits; 1: one does not fit, or might not; 2: there is no answer. For
+    recurrent layers, cuDNN's memory was measured on one GPU model only, so it does not count as known for --strict.
 
-    With several GPUs, the script runs once as the first and once as the last process that torchrun would start. There
-    are no other processes, and nothing is sent. This is experimental: it has been compared with four processes on a
+    With several GPUs, the script runs once as the first and once as the last process that torchrun would start. The
+    other processes are simulated: nothing is sent. This is experimental: it has been compared with four processes on a
     CPU. NCCL's memory is a range from public reports, so with --strict the exit code is always 1. --batch and --report
     need --rank.
 
-    With --plan the steps run under a plan that was made by `lowtide plan make` or saved by `lowtide run`. Exit code 2:
-    the plan is not for the model that the script trains.
+    With --plan the steps run under a plan from `lowtide plan make` or `lowtide run --save`. Exit code 2: the plan is
+    not for the model that the script trains.
     """
     if is_profile(target, is_module=is_module):
         raise click.UsageError(f"{target} is a profile, and an estimate needs a script: give the script.")

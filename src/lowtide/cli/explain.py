@@ -22,10 +22,10 @@ from lowtide.errors import LowtideError
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the explanation as JSON.")
 def explain(file: TextIO, alloc_conf: str | None, as_json: bool) -> int:
-    """Explain an out-of-memory error. FILE is its message or a whole log; "-" reads stdin.
+    """Explain the out-of-memory error in FILE, a whole log or only the message; "-" reads stdin.
 
     Lowtide knows the messages of torch 0.4 to 2.13 for CUDA, ROCm, XPU, MPS and CPU, of Ascend NPUs, and of libraries
-    that are used with torch. The command needs neither torch nor a device. Exit code 2: FILE has no known message.
+    that are used with torch. The command needs neither torch nor a GPU. Exit code 2: FILE has no known message.
     """
     log = _Log(file)
     settings = [] if alloc_conf is None else [f"PYTORCH_ALLOC_CONF={alloc_conf}\n"]

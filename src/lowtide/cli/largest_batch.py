@@ -1,4 +1,4 @@
-"""`lowtide largest-batch`: the largest batch of a script, or of a model of transformers, on each GPU."""
+"""`lowtide largest-batch`: the largest batch of a script, or of a transformers model, on each GPU."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
     "--hf",
     "architecture",
     metavar="MODEL",
-    help="Instead of SCRIPT: an architecture of transformers, as in gpt2, bert or llama, with its default "
+    help="Instead of SCRIPT: an architecture of transformers, such as gpt2, bert or llama, with its default "
     "configuration, or a folder with a config.json. Weights are random; nothing is downloaded.",
 )
 @click.option("--layers", type=click.IntRange(1), help="With --hf: this many layers instead of the configured ones.")
 @click.option(
-    "--seq", type=click.IntRange(1), help="With --hf: tokens in a row; by default 1024, or what the model takes."
+    "--seq", type=click.IntRange(1), help="With --hf: tokens in a row. Default: 1024, or the model's maximum."
 )
 @click.option("--bf16", is_flag=True, help="With --hf: train under bf16 autocast.")
 @click.option(
@@ -50,12 +50,12 @@ def largest_batch(
 ) -> int:
     """Rank the known GPUs by the largest batch that fits on each, with and without recomputation.
 
-    The training step of SCRIPT, or of a model of transformers with AdamW (--hf), is estimated on fake tensors, which
-    take no memory, at a few batch sizes; sizes in between are interpolated. Nothing is measured.
+    The training step of SCRIPT, or of a transformers model with AdamW (--hf), is estimated on fake tensors, which take
+    no memory, at a few batch sizes; sizes in between are interpolated. Nothing is measured.
 
-    The table has a column for the step as it is, one for recomputing everything except matrix products, convolutions
-    and attention, and one for replaying every block as well, as checkpointing does, each with its extra FLOPs. Plans of
-    `lowtide run` and `lowtide.fit` lie between these: they choose tensor by tensor, by measured times.
+    The table has three columns, the last two with extra FLOPs: the step as it is; everything recomputed except matrix
+    products, convolutions and attention; every block replayed as well, as checkpointing does. Plans of `lowtide run`
+    and `lowtide.fit` lie between these.
 
     Exit code 0: at least one row fits on some GPU; 1: no row fits on any; 2: there is no answer. For one GPU and a
     script, `lowtide estimate --device GPU --batch N` estimates each size separately.

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     "--budget-for",
     type=click.Choice(["requested", "reserved"]),
     default="requested",
-    help="Bytes that --budget bounds: requested by tensors, or reserved by the allocator (not yet tried on a GPU).",
+    help="Bytes that --budget limits: requested by tensors, or reserved by the allocator (not yet tried on a GPU).",
 )
 @click.option(
     "--plan", "plan_file", type=click.Path(exists=True, dir_okay=False), help="A plan file, instead of --budget."
@@ -74,22 +74,22 @@ def run(
 ) -> int:
     """Run a training SCRIPT within a memory budget, or under a plan.
 
+    Options of this command come before SCRIPT; everything after it is passed to the script.
+
     With --budget the first two training steps are rehearsed: every allocation is recorded, and a plan is made. The
-    third step is the first under the plan, and its peak is measured. Each step trains the model to the same bits as
-    without Lowtide, unless --lever changes the step. With --plan the plan is in force from the first step on, and the
-    peak of the second step is measured.
+    plan is in force from the third step on, whose peak is measured. With --plan, it is in force from the first step on,
+    and the peak of the second step is measured. Training is bit-identical to a run without Lowtide, unless --lever
+    changes the step.
 
-    Rehearsed steps may exceed the budget. They peak at about the level of checkpointing every block. If batch sizes
-    vary, or the model is compiled as a whole, they may need as much memory as a step without Lowtide.
+    Rehearsed steps may exceed the budget: they need about as much memory as checkpointing every block. If batch sizes
+    vary, or the model is compiled as a whole, they may need as much as a step without Lowtide.
 
-    If batch sizes vary, up to 20 steps run before the plan is made, or fewer if the largest size comes twice earlier. A
-    larger batch that comes later runs under the plan with the smallest peak, and a message says so. The next batch of
-    that size is rehearsed and gets its own plan.
+    If batch sizes vary, the plan is made once the largest size has come twice, or after 20 steps. A larger batch that
+    comes later runs under the plan with the smallest peak, and a message says so. The next batch of that size is
+    rehearsed and gets its own plan.
 
     With --retry, a step that runs out of memory is repeated once under the plan with the smallest peak, with the same
     results. If it cannot be repeated, the error says why.
-
-    Options of this command come before SCRIPT; everything after it is passed to the script.
 
     Exit code 1: no plan fits the budget, or the measured peak is above it; 2: no plan can be made, or the script ends
     before a plan is in force (for example because it trains nothing). Otherwise: the script's own exit code.

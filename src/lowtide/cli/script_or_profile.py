@@ -82,7 +82,7 @@ def lever_option(body: Callable[..., Any]) -> Callable[..., Any]:
         "levers",
         multiple=True,
         metavar="NAME",
-        help='Also use this lever, a change of the step: "outputs", "loss head", "micro-batches=4". May be repeated.',
+        help='Also use this lever, a change to the step: "outputs", "loss head", "micro-batches=4". May be repeated.',
     )(body)
 
 
@@ -91,8 +91,8 @@ def in_place_option(body: Callable[..., Any]) -> Callable[..., Any]:
     return click.option(
         "--no-in-place",
         is_flag=True,
-        help="Do not overwrite gradients in backward with the gradients computed from them, and register no kernels "
-        "with torch for this. Takes more memory.",
+        help="Never write a gradient over the one that it is computed from, and register no kernels "
+        "with torch. Takes more memory.",
     )(body)
 
 
@@ -127,7 +127,7 @@ def profile_source(metavar: str) -> Callable[[Callable[..., Any]], Callable[...,
             "--device",
             metavar="GPU",
             help='Rehearse SCRIPT for this GPU, which the machine need not have: "A100-40", "cuda:24GiB", or several: '
-            '"8 x H100-80". Times are computed, and recomputes are taken to be exact until they run.',
+            '"8 x H100-80". Times are computed, and recomputes are assumed to be exact until they run.',
         )
         return in_place_option(add_device(add_processes(add_rank(script_arguments(metavar)(with_source)))))
 

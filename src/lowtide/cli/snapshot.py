@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     default=10,
     show_default=True,
     metavar="N",
-    help="Number of places in the code to list.",
+    help="Number of lines of code to list.",
 )
 @click.option(
     "--alloc-conf",
@@ -38,8 +38,8 @@ if TYPE_CHECKING:
 def snapshot(file: Path, device: int | None, top: int, settings: tuple[str, ...], as_json: bool) -> None:
     """Summarize FILE: the peak, what is alive at the peak, and the reserved memory.
 
-    FILE was written by torch.cuda.memory._dump_snapshot or by Lowtide. Only plain data is read from it, so it may come
-    from an unknown source.
+    FILE was written by torch.cuda.memory._dump_snapshot or by Lowtide. It may come from an untrusted source, because
+    only plain data is unpickled.
     """
     from lowtide.memory.allocator.config import AllocatorConfig
     from lowtide.memory.snapshot_summary import summarize

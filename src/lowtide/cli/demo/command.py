@@ -49,8 +49,8 @@ def demo(
     """Train a real model on real text, and compare its memory and results before and after.
 
     Trains the model plainly, then within each budget, then with every block checkpointed, and compares peaks, times and
-    results. Takes about two minutes on two cores, and downloads nothing. Exit code 1: a run exceeded its budget or gave
-    other bits, or no plan fits a --budget.
+    results. Takes about two minutes on two cores, and downloads nothing. Exit code 1: a run exceeded its budget, its
+    results differed, or no plan fits a --budget.
     """
     for budget in budgets:
         check_budget(budget)
