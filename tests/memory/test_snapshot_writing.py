@@ -169,7 +169,38 @@ def test_pytorch_s_other_views_find_everything_in_it() -> None:
     trace = viz.trace(record)
     assert trace.count("cudaMalloc") == 2  # the small segment is there before the first event
     assert "20.0MiB" in trace
+    assert "Active Memory Timeline" in viz.trace_plot(record)
     assert "Allocator State History" in viz.segment_plot(record)
+    assert viz.memory(record, format_flamegraph=lambda lines: lines).count("stream_0") == len(flames.splitlines())
+    nothing = snapshot_of(Timeline(EventStream(())))
+    added = viz.compare(nothing["segments"], record["segments"], format_flamegraph=lambda lines: lines)
+    assert added.count("only_after;stream_0") == len(flames.splitlines())
+
+
+@pytest.mark.parametrize("text", ["", "expandable_segments:True"])
+def test_the_browser_s_viewer_finds_each_field_that_it_reads(text: str) -> None:
+    """Fields that `annotate_snapshot`, `process_alloc_data` and `MemoryView` of torch 2.13's viewer read."""
+    record = snapshot_of(Timeline(STREAM, LABELS), AllocatorConfig.parse(text), at_entry=[5000])
+    (trace,) = record["device_traces"]
+    assert trace
+    for action in trace:
+        assert action.keys() >= {"action", "addr", "size", "stream", "time_us", "frames"}
+    for segment in record["segments"]:
+        fields = {"device", "address", "total_size", "stream", "segment_type", "segment_pool_id", "frames", "blocks"}
+        assert segment.keys() >= fields
+        for block in segment["blocks"]:
+            assert block.keys() >= {"address", "size", "requested_size", "state", "frames"}
+    for owner in (*trace, *record["segments"], *(block for each in record["segments"] for block in each["blocks"])):
+        for frame in owner["frames"]:
+            assert (type(frame["name"]), type(frame["filename"])) == (str, str)
+    # `simulate_memory` undoes the trace from its end: each address is known when its turn comes.
+    used = {b["address"] for s in record["segments"] for b in s["blocks"] if b["state"] == "active_allocated"}
+    for action in reversed(trace):
+        if action["action"] == "alloc":
+            used.remove(action["addr"])
+        elif action["action"] == "free_completed":
+            assert action["addr"] not in used
+            used.add(action["addr"])
 
 
 def test_the_browser_s_reader_knows_all_that_is_in_the_pickle(tmp_path: Path) -> None:
