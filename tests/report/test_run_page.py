@@ -9,9 +9,9 @@ import pytest
 from lowtide.planner.records import Fingerprint, InPlace
 from lowtide.report.decision_tree import decision_tree
 from lowtide.report.page import run_page
-from lowtide.report.run_record import RunRecord, record_of, with_step_time
+from lowtide.report.run_record import RunRecord, record_of, with_frontier, with_step_time
 from lowtide.report.run_text import peak_sentence, verdict
-from lowtide.units import format_bytes
+from lowtide.units import format_bytes, format_time
 from report.runs import FINDINGS, NEED, PLAN, PROFILE, run
 
 RUN = replace(run(), findings=FINDINGS, n_steps=3)
@@ -45,14 +45,35 @@ def test_the_page_says_which_sizes_were_measured_and_what_a_recompute_is() -> No
     assert "per step, predicted; the step without Lowtide was not timed" in untimed
     assert "less, predicted" in untimed
     assert made.proof is not None
-    unmeasured = replace(made, proof=replace(made.proof, plain_ms=None), plan=replace(made.plan, step_ms=0.0))
-    timed = with_step_time(unmeasured, 10 * made.plan.predicted.extra_ms)
-    assert "predicted: 10 % of a step under the plan, which takes" in run_page(timed)
     peak_bytes = made.proof.measured_peak_bytes
     assert peak_bytes
     for over_bytes, n_exact in ((0, 0), (1, 2)):  # three figures would not tell a peak from a budget below it
         close = replace(made, plan=replace(made.plan, budget_bytes=peak_bytes - over_bytes))
         assert verdict(close)[1].count(" B)") == n_exact
+
+
+def test_added_times_have_shares_where_only_the_step_under_the_plan_was_timed() -> None:
+    made = run()
+    assert made.plan is not None
+    assert made.profile is not None
+    assert made.proof is not None
+    untimed = replace(
+        made,
+        proof=replace(made.proof, plain_ms=None),
+        plan=replace(made.plan, step_ms=0.0),
+        profile=replace(made.profile, step_ms=0.0),
+        frontier=None,
+    )
+    extra_ms = made.plan.predicted.extra_ms
+    assert with_step_time(untimed, extra_ms).extra is None  # that step took less than was predicted to be added
+    timed = with_step_time(untimed, 11 * extra_ms)
+    assert timed.extra == pytest.approx(0.1)
+    assert "time of the plain step: that of a step under the plan, less the extra time" in timed.predicted
+    page = html.unescape(run_page(with_frontier(timed)))
+    assert "<b>+10 %</b>" in page
+    assert f"predicted: {format_time(extra_ms)} per step" in page
+    assert re.findall(r"\+[\d.]+ ms", page)
+    assert not re.findall(r"\+[\d.]+ ms(?! \(\+)", page)
 
 
 def test_a_page_without_a_plan_asks_what_its_command_answers() -> None:

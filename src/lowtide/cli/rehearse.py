@@ -9,7 +9,11 @@ from lowtide.cli.script_or_profile import OWN_OPTIONS_FIRST, ProfileSource, outp
 
 
 @click.command("rehearse", context_settings=OWN_OPTIONS_FIRST)
-@click.option("--plain", is_flag=True, help="Run one more step without a plan, to measure its peak and time.")
+@click.option(
+    "--plain",
+    is_flag=True,
+    help="Run one more step without a plan, to measure its peak and time: extra times then have shares.",
+)
 @output_option("--json", "json_to", 'Write the profile to FILE as JSON; "-": print only that.')
 @report_option
 @profile_source("SCRIPT")
@@ -28,6 +32,8 @@ def rehearse(plain: bool, json_to: str | None, report_to: str | None, source: Pr
     profile = source.profile(plain=plain, quiet=json_to == "-")
     if json_to != "-":
         click.echo(str(profile))
+        if not (source.is_profile or profile.step_ms):
+            click.echo("note: --plain also runs a plain step, if that fits: extra times are then shares of its time")
     if json_to is not None:
         write(profile.to_json(), json_to)
     if report_to is not None:

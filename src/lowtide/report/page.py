@@ -138,9 +138,6 @@ def _cost(run: RunRecord) -> str:
         step = "the fastest measured step" if run.trained else "one measured step"
         return f"predicted; {format_ratio(run.proof.extra, signed=True)} in {step}"
     if not run.plan.step_ms:
-        if run.proof is not None and (planned_ms := run.proof.planned_ms):
-            share = format_ratio(run.plan.predicted.extra_ms / planned_ms)
-            return f"predicted: {share} of a step under the plan, which takes {format_time(planned_ms)}"
         return "per step, predicted; the step without Lowtide was not timed"
     return f"predicted: {format_time(run.plan.predicted.extra_ms)} per step"
 

@@ -251,11 +251,23 @@ def with_frontier(run: RunRecord) -> RunRecord:
 
 
 def with_step_time(run: RunRecord, planned_ms: float | None) -> RunRecord:
-    """Return the run with the measured time of a step under its plan; the same run if none was measured."""
-    if planned_ms is None or run.proof is None:
+    """Return the run with the measured time of a step under its plan; the same run if none was measured.
+
+    If the plain step was not timed, its time is that of the step under the plan, less the plan's extra time.
+    """
+    if planned_ms is None or run.proof is None or run.plan is None:
         return run
     proof = replace(run.proof, planned_ms=planned_ms)
-    return replace(run, proof=proof, measured=(*run.measured, "mean time of a step under the plan"))
+    timed = replace(run, proof=proof, measured=(*run.measured, "mean time of a step under the plan"))
+    plain_ms = planned_ms - run.plan.predicted.extra_ms
+    if run.plan.step_ms or plain_ms <= 0:
+        return timed
+    return replace(
+        timed,
+        plan=replace(run.plan, step_ms=plain_ms),
+        profile=None if run.profile is None else replace(run.profile, step_ms=plain_ms),
+        predicted=(*run.predicted, "time of the plain step: that of a step under the plan, less the extra time"),
+    )
 
 
 def versions(made_for: Fingerprint | None = None) -> dict[str, str]:

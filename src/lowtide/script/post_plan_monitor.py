@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 N_TIMED: Final = 10
-"""Number of steps whose mean time is measured."""
+"""Number of steps whose mean time is measured; only the first of them where the training ends earlier."""
 N_UNTIMED: Final = 2
 """Number of steps before those: in the first ones the plan still learns where its operands are."""
 N_INSTEAD: Final = 2
@@ -52,6 +52,8 @@ class PostPlanMonitor:
         self.is_timing = listener.is_timed
         """False once the mean time of a step is known."""
         self._began_ms = 0.0
+        self._mean_ms: float | None = None
+        """Mean time of the timed steps so far."""
 
     def optimizers(self) -> list[Optimizer]:
         """Return the model's optimizers that are alive."""
@@ -63,11 +65,19 @@ class PostPlanMonitor:
         if id(optimizer) != self._timed:
             return
         self._n_timed += 1
-        if self._n_timed == N_UNTIMED:
+        n = self._n_timed - N_UNTIMED
+        if n == 0:
             self._began_ms = now_ms(self._place)
-        elif self._n_timed == N_UNTIMED + N_TIMED:
+        elif n in (1, N_TIMED):  # now_ms waits for a GPU
+            self._mean_ms = (now_ms(self._place) - self._began_ms) / n
+        if n == N_TIMED:
+            self.ended()
+
+    def ended(self) -> None:
+        """Report the mean time of a step to the listener, if a step was timed and the time is not reported yet."""
+        if self.is_timing and self._mean_ms is not None:
             self.is_timing = False
-            self._listener.on_timed((now_ms(self._place) - self._began_ms) / N_TIMED)
+            self._listener.on_timed(self._mean_ms)
 
     def updated(self, optimizer: Optimizer) -> bool:
         """Record a step of an optimizer that is not known.

@@ -144,7 +144,9 @@ class Steps:
         self._watch()
 
     def ended(self) -> None:
-        """Close a step that waited for the next call when the script has ended."""
+        """Close a step that waited for the next call when the script has ended, and report the time of a step."""
+        if self._afterwards is not None:
+            self._afterwards.ended()
         if self._step.is_late and self.failed is None:
             self._close_late()
         elif self._step.is_open and self.failed is None:

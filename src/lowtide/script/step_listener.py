@@ -92,7 +92,7 @@ class StepListener:
         """Record that `torch.multiprocessing.spawn` starts processes before anything is trained in this one."""
 
     def on_timed(self, step_ms: float) -> None:
-        """Record the mean time of a step after all work is done. Called from an optimizer's hook, once."""
+        """Record the mean time of a step after all work is done. Called once, in an optimizer's hook or at the end."""
 
     def on_unplanned_model(self) -> None:
         """Record that another model is trained after all work is done. Called from an optimizer's hook, once for each
