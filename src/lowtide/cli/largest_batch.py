@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 )
 @click.option("--layers", type=click.IntRange(1), help="With --hf: this many layers instead of the configured ones.")
 @click.option(
-    "--seq", type=click.IntRange(1), help="With --hf: tokens in a row. Default: 1024, or the model's maximum."
+    "--seq", type=click.IntRange(1), help="With --hf: tokens in a row. Default: 1024, at most the model's maximum."
 )
 @click.option("--bf16", is_flag=True, help="With --hf: train under bf16 autocast.")
 @click.option(
