@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.state.side_effects import CHANGES, ITERATES, WRITES
+from lowtide.state.side_effects import CHANGES, ITERATES, UNSEEN, WRITES
 
 COUNT = 0
 NUMBERS = itertools.count(1)
@@ -244,3 +244,20 @@ def test_a_block_that_changes_what_is_not_its_own_is_not_run_again(kind: str) ->
 
 def test_a_block_that_changes_nothing_is() -> None:
     assert why_refused("nothing") == {None}
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "expected"),
+    [
+        ("an_item", lambda: np.zeros(2**20), CHANGES),
+        ("an_item", lambda: np.zeros(2**23 + 1), UNSEEN),
+        ("an_item", lambda: bytearray(2**26 + 1), UNSEEN),
+        ("nothing", lambda: np.broadcast_to(np.zeros(1), 2**23 + 1), None),
+    ],
+    ids=["8 MiB", "above 64 MiB", "bytes", "read-only"],
+)
+def test_a_block_that_can_write_to_a_large_array_is_not_run_again(
+    kind: str, place: Any, expected: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(PLACES, kind, place)
+    assert why_refused(kind) == {expected}

@@ -4,7 +4,8 @@ A replay restores the state that `call_context.py` covers. It does not restore a
 global counter, an array, or a tensor that is no buffer: a call that changes one of these is not run again, not even on
 trial. So such state is inspected when a call begins and when it is over.
 
-Items consumed from an iterator can't be seen by inspection: a call whose code can reach one is not run again either.
+Items consumed from an iterator, and writes to a large array, can't be seen by inspection: a call whose code can reach
+one of these is not run again either.
 """
 
 from __future__ import annotations
@@ -35,9 +36,12 @@ if TYPE_CHECKING:
 CHANGES = "it changes something outside its modules, which a replay would change once more"
 WRITES = "it writes to its parameters, which a replay would write to once more"
 ITERATES = "its code has an iterator, and what that has given can't be given back"
+UNSEEN = "its code can write to an array of more than 64 MiB, which is too large to be compared"
 
-LARGEST_BYTES = 2**22
-"""Largest size in bytes of arrays and tensors in which writes without a new version are detected."""
+LARGEST_BYTES = 2**26
+"""Largest size in bytes of arrays in which writes are detected."""
+LARGEST_TENSOR_BYTES = 2**22
+"""Largest size in bytes of tensors in which writes without a new version are detected."""
 
 
 class CodeState(ReachableState):
@@ -56,6 +60,7 @@ class CodeState(ReachableState):
         attributes = [vars(tensor) for tensor in tensors if tensor is not None and is_plain(tensor)]
         super().__init__(*(part.forward for part in parts), *parts, *hooks, *kinds, *attributes)
         self.iterates = any(hasattr(type(obj), "__next__") for obj in self.visited)
+        self.has_unseen_writes = any(map(_hides_writes, self.visited))
         tables = {id(vars(part)) for part in parts}
         self._watched = [obj for obj in self.visited if id(obj) not in tables]
         self._before = list(map(_comparable, self._watched))
@@ -86,6 +91,8 @@ class CodeState(ReachableState):
         """Return the reason why the call can't be run again, once it is over, or None."""
         if self.iterates:
             return ITERATES
+        if self.has_unseen_writes:
+            return UNSEEN
         if any(not contents.are_in(parameter) for parameter, contents in self._parameters):
             return WRITES
         return CHANGES if self.has_changed() else None
@@ -123,6 +130,16 @@ def _comparable(obj: Any) -> Any:
     return _ByIdentity(tuple(in_slots(obj)))
 
 
+def _hides_writes(obj: Any) -> bool:
+    """Return True if `obj` is a writable array that is too large to be compared."""
+    if isinstance(obj, np.ndarray):
+        return obj.flags.writeable and obj.nbytes > LARGEST_BYTES and not obj.dtype.hasobject
+    if isinstance(obj, BUFFERS):
+        with memoryview(obj) as view:
+            return view.nbytes > LARGEST_BYTES and not view.readonly
+    return False
+
+
 class _ByIdentity:
     """A list of objects that are compared by identity."""
 
@@ -145,7 +162,7 @@ def _digest_of(tensor: Tensor) -> int | None:
     """Return a digest of a small CPU tensor without a graph, because writes to its `.data` change no version."""
     if not is_leaf_tensor(tensor) or tensor.device.type != "cpu" or not is_plain(tensor):
         return None
-    return None if tensor.untyped_storage().nbytes() > LARGEST_BYTES else _checksum(bytes_of(tensor))
+    return None if tensor.untyped_storage().nbytes() > LARGEST_TENSOR_BYTES else _checksum(bytes_of(tensor))
 
 
 def _checksum(array: np.ndarray[Any, Any]) -> int | None:
