@@ -1,6 +1,7 @@
 """Blocks that checkpoint themselves are noted, with the smallest peak that there would be without that."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from lowtide.errors import Infeasible
 from lowtide.planner import smallest_peak
+from lowtide.planner.records import Profile
 from lowtide.script.rehearse_steps import Rehearsing
 from lowtide.units import format_bytes
 
@@ -43,6 +45,20 @@ def step_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
     return step
 
 
+def rehearse_as_a_script(model: nn.Module, step: Callable[[Tensor], Tensor], x: Tensor) -> Profile:
+    """Rehearse two steps, as `lowtide run` does."""
+    rehearsing = Rehearsing(stop=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    while not rehearsing.done:
+        rehearsing.on_step_begin(model, ((x,), {}), (optimizer,))
+        step(x)
+        optimizer.step()
+        rehearsing.on_step_end(model)
+    rehearsing.on_stop()
+    assert rehearsing.profile is not None
+    return rehearsing.profile
+
+
 @pytest.mark.parametrize("how", [False, True])
 def test_the_smallest_peak_without_is_in_notes_and_errors(how: bool) -> None:
     plain, model = network(None), network(how)
@@ -61,6 +77,39 @@ def test_the_smallest_peak_without_is_in_notes_and_errors(how: bool) -> None:
 def test_nothing_is_said_of_others() -> None:
     model = network(None)
     assert not any("checkpoint" in note for note in lowtide.rehearse(model, step_of(model), X).notes)
+
+
+class Rerun(torch.autograd.Function):
+    """A program's own checkpointing, as diffusion models carry it along: backward calls the block again."""
+
+    @staticmethod
+    def forward(ctx: Any, block: nn.Module, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.block, ctx.x, ctx.parameters = block, x, parameters
+        with torch.no_grad():
+            return block(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        with torch.enable_grad():
+            x = ctx.x.detach().requires_grad_()
+            result = ctx.block(x)
+        return None, *torch.autograd.grad(result, (x, *ctx.parameters), grad)
+
+
+class RerunBlock(Block):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + Rerun.apply(self.inner, x, *self.inner.parameters())
+
+
+@pytest.mark.parametrize("rehearse", [lowtide.rehearse, rehearse_as_a_script], ids=["rehearse", "script"])
+def test_a_function_that_calls_its_block_again_is_named(rehearse: Callable[..., Profile]) -> None:
+    model = nn.Sequential(nn.Linear(32, 32), *(RerunBlock(None) for _ in range(4)))
+    profile = rehearse(model, step_of(model), X)
+    (note,) = [note for note in profile.notes if "checkpoint" in note]
+    assert note.startswith(f"Rerun of {__name__} calls modules again in backward (4.inner, 3.inner, 2.inner, ...)")
+    with pytest.raises(Infeasible) as error:
+        lowtide.plan(profile, 1)
+    assert note in error.value.notes
 
 
 class LateBinding(nn.Module):

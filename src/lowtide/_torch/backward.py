@@ -65,6 +65,11 @@ def running_node_name() -> str:
     return "" if node is None else node.name()
 
 
+def running_function() -> type | None:
+    """Return the `torch.autograd.Function` whose backward runs in this thread, or None. Torch 2.13, since 2.1."""
+    return getattr(running_node(), "_forward_cls", None)
+
+
 ENGINE = "_engine_run_backward"
 """Name in `torch.autograd` of the function that `backward` and `grad` call to run a backward pass. Arguments: outputs,
 their gradients, retain_graph, create_graph, inputs. Torch 2.13, since 2.3.

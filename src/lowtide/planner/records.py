@@ -23,6 +23,8 @@ CHECKPOINTED: Final = "torch.utils.checkpoint"
 """First words of a profile's note on calls that checkpoint themselves; the error for a budget that no plan fits repeats
 it.
 """
+CALLED_AGAIN: Final = "calls modules again in backward"
+"""Words in a profile's notes on Functions that checkpoint their modules; that error repeats these notes, too."""
 LEFT_ALONE: Final = "left alone, as it"
 """First words of a profile's note on modules that plans leave alone; that error repeats it, too."""
 AS_A_WHOLE: Final = "replayed as a whole"

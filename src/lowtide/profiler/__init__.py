@@ -10,7 +10,7 @@ from lowtide.errors import RehearsalError
 from lowtide.planner.planning import plain_peak_bytes
 from lowtide.planner.records import AS_A_WHOLE, Decisions, Profile
 from lowtide.planner.simulate.simulator import predict
-from lowtide.profiler.checkpointed_blocks import can_do_without, with_checkpoint_note
+from lowtide.profiler.checkpointed_blocks import can_do_without, with_checkpoint_notes
 from lowtide.profiler.peak_margin import DRAWS, with_margin
 from lowtide.profiler.preconditions import (
     check,
@@ -106,11 +106,11 @@ def rehearse(
             profile = replace(profile, draws=DRAWS)
         profile = with_margin(profile, model, updates, batch, unchanged)
         checkpointed = attempt.audit.checkpointed
-        saved = rehearsal.without_checkpoints() if checkpointed and can_do_without(model) else None
+        saved = rehearsal.without_checkpoints() if checkpointed.by_torch and can_do_without(model) else None
         peak_bytes = plain_peak_bytes(profile)
         stage.result = f"rehearsed {name}: {format_bytes(peak_bytes)} peak of the plain step"
     without = None if saved is None else saved.profile(model, rehearsal.made_for, (None, 0.0))
-    return with_checkpoint_note(with_mismatch_note(profile), checkpointed, without)
+    return with_checkpoint_notes(with_mismatch_note(profile), checkpointed, without)
 
 
 def with_mismatch_note(profile: Profile) -> Profile:

@@ -10,19 +10,19 @@ that kept ones recompute (`released_tensors.py`).
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from lowtide._torch.backward import in_backward, observe_checkpointed_calls
+from lowtide._torch.backward import in_backward, observe_checkpointed_calls, running_function
 from lowtide.profiler import address_checks as addresses
 from lowtide.profiler import fsdp_units as sharding
 from lowtide.profiler.assemble import transients
 from lowtide.profiler.audit_inplace import AuditInPlace, InPlaceGroup
 from lowtide.profiler.audited_step import AuditedStep, OpenCall
+from lowtide.profiler.checkpointed_blocks import CheckpointedCalls
 from lowtide.profiler.differing_modules import CallShape
 from lowtide.profiler.drafts import CallDraft, SlotDraft, describe
 from lowtide.profiler.fsdp_units import FsdpUnits
@@ -60,8 +60,16 @@ class AuditEngine(Engine):
     is_over = False
     """True once the step has ended; the model may be called until `remove`."""
 
+    def __init__(self, model: nn.Module, packer: SavedTensorPacker) -> None:
+        super().__init__(model, {}, packer=packer)
+        self.checkpointed = CheckpointedCalls()
+
     def begin(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return interceptor.inner(*args, **kwargs) if self.is_over else super().begin(interceptor, args, kwargs)
+        if self.is_over:
+            return interceptor.inner(*args, **kwargs)
+        if (function := running_function()) is not None and not function.__module__.startswith("torch."):
+            self.checkpointed.add(function, interceptor.path)
+        return super().begin(interceptor, args, kwargs)
 
 
 class Audit(SavedTensorPacker, Observer):
@@ -89,7 +97,7 @@ class Audit(SavedTensorPacker, Observer):
         are added. Unless `in_place`, no gradient is written over another.
         """
         super().__init__(model)
-        self.engine = AuditEngine(model, {}, packer=self)
+        self.engine = AuditEngine(model, self)
         self.model = model
         self.step = AuditedStep()
         self.inputs: list[list[str]] = []
@@ -98,8 +106,7 @@ class Audit(SavedTensorPacker, Observer):
         """CUDA streams in which tensors were saved."""
         self.by_contents: dict[str, str] = {}
         """Operators whose result sizes depend on a tensor's contents, and a module with each."""
-        self.checkpointed: Counter[str] = Counter()
-        """Number of torch.utils.checkpoint calls by path of the module that they run in."""
+        self.checkpointed = self.engine.checkpointed
         self.reads = 0
         """Number of saved tensors that backward has read."""
         self.implementations: dict[str, str] = {}
@@ -174,7 +181,7 @@ class Audit(SavedTensorPacker, Observer):
     def _checkpoints(self) -> None:
         """Count a torch.utils.checkpoint call in the call in progress, except in a trial run or in backward."""
         if (scope := self.here.scope) is not None:
-            self.checkpointed[scope.path] += 1
+            self.checkpointed.by_torch[scope.path] += 1
 
     def _release(self) -> None:
         """Release all tensors when backward begins or the step is over."""

@@ -1,15 +1,19 @@
-"""Blocks that use torch.utils.checkpoint themselves: plans leave them unchanged, and a note states the cost of that."""
+"""Blocks that checkpoint themselves: plans leave them unchanged, and a note states the cost of that.
+
+Most use `torch.utils.checkpoint`, which can be disabled to find that cost. Others have a `torch.autograd.Function` of
+their own that calls modules again in its backward, as models derived from OpenAI's guided-diffusion do.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from lowtide._torch.backward import observe_checkpointed_calls
 from lowtide.planner.planning import smallest_peak
-from lowtide.planner.records import CHECKPOINTED
+from lowtide.planner.records import CALLED_AGAIN, CHECKPOINTED
 from lowtide.profiler.repeated_blocks import repeated_blocks
 from lowtide.runtime.fingerprint import place_of
 from lowtide.units import format_bytes
@@ -18,6 +22,22 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lowtide.planner.records import Profile
+
+
+@dataclass(slots=True)
+class CheckpointedCalls:
+    """Calls of a step that run again in its backward."""
+
+    by_torch: Counter[str] = field(default_factory=Counter)
+    """Number of torch.utils.checkpoint calls by path of the module that they run in."""
+    by_functions: dict[type, list[str]] = field(default_factory=dict)
+    """Paths of the outermost modules that each Function of the program calls in its backward."""
+
+    def add(self, function: type, path: str) -> None:
+        """Add a call of the module at `path` in the backward of `function`."""
+        paths = self.by_functions.setdefault(function, [])
+        if not any(path == outer or path.startswith(f"{outer}.") for outer in paths):
+            paths.append(path)
 
 
 def without_checkpoints() -> AbstractContextManager[None]:
@@ -34,28 +54,39 @@ def can_do_without(model: nn.Module) -> bool:
     return place_of(model).type != "cpu" or bool(repeated_blocks(model))
 
 
-def with_checkpoint_note(profile: Profile, checkpointed: Counter[str], without: Profile | None) -> Profile:
-    """Return `profile` with a note on the `checkpointed` calls.
+def with_checkpoint_notes(profile: Profile, checkpointed: CheckpointedCalls, without: Profile | None) -> Profile:
+    """Return `profile` with notes on the `checkpointed` calls.
 
     Args:
         profile: Profile of the step with its checkpoints.
-        checkpointed: Number of checkpointed calls by path of the module.
-        without: Profile of the step without checkpoints, if it could be rehearsed.
+        checkpointed: The calls that run again in backward.
+        without: Profile of the step without torch.utils.checkpoint, if it could be rehearsed.
     """
-    if not checkpointed:
-        return profile
+    notes = [
+        f"{function.__qualname__} of {function.__module__} {CALLED_AGAIN} ({_first(paths)}), which plans leave as it "
+        "is. If that is checkpointing, turn it off and rehearse again to see what a plan needs instead"
+        for function, paths in checkpointed.by_functions.items()
+    ]
+    if checkpointed.by_torch:
+        notes.append(_note(profile, checkpointed.by_torch, without))
+    return replace(profile, notes=(*profile.notes, *notes))
+
+
+def _note(profile: Profile, checkpointed: Counter[str], without: Profile | None) -> str:
     n_calls = checkpointed.total()
-    where = ", ".join(path or "the model" for path in list(checkpointed)[:3]) + ", ..." * (len(checkpointed) > 3)
+    where = _first([path or "the model" for path in checkpointed])
     calls, checkpoint = (
         ("a call", "checkpoints itself") if n_calls == 1 else (f"{n_calls} calls", "checkpoint themselves")
     )
     note = f"{calls} in {where} {checkpoint} ({CHECKPOINTED}), which plans leave as it is"
     if without is None:
-        note += ": rehearse without that to see what a plan for it needs"
-    else:
-        now, then = smallest_peak(profile)[1].peak_bytes, smallest_peak(without)[1].peak_bytes
-        note += (
-            f": without that the smallest peak would be {format_bytes(then)} instead of {format_bytes(now)}. To do "
-            "without, leave out the checkpointing (in transformers: gradient_checkpointing_disable())"
-        )
-    return replace(profile, notes=(*profile.notes, note))
+        return f"{note}: rehearse without that to see what a plan for it needs"
+    now, then = smallest_peak(profile)[1].peak_bytes, smallest_peak(without)[1].peak_bytes
+    return (
+        f"{note}: without that the smallest peak would be {format_bytes(then)} instead of {format_bytes(now)}. To do "
+        "without, leave out the checkpointing (in transformers: gradient_checkpointing_disable())"
+    )
+
+
+def _first(paths: list[str]) -> str:
+    return ", ".join(paths[:3]) + ", ..." * (len(paths) > 3)

@@ -20,6 +20,7 @@ from lowtide._torch.inductor import always_partitioned, is_addmm_unfused, partit
 from lowtide.memory.events import EventStream
 from lowtide.memory.measure import recorder_for
 from lowtide.memory.memory_timeline import Timeline
+from lowtide.profiler.checkpointed_blocks import CheckpointedCalls
 from lowtide.profiler.compiled_profile import CALL, assembled, held_after_calls, peak_with_calls
 from lowtide.profiler.compiled_steps import noted_calls, on_parts_only
 from lowtide.profiler.online import PATIENCE
@@ -68,7 +69,7 @@ class OnlineCompiledProfiler:
         # weak: a plan in force keeps its rehearsals alive, and must not keep the model alive
         self._model = weakref.ref(model)
         self.profile: Profile | None = None
-        self.checkpointed: Counter[str] = Counter()
+        self.checkpointed = CheckpointedCalls()
         """Always empty: checkpoints in compiled code are part of its graphs."""
         self.why: list[str] = []
         self.other_kind: str | None = None

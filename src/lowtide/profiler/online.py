@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner.records import LEFT_ALONE
+from lowtide.profiler.checkpointed_blocks import CheckpointedCalls
 from lowtide.profiler.differing_modules import modules_called_by, modules_that_differ
 from lowtide.profiler.peak_margin import DRAWS
 from lowtide.profiler.preconditions import (
@@ -92,8 +93,7 @@ class OnlineProfiler:
     def __init__(self, model: nn.Module, *, plain: bool = False, in_place: bool = True) -> None:
         self.model = model
         self._in_place = in_place
-        self.checkpointed: Counter[str] = Counter()
-        """Number of torch.utils.checkpoint calls by path of the module that they run in."""
+        self.checkpointed = CheckpointedCalls()
         self.profile: Profile | None = None
         self.why: list[str] = []
         self.other_kind: str | None = None

@@ -11,7 +11,7 @@ from lowtide.levers import enable
 from lowtide.levers.lever import LeverNotApplicable
 from lowtide.memory.events import Busy
 from lowtide.planner.records import AS_A_WHOLE
-from lowtide.profiler.checkpointed_blocks import with_checkpoint_note
+from lowtide.profiler.checkpointed_blocks import with_checkpoint_notes
 from lowtide.profiler.online import DRAWN_LAYERS, PATIENCE, OnlineProfiler
 from lowtide.profiler.preconditions import check_not_scripted, has_planned_blocks, has_torchscript
 from lowtide.runtime.composite_model import CompositeModel, name_of
@@ -224,7 +224,7 @@ class Rehearsing(StepListener):
             self._on.check()
         except LeverNotApplicable as why:
             raise RehearsalError(f"a requested lever is of no use here: {why}. Leave it out.") from why
-        profile = with_checkpoint_note(observed.profile, observed.checkpointed, None)
+        profile = with_checkpoint_notes(observed.profile, observed.checkpointed, None)
         self.profile = replace(profile, levers=self._levers, notes=(*profile.notes, *self._notes))
         self.done = True
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass, replace
 
 from lowtide.errors import Infeasible
 from lowtide.planner.objectives import with_work_costs
-from lowtide.planner.records import AS_A_WHOLE, CHECKPOINTED, LEFT_ALONE, Decisions, Profile, Static
+from lowtide.planner.records import AS_A_WHOLE, CALLED_AGAIN, CHECKPOINTED, LEFT_ALONE, Decisions, Profile, Static
 from lowtide.planner.simulate.assignment import DecisionVector
 from lowtide.planner.simulate.simulator import Simulator
 from lowtide.planner.solve.exact import BranchAndBound, Bytes, is_rough
@@ -104,7 +104,8 @@ def infeasible(simulator: Simulator, budget_bytes: int, smallest: DecisionVector
     # The simulator may have gradients in place, which saves memory, too.
     plain_bytes = max(plain.peak_bytes, simulator.profile.measured_plain_peak_bytes or 0)
     notes, temporaries = [], prediction.parts.get("temporaries", 0)
-    excluded = [note for note in simulator.profile.notes if LEFT_ALONE in note]
+    told = simulator.profile.notes
+    excluded = [note for note in told if LEFT_ALONE in note]
     if temporaries and prediction.peak_bytes > NOTHING_SAVED * plain_bytes and not excluded:
         begun = {at: phase for phase, at in simulator.profile.phases.items() if at <= prediction.peak_position}
         phase = begun[max(begun)] if begun else "before forward"
@@ -116,7 +117,7 @@ def infeasible(simulator: Simulator, budget_bytes: int, smallest: DecisionVector
             "holds until the next forward has returned: `del` it at the end of the step"
         )
     notes += excluded
-    notes += [note for note in simulator.profile.notes if CHECKPOINTED in note or AS_A_WHOLE in note]
+    notes += [note for note in told if any(words in note for words in (CHECKPOINTED, CALLED_AGAIN, AS_A_WHOLE))]
     return Infeasible(
         budget_bytes=budget_bytes,
         smallest_peak_bytes=prediction.peak_bytes,
