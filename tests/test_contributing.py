@@ -119,7 +119,7 @@ class TestFollowed:
         before = '[[gpu]]\nname = "Jetson Orin NX 16"\n'
         repository.replace("src/lowtide/memory/gpus.toml", before, f"{row}\n{before}")
         tests = "tests/memory/test_gpu_specs.py"
-        repository.replace(tests, '"RTX 4060": 8,', '"RTX 4060": 8, "RTX A4000": 16,')
+        repository.replace(tests, '    "RTX 4060": 8,\n', '    "RTX 4060": 8,\n    "RTX A4000": 16,\n')
         before = '        ("NVIDIA RTX A6000", "RTX A6000"),\n'
         repository.replace(tests, before, before + '        ("NVIDIA RTX A4000", "RTX A4000"),\n')
         repository.run(blocks("Add a GPU", "console")[0])
@@ -139,5 +139,5 @@ class TestFollowed:
         levers = "src/lowtide/levers/__init__.py"
         before = "from lowtide.levers.unfused_addmm import UnfusedAddmm\n"
         repository.replace(levers, before, f"from lowtide.levers.optimizer_loop import OneByOne\n{before}")
-        repository.replace(levers, "= (Outputs(), ", "= (Outputs(), OneByOne(), ")
+        repository.replace(levers, "    Outputs(),\n", "    Outputs(),\n    OneByOne(),\n")
         repository.run(blocks("Add a lever", "console")[0])

@@ -19,10 +19,9 @@ from lowtide.api.shape_buckets.fit_buckets import buckets_for
 from lowtide.api.shape_buckets.shape_range import Range
 from lowtide.api.verify import Verdict, compare_with_plain
 from lowtide.errors import Infeasible, LowtideError, RehearsalError, StalePlan
-from lowtide.levers import DEFAULT, lever_named
+from lowtide.levers import DEFAULT, LEVERS, lever_named
 from lowtide.levers.lever import StepContext
 from lowtide.levers.selection import Choice, choose, optimizer_of, suggest_levers
-from lowtide.levers.unfused_addmm import UnfusedAddmm
 from lowtide.memory.device_budget import check_on_device, on_device
 from lowtide.planner import plan
 from lowtide.planner.inplace_savings import without_in_place
@@ -181,11 +180,12 @@ def _fit(
         profile = profile if in_place else without_in_place(profile)
     if profile.graphs and not has_blocks:
         levers = [name for name in levers if name not in DEFAULT]
-        if set(levers) - {UnfusedAddmm.name} or offload or shapes is not None:
+        usable = [lever.name for lever in LEVERS.values() if lever.needs_whole_compile]
+        if set(levers) - {*usable} or offload or shapes is not None:
             raise LowtideError(
                 f"{type(model).__name__} is compiled as a whole, which can be combined with the lever "
-                f"{UnfusedAddmm.name!r} only, not with other levers, offload or shapes: leave them out, or compile "
-                "its repeated blocks instead (block.compile())."
+                f"{' or '.join(map(repr, usable))} only, not with other levers, offload or shapes: leave them out, or "
+                "compile its repeated blocks instead (block.compile())."
             )
     if profile.graphs and has_blocks and (has_changes or shapes is not None):
         raise LowtideError(

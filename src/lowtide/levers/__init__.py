@@ -27,7 +27,14 @@ if TYPE_CHECKING:
 
     from lowtide.planner.records import Plan
 
-_ALL: tuple[Lever, ...] = (Outputs(), FusedOptimizer(), UnfusedAddmm(), LossHead(), StepInBackward(), MicroBatches())
+_ALL: tuple[Lever, ...] = (
+    Outputs(),
+    FusedOptimizer(),
+    UnfusedAddmm(),
+    LossHead(),
+    StepInBackward(),
+    MicroBatches(),
+)
 
 LEVERS = {lever.name: lever for lever in _ALL}
 """All levers by name, in the order in which they are tried: cheapest first."""
@@ -90,15 +97,14 @@ def parse_script_lever(text: str) -> AppliedLever:
     lever = lever_named(name)
     if lever.wants_optimizer:
         raise LowtideError(f"the lever {name!r} changes the optimizer: use lowtide.fit, or change it in the script.")
-    if lever.name == UnfusedAddmm.name:
+    if lever.needs_whole_compile:
         raise LowtideError(
             f"the lever {name!r} is for models that are compiled as a whole: use lowtide.fit in the script."
         )
-    takes_number = lever.name == MicroBatches.name
-    if takes_number != number.isdigit() or number == "0":
-        wanted = "a number of pieces, as in micro-batches=4" if takes_number else "no number"
+    if lever.takes_number != number.isdigit() or number == "0":
+        wanted = f"a number of pieces, as in {name}=4" if lever.takes_number else "no number"
         raise LowtideError(f"the lever {name!r} takes {wanted}; found {text!r}.")
-    settings = {"n": float(number)} if takes_number else {}
+    settings = {"n": float(number)} if lever.takes_number else {}
     return AppliedLever(name=name, what=lever.in_words(settings), exact=lever.exact, settings=settings)
 
 

@@ -33,6 +33,7 @@ class LossHead(Lever):
     unavailable_results: ClassVar[frozenset[str]] = frozenset()
     wants_optimizer: ClassVar[bool] = False
     free: ClassVar[bool] = False
+    is_repeatable: ClassVar[bool] = True
 
     def settings(self, site: StepContext) -> Settings:
         """Return an empty dict. Raises LeverNotApplicable for a model without an output layer over a vocabulary."""

@@ -29,6 +29,7 @@ class FusedOptimizer(Lever):
     unavailable_results: ClassVar[frozenset[str]] = frozenset()
     wants_optimizer: ClassVar[bool] = True
     free: ClassVar[bool] = True
+    is_repeatable: ClassVar[bool] = True
 
     def settings(self, site: StepContext) -> Settings:
         """Return an empty dict. Raises LeverNotApplicable for an optimizer that is fused already or can't be."""

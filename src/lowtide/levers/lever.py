@@ -71,6 +71,16 @@ class Lever(Protocol):
     """True if the lever changes the optimizer."""
     free: ClassVar[bool]
     """True if the lever by construction does no more work than the plain step; else its cost is measured."""
+    is_last_resort: ClassVar[bool] = False
+    """True if the lever is tried only where no plan fits without it."""
+    is_repeatable: ClassVar[bool] = False
+    """True if each call of the model has one forward and one backward pass, so that a step which ran out of memory can
+    be repeated.
+    """
+    needs_whole_compile: ClassVar[bool] = False
+    """True if the lever changes only models that are compiled as a whole."""
+    takes_number: ClassVar[bool] = False
+    """True if the lever runs the batch in a number of pieces, its only setting `n`."""
 
     def is_free(self, settings: Settings) -> bool:
         """Return True if the lever is `free`, given these settings."""

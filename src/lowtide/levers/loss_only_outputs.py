@@ -37,6 +37,7 @@ class Outputs(Lever):
     unavailable_results: ClassVar[frozenset[str]] = frozenset()
     wants_optimizer: ClassVar[bool] = False
     free: ClassVar[bool] = True
+    is_repeatable: ClassVar[bool] = True
 
     def settings(self, site: StepContext) -> Settings:
         """Return an empty dict.

@@ -45,6 +45,8 @@ class MicroBatches(Lever):
     unavailable_results: ClassVar[frozenset[str]] = frozenset()
     wants_optimizer: ClassVar[bool] = False
     free: ClassVar[bool] = False
+    is_last_resort: ClassVar[bool] = True
+    takes_number: ClassVar[bool] = True
 
     def settings(self, site: StepContext) -> Settings:
         """Return the setting `n`, the number of pieces: 2, the fewest; `selection.py` searches for more.

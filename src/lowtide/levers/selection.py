@@ -17,7 +17,7 @@ from lowtide._torch.device_timing import now_ms
 from lowtide.errors import Infeasible, LowtideError, summarize
 from lowtide.levers import DEFAULT, LEVERS, enable
 from lowtide.levers.lever import Lever, LeverNotApplicable, Settings, StepContext
-from lowtide.levers.micro_batches import MicroBatches, piece_counts
+from lowtide.levers.micro_batches import piece_counts
 from lowtide.levers.released_fields import Refused
 from lowtide.planner.planning import in_place_peak_bytes, plain_peak_bytes, plan, smallest_peak
 from lowtide.planner.records import AppliedLever, Prediction, Profile
@@ -57,13 +57,12 @@ def choose(site: StepContext, profile: Profile, plain: Prediction, budget_bytes:
     """
     best, notes = Trial(profile, budget_bytes), dict[str, str]()
     for lever in (lever for lever in LEVERS.values() if lever.name in names):
-        in_pieces = lever.name == MicroBatches.name
         try:
-            if best.is_free or (in_pieces and best.has_plan):
+            if best.is_free or (lever.is_last_resort and best.has_plan):
                 raise LeverNotApplicable("the step fits without it")
             best = (
-                _search_micro_batches(site, best, lever)
-                if in_pieces
+                _search_number(site, best, lever)
+                if lever.takes_number
                 else _rehearse_with(site, best, lever, lever.settings(site))
             )
         except LeverNotApplicable as why:
@@ -150,8 +149,8 @@ def _time_step(site: StepContext, snapshot: StepSnapshot) -> float:
     return now_ms(place) - began
 
 
-def _search_micro_batches(site: StepContext, before: Trial, lever: Lever) -> Trial:
-    """Return `before` with the fewest micro-batches that have a plan, or else with the most.
+def _search_number(site: StepContext, before: Trial, lever: Lever) -> Trial:
+    """Return `before` with `lever` for the fewest pieces that have a plan, or else for the most.
 
     Raises LeverNotApplicable as `_rehearse_with` does.
 

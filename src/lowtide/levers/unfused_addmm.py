@@ -32,6 +32,8 @@ class UnfusedAddmm(Lever):
     unavailable_results: ClassVar[frozenset[str]] = frozenset()
     wants_optimizer: ClassVar[bool] = False
     free: ClassVar[bool] = True
+    is_repeatable: ClassVar[bool] = True
+    needs_whole_compile: ClassVar[bool] = True
 
     def settings(self, site: StepContext) -> Settings:
         """Return an empty dict. Raises LeverNotApplicable for a model that is not compiled as a whole."""

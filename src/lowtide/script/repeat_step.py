@@ -37,6 +37,7 @@ from lowtide.api.release import release
 from lowtide.diagnostics.oom.explain_oom import explain_oom
 from lowtide.diagnostics.oom.explanation import explain
 from lowtide.errors import LowtideError
+from lowtide.levers import lever_named
 from lowtide.levers.backward_entry import output_tensors, replace_tensors
 from lowtide.runtime import module_hooks as hooks
 from lowtide.runtime.call_arguments import tensors_in_call
@@ -51,9 +52,6 @@ from lowtide.utils.removable import Removable
 
 if TYPE_CHECKING:
     from lowtide.api.apply import Applied
-
-REPEATABLE_LEVERS: Final = frozenset({"outputs", "fused optimizer", "unfused addmm", "loss head"})
-"""Levers under which each call of the model still has one forward and one backward pass."""
 
 LOOKS: Final = 3
 """Number of calls that are checked for changes outside the model's modules. The first one may fill caches."""
@@ -253,7 +251,7 @@ def _why_never(model: nn.Module, applied: Applied) -> str | None:
         return "other processes train with this one, and would not repeat it"
     if type(model) is CompositeModel:
         return f"{name_of(model)} are called one by one, with code of the script in between"
-    if levers := [lever.name for lever in applied.plan.levers if lever.name not in REPEATABLE_LEVERS]:
+    if levers := [lever.name for lever in applied.plan.levers if not lever_named(lever.name).is_repeatable]:
         return f"the lever {levers[0]!r} runs parts of it by itself"
     return None
 

@@ -1,63 +1,27 @@
 """One file for each kind of op; `registry.py` and docs/recipes.md say how to write a recipe."""
 
-from lowtide.runtime.recipes import (
-    activations,
-    attention,
-    convolution,
-    copies,
-    elementwise,
-    joining,
-    masking,
-    matmul,
-    normalization,
-    pooling,
-    reductions,
-    resampling,
-    softmax,
-    views,
-)
-from lowtide.runtime.recipes import fft as fourier
-from lowtide.runtime.recipes import indexing as lookup
-from lowtide.runtime.recipes.registry import (
-    EVERY,
-    FILLED,
-    IMPLEMENTATIONS,
-    OUT,
-    OUTPUT_CONSTANTS,
-    RECIPES,
-    CannotRecompute,
-    Recipe,
-    Source,
-    TooSmall,
-    recipe,
-)
-
-__all__ = [
-    "EVERY",
-    "FILLED",
-    "IMPLEMENTATIONS",
-    "OUT",
-    "OUTPUT_CONSTANTS",
-    "RECIPES",
-    "CannotRecompute",
-    "Recipe",
-    "Source",
-    "TooSmall",
-    "activations",
-    "attention",
-    "convolution",
-    "copies",
-    "elementwise",
-    "fourier",
-    "joining",
-    "lookup",
-    "masking",
-    "matmul",
-    "normalization",
-    "pooling",
-    "recipe",
-    "reductions",
-    "resampling",
-    "softmax",
-    "views",
-]
+from lowtide.runtime.recipes import activations as activations
+from lowtide.runtime.recipes import attention as attention
+from lowtide.runtime.recipes import convolution as convolution
+from lowtide.runtime.recipes import copies as copies
+from lowtide.runtime.recipes import elementwise as elementwise
+from lowtide.runtime.recipes import fft as fft
+from lowtide.runtime.recipes import indexing as indexing
+from lowtide.runtime.recipes import joining as joining
+from lowtide.runtime.recipes import masking as masking
+from lowtide.runtime.recipes import matmul as matmul
+from lowtide.runtime.recipes import normalization as normalization
+from lowtide.runtime.recipes import pooling as pooling
+from lowtide.runtime.recipes import reductions as reductions
+from lowtide.runtime.recipes import resampling as resampling
+from lowtide.runtime.recipes import softmax as softmax
+from lowtide.runtime.recipes import views as views
+from lowtide.runtime.recipes.registry import FILLED as FILLED
+from lowtide.runtime.recipes.registry import IMPLEMENTATIONS as IMPLEMENTATIONS
+from lowtide.runtime.recipes.registry import OUT as OUT
+from lowtide.runtime.recipes.registry import OUTPUT_CONSTANTS as OUTPUT_CONSTANTS
+from lowtide.runtime.recipes.registry import RECIPES as RECIPES
+from lowtide.runtime.recipes.registry import CannotRecompute as CannotRecompute
+from lowtide.runtime.recipes.registry import Recipe as Recipe
+from lowtide.runtime.recipes.registry import TooSmall as TooSmall
+from lowtide.runtime.recipes.registry import recipe as recipe
