@@ -12,12 +12,13 @@ from lowtide.planner import plan, smallest_peak
 from lowtide.planner.records import Plan
 from lowtide.profiler.host_bandwidth import host_bandwidth
 from lowtide.report.text_table import decisions
-from lowtide.runtime import offload
+from lowtide.runtime.offload import COPIERS
+from runtime.cpu_copier import CPU, CpuCopier
 
 
 @pytest.mark.slow
 def test_a_step_that_offloads_peaks_where_it_was_predicted_and_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(offload, "ON_CPU", True)
+    monkeypatch.setitem(COPIERS, CPU, CpuCopier())
     torch.manual_seed(0)
     model, batch, loss_of = groups()
 

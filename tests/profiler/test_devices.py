@@ -109,9 +109,9 @@ def test_eight_bit_numbers_are_compared():
 
 def test_random_numbers_of_the_host_are_no_memory_of_a_gpu():
     model = nn.BatchNorm1d(4)
-    seen = CallContext(CallInterceptor(Engine(model), model, "", ()).reach)
+    seen = CallContext(CallInterceptor(Engine(model), model, "", ()).mutable_state)
     assert seen.nbytes == torch.get_rng_state().nbytes + sum(buffer.nbytes for buffer in model.buffers())
-    seen.reach.gpus = frozenset({torch.device("cuda:0")})
+    seen.mutable_state.gpus = frozenset({torch.device("cuda:0")})
     assert seen.nbytes == 0  # these buffers are on the host
 
 

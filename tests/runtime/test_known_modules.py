@@ -55,7 +55,7 @@ class Model(nn.Module):
 def known(engine: Engine) -> KnownModules | None:
     """Return what the calls of the part are compared with."""
     (interceptor,) = (interceptor for interceptor in engine.interceptors.all if interceptor.path == "part")
-    return None if interceptor.reach.known is None else interceptor.reach.known.modules
+    return None if interceptor.mutable_state.known is None else interceptor.mutable_state.known.modules
 
 
 ENGINES: list[Engine] = []
@@ -342,7 +342,7 @@ def test_a_module_that_always_changes_is_captured_in_each_call() -> None:
         plain(X).backward()
     engine = in_force(model, n_steps)
     (interceptor,) = (interceptor for interceptor in engine.interceptors.all if interceptor.path == "part")
-    assert interceptor.reach.n_known == MOST_KNOWN
+    assert interceptor.mutable_state.n_known == MOST_KNOWN
     assert model.part.scale == plain.part.scale
     assert differences(outcome(plain, lambda: _whole(plain)), outcome(model, lambda: _whole(model))) == []
 

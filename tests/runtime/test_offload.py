@@ -1,6 +1,6 @@
 """Saved tensors that wait on the host: the same bits, one copy a storage, nothing left on the device or alive.
 
-On the CPU a copy stands for pinned memory (`offload.ON_CPU`), so that the handles, their order and their lifetimes are
+On the CPU a copy stands for pinned memory (`CpuCopier`), so that the handles, their order and their lifetimes are
 tested where there is no GPU. The streams are tested on one.
 """
 
@@ -13,12 +13,12 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from lowtide.runtime import offload
 from lowtide.runtime.engine import Engine
-from lowtide.runtime.offload import Offloaded, OffloadedStorage
+from lowtide.runtime.offload import COPIERS, Offloaded, OffloadedStorage
 from lowtide.runtime.plan_table import actions_for
 from lowtide.runtime.saved_values import Value
 from parts import Language
+from runtime.cpu_copier import CPU, CpuCopier
 from runtime.plans import (
     check_nothing_outlives_a_step,
     check_two_backward_passes,
@@ -37,7 +37,7 @@ EVERYTHING = [
 
 @pytest.fixture(autouse=True)
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload, "ON_CPU", True)
+    monkeypatch.setitem(COPIERS, CPU, CpuCopier())
 
 
 def in_force(
@@ -90,8 +90,8 @@ def test_an_offloaded_tensor_is_off_the_device_until_its_predecessor_is_read():
     model, x = Chain(4), torch.randn(3, 8)
     fetched: list[int] = []
     with in_force(model, [f"#0:{n}" for n in range(4)]) as engine, pytest.MonkeyPatch.context() as patch:
-        back = offload.InTests.back
-        patch.setattr(offload.InTests, "back", lambda self, host: (fetched.append(0), back(self, host))[1])
+        back = CpuCopier.back
+        patch.setattr(CpuCopier, "back", lambda self, host: (fetched.append(0), back(self, host))[1])
         loss = model(x)
         assert [ref.expired() for ref in model.made] == [True] * 4
         loss.backward()
@@ -103,14 +103,14 @@ def test_the_next_one_to_be_read_is_on_its_way_when_one_is_read():
     model, x = Chain(3), torch.randn(3, 8)
     log: list[str] = []
     with in_force(model, [f"#0:{n}" for n in range(3)]), pytest.MonkeyPatch.context() as patch:
-        fetch, arrive = OffloadedStorage.fetch, OffloadedStorage.arrive
+        fetch, bring_back = OffloadedStorage.fetch, OffloadedStorage.bring_back
         names: dict[int, str] = {}
         patch.setattr(OffloadedStorage, "fetch", lambda t: (log.append(f"fetch {names[id(t)]}"), fetch(t))[1])
-        patch.setattr(OffloadedStorage, "arrive", lambda t: (log.append(f"read {names[id(t)]}"), arrive(t))[1])
+        patch.setattr(OffloadedStorage, "bring_back", lambda t: (log.append(f"read {names[id(t)]}"), bring_back(t))[1])
         loss = model(x)
-        trips = [thing for thing in gc.get_objects() if type(thing) is OffloadedStorage]
-        names.update({id(trip): str(trip._host.data_ptr()) for trip in trips})
-        del trips
+        storages = [thing for thing in gc.get_objects() if type(thing) is OffloadedStorage]
+        names.update({id(storage): str(storage._host.data_ptr()) for storage in storages})
+        del storages
         loss.backward()
     reads = [entry.removeprefix("read ") for entry in log if entry.startswith("read")]
     assert len(reads) == 3
@@ -208,7 +208,7 @@ def test_a_tensor_that_is_changed_in_place_while_it_leaves_is_refused():
 
 
 def test_without_a_way_to_the_host_it_is_kept_and_that_is_said(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(offload, "ON_CPU", False)
+    monkeypatch.delitem(COPIERS, CPU)
     model, x = Chain(2), torch.randn(3, 8)
     with in_force(model, ["#0:1"]) as engine, pytest.warns(UserWarning, match="these tensors are kept"):
         model(x).backward()

@@ -11,7 +11,7 @@ from lowtide.runtime.saved_values import KEYS, Handle, Value, register, register
 def test_a_handle_that_becomes_another_value_is_a_reader_of_that_one() -> None:
     one, other = Value(torch.ones(2)), Value(torch.zeros(2))
     handle, second = Handle(one), Handle(one)
-    handle.become(other)
+    handle.refer_to(other)
     assert (one.readers, other.readers) == (1, 1)
     assert handle.get().tolist() == [0, 0]
     del handle, second

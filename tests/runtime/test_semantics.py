@@ -448,7 +448,7 @@ def test_an_exception_in_a_recompute_or_in_a_replay(way, monkeypatch):
             with pytest.raises(Broken):
                 loss.backward()
         assert torch.equal(state, torch.get_rng_state())
-        assert engine.here.now is None
+        assert engine.here.handler is None
         assert model.training
         assert differences(plain, outcome(model, step)) == []
 

@@ -69,20 +69,20 @@ class CheapRecomputes(SavedTensorPacker):
         if module in self._units.resharded:
             self._scopes.end(self._open.pop())
 
-    def pack(self, now: ForwardPass, tensor: Tensor) -> Handle:
-        scope = now.scope
+    def pack(self, run: ForwardPass, tensor: Tensor) -> Handle:
+        scope = run.scope
         assert scope is not None
-        if now.frame is None and tensor.nbytes >= MIN_BYTES and not is_wrapping(type(tensor)):
+        if run.frame is None and tensor.nbytes >= MIN_BYTES and not is_wrapping(type(tensor)):
             node = producer(tensor)[1]
             recipe = None if node is None else RECIPES.get(node.name())
             if recipe is not None and not recipe.expensive:
                 decision = Decision(recipe.node, f"{scope.id}:{scope.ordinal}")
                 scope.ordinal += 1
                 handle = self.hold(tensor, decision, None, scope)
-                if now.probe is not None:
-                    now.probe.packed(handle, tensor)
+                if run.probe is not None:
+                    run.probe.on_pack(handle, tensor)
                 return handle
-        return super().pack(now, tensor)
+        return super().pack(run, tensor)
 
     def recompute(
         self, node: Node, output: int, base: Tensor, earlier: Value | None, decision: Decision, scope: CallScope

@@ -190,8 +190,8 @@ class Audit(SavedTensorPacker, Observer):
 
     # --- saved tensors
 
-    def pack(self, now: ForwardPass, tensor: Tensor) -> Handle:
-        scope, step = now.scope, self.step
+    def pack(self, run: ForwardPass, tensor: Tensor) -> Handle:
+        scope, step = run.scope, self.step
         assert scope is not None
         if tensor.is_cuda:
             self.streams.add(torch.cuda.current_stream(tensor.device).stream_id)
@@ -234,7 +234,7 @@ class Audit(SavedTensorPacker, Observer):
 
     # --- module calls
 
-    def entering(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def on_enter(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         scope, step, module = self.here.scope, self.step, interceptor.module
         assert scope is not None
         parent = step.open_calls[-1].index if step.open_calls else None
@@ -254,10 +254,10 @@ class Audit(SavedTensorPacker, Observer):
         else:
             self._replays.begin(opened, ReplayFrame(interceptor, args, kwargs, self.argument))
 
-    def returning(self, interceptor: CallInterceptor, result: Any) -> None:
+    def on_return(self, interceptor: CallInterceptor, result: Any) -> None:
         self.step.open_calls[-1].returned = result
 
-    def leaving(self, interceptor: CallInterceptor) -> None:
+    def on_exit(self, interceptor: CallInterceptor) -> None:
         opened = self.step.open_calls[-1]
         if interceptor.module in self._units.resharded:
             self._recomputes.homes.end(opened.index)
@@ -275,7 +275,7 @@ class Audit(SavedTensorPacker, Observer):
         self.step.open_calls.pop()
         progress.advance()
 
-    def sized_by_contents(self, operator: str) -> None:
+    def on_sized_by_contents(self, operator: str) -> None:
         if (scope := self.here.scope) is not None:  # trial runs do not count
             self.by_contents.setdefault(operator, scope.id.rpartition("#")[0])
 
@@ -284,20 +284,20 @@ class Audit(SavedTensorPacker, Observer):
     def has_packed(self, handle: Handle) -> bool:
         return handle in self.step.slot_of
 
-    def reading(self, handle: Handle) -> None:
+    def on_read(self, handle: Handle) -> None:
         if not self.step.open_calls:
             self._freed.free_results()
             self._release()
         self.reads += 1
         self._recomputes.time_late(handle)
 
-    def given(self, handle: Handle, tensor: Tensor) -> None:
+    def on_unpack(self, handle: Handle, tensor: Tensor) -> None:
         self._freed.witness.read(self.step.slot_of[handle], handle, tensor)
 
-    def making(self, maker: Recomputation) -> None:
+    def on_recompute_begin(self, maker: Recomputation) -> None:
         self._recomputes.meter.making()
 
-    def made(self, maker: Recomputation, outputs: tuple[Tensor, ...]) -> None:
+    def on_recompute_end(self, maker: Recomputation, outputs: tuple[Tensor, ...]) -> None:
         if isinstance(maker, Recompute):
             self._recomputes.meter.made(maker, outputs[0])
             if in_backward():

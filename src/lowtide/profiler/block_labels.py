@@ -30,21 +30,21 @@ class Names(Trace):
         self._repeated = repeated_blocks(engine.model)
         self._phase = ""
 
-    def entering(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def on_enter(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._begins("forward")
         if interceptor.module in self._repeated:
             self.blocks.add(len(self.calls))
-        super().entering(interceptor, args, kwargs)
+        super().on_enter(interceptor, args, kwargs)
 
-    def packed(self, handle: Handle, tensor: Tensor) -> None:
+    def on_pack(self, handle: Handle, tensor: Tensor) -> None:
         scope = self.engine.here.scope
         assert scope is not None
         self.modules.append(scope.path)
-        super().packed(handle, tensor)
+        super().on_pack(handle, tensor)
 
-    def reading(self, handle: Handle) -> None:
+    def on_read(self, handle: Handle) -> None:
         self._begins("backward")
-        super().reading(handle)
+        super().on_read(handle)
 
     def _optimizer_begins(self) -> None:
         self._begins("optimizer")

@@ -113,12 +113,12 @@ class Checked(Observer):
     def has_packed(self, handle: Handle) -> bool:
         return handle in self._slots
 
-    def packed(self, handle: Handle, tensor: Tensor) -> None:
+    def on_pack(self, handle: Handle, tensor: Tensor) -> None:
         if not (handle.value.kept or handle.value.partial):
             self._slots[handle] = slot = next(self._numbers)
             self._witness.saved(slot, tensor)
 
-    def given(self, handle: Handle, tensor: Tensor) -> None:
+    def on_unpack(self, handle: Handle, tensor: Tensor) -> None:
         self._witness.read(self._slots[handle], handle, tensor)
 
 

@@ -156,7 +156,7 @@ class Trace(Observer):
     def _address(self, tensor: Tensor) -> int:
         return address(tensor)
 
-    def entering(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def on_enter(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         tensors = tensors_in_call(args, kwargs)
         if not self._open:
             self.inputs.append([in_words([tensor]) for tensor in tensors])
@@ -175,10 +175,10 @@ class Trace(Observer):
         if key not in self._arguments:
             self._arguments[key] = weakref.ref(tensor, freed)
 
-    def leaving(self, interceptor: CallInterceptor) -> None:
+    def on_exit(self, interceptor: CallInterceptor) -> None:
         self.mark(Exited(self._open.pop()), since=self._watched_before.pop())
 
-    def packed(self, handle: Handle, tensor: Tensor) -> None:
+    def on_pack(self, handle: Handle, tensor: Tensor) -> None:
         slot = self.packs
         self.packs += 1
         self.calls[self._open[-1]].n_saved += 1
@@ -194,30 +194,30 @@ class Trace(Observer):
         if not (handle.value.kept or handle.value.partial):
             self._witness.saved(slot, tensor)
 
-    def noted(self, place: CaptureSite, operand: Tensor) -> None:
+    def on_capture(self, place: CaptureSite, operand: Tensor) -> None:
         self.mark(OperandNoted(self._open[-1], self._address(operand)))
 
     def has_packed(self, handle: Handle) -> bool:
         return handle in self._slots  # other handles belong to another model or to an earlier step
 
-    def reading(self, handle: Handle) -> None:
+    def on_read(self, handle: Handle) -> None:
         number = backward_number()
         begins, self._pass = number != self._pass, number
         self.mark(ReadInBackward(self._slots[handle], number, running_node_number()), everything=begins)
 
-    def given(self, handle: Handle, tensor: Tensor) -> None:
+    def on_unpack(self, handle: Handle, tensor: Tensor) -> None:
         # A graph that backward makes, or compiled code, holds the tensor independently of the handle.
         if torch.is_grad_enabled() or in_compiled_backward():
             self.mark(GivenAway(self._slots[handle], backward_number(), self._address(tensor)))
         self._witness.read(self._slots[handle], handle, tensor)
 
-    def making(self, maker: Recomputation) -> None:
+    def on_recompute_begin(self, maker: Recomputation) -> None:
         self.mark(RecomputeStarted())
 
-    def made(self, maker: Recomputation, outputs: tuple[Tensor, ...]) -> None:
+    def on_recompute_end(self, maker: Recomputation, outputs: tuple[Tensor, ...]) -> None:
         self.mark(RecomputeEnded())
 
-    def writing_over(self, node: str, n_bytes: int) -> None:
+    def on_write_in_place(self, node: str, n_bytes: int) -> None:
         self.mark(WrittenInPlace(node, n_bytes))
 
 

@@ -157,8 +157,8 @@ def inputs_in_words(inputs: list[list[str]]) -> str:
 class TrainingAudit(Audit):
     """An audit that raises before the update if it has changed the step."""
 
-    def leaving(self, interceptor: CallInterceptor) -> None:
-        super().leaving(interceptor)
+    def on_exit(self, interceptor: CallInterceptor) -> None:
+        super().on_exit(interceptor)
         if self.leaked is not None:
             raise RehearsalError(
                 f"{self.leaked} writes tensors to something outside it, such as a dict, and has now done so twice, "

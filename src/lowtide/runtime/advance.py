@@ -38,11 +38,11 @@ class Advance:
             if value.tensor is not None:  # another thread has made it in the meantime
                 return value.tensor
             if values.probe is not None:
-                values.probe.making(self)
+                values.probe.on_recompute_begin(self)
             made = self.forward()
             if values.probe is not None:
-                values.probe.made(self, (made,))
-            value.arrive(made)
+                values.probe.on_recompute_end(self, (made,))
+            value.store_recomputed(made)
             return made
 
     def forward(self) -> Tensor:

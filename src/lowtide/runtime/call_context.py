@@ -133,30 +133,30 @@ class CallContext:
         "kinds",
         "known",
         "modes",
+        "mutable_state",
         "random",
-        "reach",
         "training",
         "uncopied",
     )
 
     def __init__(
         self,
-        reach: MutableState,
+        mutable_state: MutableState,
         devices: Iterable[torch.device] | None = None,
         generators: Sequence[torch.Generator] = (),
         known: Known | None = None,
     ) -> None:
         """Capture the state at the start of a call; `devices` and `generators` are those of its arguments.
 
-        `known`: the result of `reach.as_known` just before.
+        `known`: the result of `mutable_state.as_known` just before.
         """
-        self.reach, self.known = reach, known
-        in_use = reach.gpus | with_generators(devices) if devices else reach.gpus
-        drawn = {*reach.generators, *generators} if reach.generators or generators else ()
+        self.mutable_state, self.known = mutable_state, known
+        in_use = mutable_state.gpus | with_generators(devices) if devices else mutable_state.gpus
+        drawn = {*mutable_state.generators, *generators} if mutable_state.generators or generators else ()
         self.random = RandomStates(in_use, drawn)
         self.kinds = ("cpu", *{gpu.type for gpu in in_use}) if in_use else _CPU
         self.modes = compute_modes(self.kinds)
-        self.cached_weights = cached_weights(reach.modules) if n_parametrization_caches() else {}
+        self.cached_weights = cached_weights(mutable_state.modules) if n_parametrization_caches() else {}
         """Weights that `parametrize.cached()` has computed before the call."""
         self.buffers: dict[tuple[nn.Module, str], tuple[Tensor, int, Tensor]] = {}
         """Buffers that are copied, with their versions and copies."""
@@ -167,32 +167,33 @@ class CallContext:
                 self.buffers[module, name] = buffer, buffer._version, buffer.detach().clone()
             self.uncopied: UncopiedTensors = UncopiedTensors(known.places, known.summed)
         else:
-            self.training = [module.training for module in reach.modules]
-            self.attributes = Attributes(reach.modules)
-            for module, name, buffer in _buffers(reach.modules):
-                if reach.written is None or (module, name) in reach.written or buffer.nbytes <= SMALL_BYTES:
+            self.training = [module.training for module in mutable_state.modules]
+            self.attributes = Attributes(mutable_state.modules)
+            for module, name, buffer in _buffers(mutable_state.modules):
+                written = mutable_state.written
+                if written is None or (module, name) in written or buffer.nbytes <= SMALL_BYTES:
                     self.buffers[module, name] = buffer, buffer._version, buffer.detach().clone()
             self.uncopied = UncopiedTensors([*self._places()])
 
     def _places(self) -> Iterator[Place]:
         """Yield the parameters, and the buffers that are not copied."""
-        return places_of(self.reach.modules, self.buffers, only_plain=bool(self.reach.units))
+        return places_of(self.mutable_state.modules, self.buffers, only_plain=bool(self.mutable_state.units))
 
     def learn(self) -> None:
         """End the call. Large buffers that the first call did not write to are not copied for later calls."""
         if self.known is None:
             self.attributes.learn()
-        reach = self.reach
-        if reach.written is not None:
+        mutable_state = self.mutable_state
+        if mutable_state.written is not None:
             return
-        there = {(module, name): buffer for module, name, buffer in _buffers(reach.modules)}
-        reach.written = frozenset(
+        there = {(module, name): buffer for module, name, buffer in _buffers(mutable_state.modules)}
+        mutable_state.written = frozenset(
             key
             for key, (buffer, version, content) in self.buffers.items()
             if there.get(key) is not buffer or buffer._version != version or not _equal(buffer, content)
         )
         for key, (buffer, _, _) in list(self.buffers.items()):
-            if key not in reach.written and buffer.nbytes > SMALL_BYTES:
+            if key not in mutable_state.written and buffer.nbytes > SMALL_BYTES:
                 del self.buffers[key]
         self.uncopied.record_again(self._places())
 
@@ -203,7 +204,7 @@ class CallContext:
         """
         name = self.uncopied.written_buffer()
         if name is not None:
-            self.reach.forget()
+            self.mutable_state.forget()
         return name
 
     def copy(self, storages: set[int], copy_of: Callable[[Tensor], Tensor]) -> bool:
@@ -228,12 +229,12 @@ class CallContext:
     @property
     def nbytes(self) -> int:
         """Return the bytes of `tensors`; for a module on a GPU, of those on a GPU only: RNG states are on the host."""
-        on_gpu = bool(self.reach.gpus)
+        on_gpu = bool(self.mutable_state.gpus)
         return sum(tensor.nbytes for tensor in self.tensors if not on_gpu or tensor.device.type != "cpu")
 
     def expose_uncopied(self) -> None:
         """Compare from now on the contents of the uncopied tensors that are exposed when the call begins."""
-        known, n_exposures = self.known or self.reach.known, exposed_memory.n_exposures
+        known, n_exposures = self.known or self.mutable_state.known, exposed_memory.n_exposures
         if known is None or known.places is not self.uncopied.places:
             self.uncopied.expose(exposed_memory.is_exposed)
             return
@@ -261,12 +262,12 @@ class CallContext:
         self._restore_uncopied()
         for tensor, version in self.attributes.tensors:
             if tensor._version != version:
-                raise self.reach.overwritten(tensor, version)
+                raise self.mutable_state.overwritten(tensor, version)
         self.attributes.restore()
         self._restore_training()
 
     def _restore_training(self) -> None:
-        for module, flag in zip(self.reach.modules, self.training, strict=True):
+        for module, flag in zip(self.mutable_state.modules, self.training, strict=True):
             vars(module)["training"] = flag
 
     def _restore_uncopied(self) -> None:
@@ -280,10 +281,10 @@ class CallContext:
         for (table, name, tensor), version in zip(uncopied.places, uncopied.versions, strict=True):
             if uncopied.is_changed(tensor, version):
                 if not isinstance(tensor, torch.nn.Parameter):
-                    self.reach.forget()
-                    raise self.reach.overwritten(tensor, version)
+                    self.mutable_state.forget()
+                    raise self.mutable_state.overwritten(tensor, version)
                 table[name] = changed = as_kind(_Changed, tensor.detach())
-                changed.overwritten = partial(self.reach.overwritten, tensor, version)
+                changed.overwritten = partial(self.mutable_state.overwritten, tensor, version)
             elif name not in table or table[name] is not tensor:
                 table[name] = tensor if tensor.is_leaf else tensor.detach().requires_grad_()
 
@@ -299,7 +300,7 @@ class CallContext:
             module._buffers[name] = copies.setdefault(id(buffer), content.clone())
 
 
-class Again:
+class StateAtCall:
     """Context manager that restores the state at the start of a call, and at its end the present state.
 
     Inside the block no hooks of modules run except those in `acting`.
@@ -321,7 +322,7 @@ class Again:
             if known is not None and [*map(VERSION_OF, map(TENSOR_OF, uncopied.places))] == uncopied.versions:
                 values = known.modules.current()
             if known is None or values is None:
-                modules = context.reach.modules
+                modules = context.mutable_state.modules
                 undo.append(partial(rebind, bindings(modules)))
                 context.restore_modules()
                 hooks.silence_others(self._acting, modules, undo)

@@ -40,7 +40,7 @@ class CallInterceptor:
     """Object in a module's CALL attribute that reports the module's calls to the engine."""
 
     __slots__ = (
-        "_reach",
+        "_mutable_state",
         "_thread",
         "actions",
         "as_planned",
@@ -64,7 +64,7 @@ class CallInterceptor:
         self.installed = False
         self.is_compiled = is_compiled(module)
         self.is_left_alone = path in engine.excluded_modules
-        self._reach: MutableState | None = None
+        self._mutable_state: MutableState | None = None
         self._thread = threading.get_ident()
         self.install()
 
@@ -108,18 +108,18 @@ class CallInterceptor:
         return front is self
 
     @property
-    def reach(self) -> MutableState:
+    def mutable_state(self) -> MutableState:
         """Return the state that calls of this module can change."""
-        if self._reach is None:
-            self._reach = MutableState(self.module)
-        return self._reach
+        if self._mutable_state is None:
+            self._mutable_state = MutableState(self.module)
+        return self._mutable_state
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_traced() or (is_compiling_anywhere() and is_compiling_here()) or is_tracing():
             return self.inner(*args, **kwargs)  # a trace is of the model alone
-        now = self.engine.here.now
-        if now is not None:
-            return self.inner(*args, **kwargs) if self in now.idle else now.call(self, args, kwargs)
+        handler = self.engine.here.handler
+        if handler is not None:
+            return self.inner(*args, **kwargs) if self in handler.idle else handler.call(self, args, kwargs)
         if threading.get_ident() != self._thread:
             caller = sys._getframe(1).f_locals.get("self")
             if (

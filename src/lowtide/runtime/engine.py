@@ -125,7 +125,7 @@ class Engine:
             self.n_runs_in_eval_mode += 1
             return interceptor.inner(*args, **kwargs)
         if in_forward_mode() and not in_transform():  # the level of the tangents ends before a replay
-            with self.now(self.interceptors.passthrough):
+            with self.handling(self.interceptors.passthrough):
                 return interceptor.inner(*args, **kwargs)
         self.n_runs += 1
         _interrupts.install_handler()
@@ -136,7 +136,7 @@ class Engine:
                     f"{interceptor} was called inside a transform of torch.func (grad, vmap, ...): the plan does "
                     "nothing there."
                 )
-            with self.now(self.interceptors.passthrough):
+            with self.handling(self.interceptors.passthrough):
                 return interceptor.inner(*args, **kwargs)
         hooks = saved_tensor_hooks() or (None if paused.pack is None else (paused.pack, unpack))
         if hooks is not None:
@@ -146,7 +146,7 @@ class Engine:
                     f"{interceptor} was called inside other saved-tensor hooks (torch.utils.checkpoint or "
                     "saved_tensors_hooks around it). Those take precedence: the plan does nothing there."
                 )
-            with self.now(self.interceptors.passthrough):
+            with self.handling(self.interceptors.passthrough):
                 return interceptor.inner(*args, **kwargs)
         plan = self.choose(interceptor, args, kwargs)
         writing, least = self._writing, self.in_place[plan]
@@ -166,41 +166,41 @@ class Engine:
             self.learning.learn_again(plan)
         needed = None if is_probed else self.learning.needed(plan)
         learns = self.learning.is_possible and not is_probed and not self.packer.builder.owners.sharded
-        now = ForwardPass(self, plan, needed, learns=learns)
+        run = ForwardPass(self, plan, needed, learns=learns)
         n_elements = elements_in(args, kwargs)
-        now.has_room = interceptor.module is self.model and self.has_room(plan, n_elements)
+        run.has_room = interceptor.module is self.model and self.has_room(plan, n_elements)
         first = self._n_calls.get((plan, interceptor))
         if first is not None and first[0] == n_elements:
-            now.n_calls = first[1]
+            run.n_calls = first[1]
         alone = self._alone(interceptor)
         inside = self.interceptors.inside.staying(None if needed is None else needed.unneeded)
-        with off_in_transforms(unpack, self.without_plan), self.now(now), alone, inside, pausing(now.pack):
+        with off_in_transforms(unpack, self.without_plan), self.handling(run), alone, inside, pausing(run.pack):
             if needed is None:
-                now.switch_hooks(on=True)
+                run.switch_hooks(on=True)
             try:
-                result = now.call(interceptor, args, kwargs)
+                result = run.call(interceptor, args, kwargs)
             finally:
-                now.departures.close()
-                if now.has_hooks:
-                    now.switch_hooks(on=False)
+                run.offloads.close()
+                if run.has_hooks:
+                    run.switch_hooks(on=False)
         if first is None and not self.packer.draws:
-            self._n_calls[plan, interceptor] = n_elements, dict(now.times)
-        self.learning.add(now)
+            self._n_calls[plan, interceptor] = n_elements, dict(run.times)
+        self.learning.add(run)
         return result
 
     def _run_as_without_plan(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         here, inside = self.here, self.interceptors.inside
-        before, here.now = here.now, self.interceptors.passthrough
+        before, here.handler = here.handler, self.interceptors.passthrough
         try:
             inside.take_out()
             return interceptor.inner(*args, **kwargs)
         finally:
             inside.put_in()
-            here.now = before
+            here.handler = before
 
     def without_plan(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which calls of modules in this thread run as without a plan."""
-        return self.now(self.interceptors.passthrough)
+        return self.handling(self.interceptors.passthrough)
 
     @contextlib.contextmanager
     def _alone(self, interceptor: CallInterceptor) -> Iterator[None]:
@@ -219,13 +219,13 @@ class Engine:
             self._thread = before
 
     @contextlib.contextmanager
-    def now(self, called: CallHandler) -> Iterator[None]:
-        """Report module calls in this thread to `called` inside the block."""
-        before, self.here.now = self.here.now, called
+    def handling(self, handler: CallHandler) -> Iterator[None]:
+        """Report module calls in this thread to `handler` inside the block."""
+        before, self.here.handler = self.here.handler, handler
         try:
             yield
         finally:
-            self.here.now = before
+            self.here.handler = before
 
     def install(self) -> None:
         """Install an interceptor in every module, until `remove`. Raises LowtideError if the model has a plan."""
@@ -253,7 +253,7 @@ class Engine:
     def wrote_in_place(self, node: str, n_bytes: int) -> None:
         """Tell the observer that a gradient will be written over the one that arrived at a node of kind `node`."""
         if (probe := values.observer_of(self)) is not None:
-            probe.writing_over(node, n_bytes)
+            probe.on_write_in_place(node, n_bytes)
 
     def remove(self) -> None:
         """Remove every interceptor. Handles that a running backward still holds keep working."""

@@ -89,12 +89,12 @@ class CallHandler(Protocol):
 class ThreadState(threading.local):
     """The call handler active in this thread; None outside the model's forward."""
 
-    now: CallHandler | None = None
+    handler: CallHandler | None = None
 
     @property
     def scope(self) -> CallScope | None:
         """Return the module call in progress; None outside a forward pass, also inside a replay."""
-        return self.now.scope if isinstance(self.now, ForwardPass) else None
+        return self.handler.scope if isinstance(self.handler, ForwardPass) else None
 
 
 class ForwardPass:
@@ -102,7 +102,6 @@ class ForwardPass:
 
     __slots__ = (
         "__weakref__",
-        "departures",
         "engine",
         "frame",
         "has_hooks",
@@ -113,6 +112,7 @@ class ForwardPass:
         "n_calls",
         "needed",
         "notes",
+        "offloads",
         "pack",
         "packer",
         "plan",
@@ -149,7 +149,7 @@ class ForwardPass:
         """Number of calls of each module in the first run with inputs of this size; empty in that run."""
         self.notes = False
         """True while operands are being captured."""
-        self.departures = OffloadQueue()
+        self.offloads = OffloadQueue()
         """Offloaded tensors that are being copied to the host."""
         self.results: list[Value] = []
         """Results of calls that are recomputed by advancing, held until their readers have handles."""
@@ -192,7 +192,7 @@ class ForwardPass:
         probe = self.probe
         try:
             if probe is not None:
-                probe.entering(interceptor, args, kwargs)
+                probe.on_enter(interceptor, args, kwargs)
             if (actions.notes or self.packer.captures_all) and not self.notes:
                 run = self.run_replayable if interceptor.replays else self.run
                 result = self.run_capturing(run, interceptor, args, kwargs)
@@ -203,11 +203,11 @@ class ForwardPass:
             if actions.shape:
                 self.packer.free_values(scope, result)
             if probe is not None:
-                probe.returning(interceptor, result)
+                probe.on_return(interceptor, result)
             return result
         finally:
             if probe is not None:
-                probe.leaving(interceptor)
+                probe.on_exit(interceptor)
             if ordinals and needed is not None and scope.ordinal > needed.n_saved[interceptor][number]:
                 needed.unneeded = None  # it may have called a module that has no interceptor
             self.scope = outer
@@ -263,20 +263,20 @@ class ForwardPass:
         scope = self.scope
         assert scope is not None
         place = CaptureSite(scope.id, scope.noted)
-        if self.engine.here.now is not self:  # a trial run inside the call
+        if self.engine.here.handler is not self:  # a trial run inside the call
             return place, None
         scope.noted += 1
         value = self.packer.unrecorded(place, operand)
         if value is not None:
             scope.held.append(value)
         if (probe := values.observer_of(self.engine)) is not None:
-            probe.noted(place, operand)
+            probe.on_capture(place, operand)
         return place, value
 
     def sized_by_contents(self, operator: str) -> None:
         """Report an operator whose memory depends on the contents of a tensor."""
         if (probe := values.observer_of(self.engine)) is not None:
-            probe.sized_by_contents(operator)
+            probe.on_sized_by_contents(operator)
 
     def run_replayable(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that the plan may replay in backward, for all its saved tensors, or advance, for its result."""
@@ -285,9 +285,9 @@ class ForwardPass:
         actions = scope.actions
         replay, advance = actions.replay, actions.advance and outer is None
         if replay or advance:
-            reach = interceptor.reach
-            known = reach.as_known()
-            is_as_planned = not reach.is_overwritten if known is not None else self.may_replay(interceptor)
+            mutable_state = interceptor.mutable_state
+            known = mutable_state.as_known()
+            is_as_planned = not mutable_state.is_overwritten if known is not None else self.may_replay(interceptor)
             if not (is_as_planned and torch.is_grad_enabled() and self.hooks_are_active(interceptor)):
                 replay = advance = False
         if outer is not None:
@@ -295,9 +295,9 @@ class ForwardPass:
         if not (replay or advance):
             return interceptor.inner(*args, **kwargs)
         hold = partial(self.argument, scope, itertools.count(), outer)
-        frame = ReplayFrame(interceptor, args, kwargs, hold, outer, reach)
+        frame = ReplayFrame(interceptor, args, kwargs, hold, outer, mutable_state)
         if known is None:
-            reach.get_to_know(frame.call_context)
+            mutable_state.get_to_know(frame.call_context)
         self.engine.relied_on.add(frame)
         self.frame = frame if replay else outer
         try:
@@ -316,7 +316,7 @@ class ForwardPass:
 
         It is False, and reported, if something was installed on the module since its plan was put in force.
         """
-        if interceptor.reach.is_overwritten:
+        if interceptor.mutable_state.is_overwritten:
             return False
         change = None if interceptor.as_planned is None else interceptor.as_planned.change()
         if change is not None:
@@ -373,19 +373,19 @@ def pausing(pack: Callable[[Tensor], Any] | None) -> Iterator[None]:
         paused.pack = before
 
 
-def make_pack_hook(now: ForwardPass) -> Callable[[Tensor], Handle | KeptTensor]:
+def make_pack_hook(run: ForwardPass) -> Callable[[Tensor], Handle | KeptTensor]:
     """Return the pack hook, which refers to the run weakly.
 
     Autograd holds the hook as long as the saved tensor, so it must not keep alive a model that stores its own output.
     """
-    reference = weakref.ref(now)
+    reference = weakref.ref(run)
 
     @hidden_from_checkpoints
     @never_compiled
     def pack(tensor: Tensor) -> Handle | KeptTensor:
-        now = reference()
-        assert now is not None  # this thread runs the forward
-        scope, frame = now.scope, now.frame
+        run = reference()
+        assert run is not None  # this thread runs the forward
+        scope, frame = run.scope, run.frame
         assert scope is not None
         ordinal = scope.ordinal
         if frame is None:
@@ -393,16 +393,16 @@ def make_pack_hook(now: ForwardPass) -> Callable[[Tensor], Handle | KeptTensor]:
                 scope.ordinal = ordinal + 1
                 is_parameter = tensor.requires_grad and tensor.grad_fn is None
                 return tensor if is_parameter else tensor.detach(), tensor._version
-        elif scope.learnt is None and now.probe is None and not scope.held and ordinal not in scope.actions.recompute:
+        elif scope.learnt is None and run.probe is None and not scope.held and ordinal not in scope.actions.recompute:
             handle = frame.left(tensor)
             if handle is not None:
                 scope.ordinal = ordinal + 1
                 return handle
         # a thread of the device, in a backward pass inside the forward (`create_graph`)
-        if now.engine.here.now is None:
-            with now.engine.now(now):
-                return now.packer.pack(now, tensor)
-        return now.packer.pack(now, tensor)
+        if run.engine.here.handler is None:
+            with run.engine.handling(run):
+                return run.packer.pack(run, tensor)
+        return run.packer.pack(run, tensor)
 
     return pack if values.native is None else values.native.Pack(reference, pack)
 

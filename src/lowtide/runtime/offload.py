@@ -12,7 +12,7 @@ Events alone order the two streams, and neither frees memory that the other may 
 - back: the memory comes from the computing stream, and the copy waits for all work queued there; readers wait for the
   copy, and memory that was never read is freed in the same way.
 
-The same code runs on the CPU in tests, with a copy in place of pinned memory.
+Tests run the same code on the CPU, with a copier of their own (`COPIERS`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Protocol
 
-import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -36,9 +35,6 @@ if TYPE_CHECKING:
 
     from lowtide.runtime.saved_fields import Geometry
     from lowtide.runtime.saved_values import Handle
-
-ON_CPU = False
-"""True in tests, to offload tensors on the CPU too, where it saves no memory."""
 
 
 class Copying(Protocol):
@@ -85,22 +81,8 @@ class CudaCopier:
             data.record_stream(computing)
 
 
-class InTests:
-    """Copies on the CPU itself, for tests: to memory outside torch's allocator, which recorders take for host
-    memory.
-    """
-
-    def out(self, data: Tensor) -> tuple[Tensor, object]:
-        return torch.from_numpy(np.empty(data.shape, np.uint8)).copy_(data), None
-
-    def back(self, host: Tensor) -> tuple[Tensor, object]:
-        return host.clone(), None
-
-    def wait(self, token: object, data: Tensor) -> None:
-        """Do nothing: the copy is done already."""
-
-
-_gpus: dict[torch.device, CudaCopier] = {}
+COPIERS: dict[torch.device, Copying] = {}
+"""Copiers by device, made on demand. Tests add one for the CPU, where offloading saves no memory."""
 _one_at_a_time = threading.RLock()
 """Lock for offloaded storages, because backward may run in several threads."""
 _Layout = tuple[torch.dtype, "Geometry"]
@@ -108,11 +90,9 @@ _Layout = tuple[torch.dtype, "Geometry"]
 
 def copying_for(device: torch.device) -> Copying | None:
     """Return the copier for memory of `device`; None if offloading from it is not supported."""
-    if device.type == "cuda":
-        if device not in _gpus:
-            _gpus[device] = CudaCopier(device)
-        return _gpus[device]
-    return InTests() if ON_CPU and device.type == "cpu" else None
+    if device.type == "cuda" and device not in COPIERS:
+        COPIERS[device] = CudaCopier(device)
+    return COPIERS.get(device)
 
 
 class OffloadedStorage:
@@ -145,7 +125,7 @@ class OffloadedStorage:
         self.offloaded_values: list[tuple[weakref.ref[Value], _Layout]] = []
         """Values in this storage, each with its dtype and geometry."""
 
-    def settle(self) -> None:
+    def release_device_memory(self) -> None:
         """Release the device memory."""
         leaving, self._leaving = self._leaving, None
         if leaving is not None:
@@ -158,14 +138,14 @@ class OffloadedStorage:
         if self._back is None:
             self._back = self._copying.back(self._host)
 
-    def arrive(self) -> Tensor:
+    def bring_back(self) -> Tensor:
         """Wait for the copy back to the device, store it in the values that need it, and return it.
 
         The copy back of the storage that was offloaded just before this one starts now.
 
         Raises RuntimeError if the tensor was changed in place during its copy to the host.
         """
-        self.settle()
+        self.release_device_memory()
         if self._spoiled:
             raise RuntimeError(self._spoiled)
         self.fetch()
@@ -174,7 +154,7 @@ class OffloadedStorage:
         self._copying.wait(token, data)
         for reference, layout in self.offloaded_values:
             if (there := reference()) is not None:
-                there.arrive(view_in(data, layout))
+                there.store_recomputed(view_in(data, layout))
         before = None if self._before is None else self._before()
         if before is not None and before.awaited():
             before.fetch()
@@ -197,12 +177,12 @@ class OffloadedStorage:
 class Offloaded:
     """Recomputation of one value by fetching its storage from the host."""
 
-    __slots__ = ("_layout", "_trip")
+    __slots__ = ("_layout", "_storage")
 
     operands: tuple[Handle, ...] = ()
 
-    def __init__(self, trip: OffloadedStorage, layout: _Layout) -> None:
-        self._trip, self._layout = trip, layout
+    def __init__(self, storage: OffloadedStorage, layout: _Layout) -> None:
+        self._storage, self._layout = storage, layout
 
     def make(self, value: Value) -> Tensor:
         """Return the tensor once its copy is back. Raises RuntimeError if it was changed in place during its copy to
@@ -212,11 +192,11 @@ class Offloaded:
             if value.tensor is not None:  # another thread has fetched it in the meantime
                 return value.tensor
             if values.probe is not None:
-                values.probe.making(self)
-            data = self._trip.arrive()
+                values.probe.on_recompute_begin(self)
+            data = self._storage.bring_back()
             tensor = view_in(data, self._layout)
             if values.probe is not None:
-                values.probe.made(self, (tensor,))
+                values.probe.on_recompute_end(self, (tensor,))
             return tensor
 
 
@@ -239,20 +219,20 @@ class OffloadQueue:
         self._before: weakref.ref[OffloadedStorage] | None = None
         self._known: dict[int, tuple[StorageWeakRef, weakref.ref[OffloadedStorage]]] = {}
 
-    def leave(self, base: Tensor, value: Value) -> bool:
+    def enqueue(self, base: Tensor, value: Value) -> bool:
         """Offload `value`. Return False if memory of this device is not copied to the host."""
         copying = copying_for(base.device)
         if copying is None or isinstance(base, torch.nn.Parameter) or not is_plain(base) or not storage_id(base):
             return False
-        trip = self._existing_storage(base)
-        if trip is None:
+        storage = self._existing_storage(base)
+        if storage is None:
             self.close()
-            trip = self._leaving = OffloadedStorage(base, copying, self._before)
-            self._before = weakref.ref(trip)
+            storage = self._leaving = OffloadedStorage(base, copying, self._before)
+            self._before = weakref.ref(storage)
             self._known[storage_id(base)] = StorageWeakRef(base.untyped_storage()), self._before  # type: ignore[no-untyped-call]
         layout = base.dtype, (base.size(), base.stride(), int(base.storage_offset()))
-        trip.offloaded_values.append((weakref.ref(value), layout))
-        value.tensor, value.version, value.maker = None, base._version, Offloaded(trip, layout)
+        storage.offloaded_values.append((weakref.ref(value), layout))
+        value.tensor, value.version, value.maker = None, base._version, Offloaded(storage, layout)
         return True
 
     def _existing_storage(self, base: Tensor) -> OffloadedStorage | None:
@@ -260,11 +240,11 @@ class OffloadQueue:
         storage's id from reuse.
         """
         known = self._known.get(storage_id(base))
-        trip = None if known is None or known[0].expired() else known[1]()  # type: ignore[no-untyped-call]
-        return trip if trip is not None and trip.version == base._version else None
+        storage = None if known is None or known[0].expired() else known[1]()  # type: ignore[no-untyped-call]
+        return storage if storage is not None and storage.version == base._version else None
 
     def close(self) -> None:
         """Release the device memory of the storage that was offloaded last."""
         leaving, self._leaving = self._leaving, None
         if leaving is not None:
-            leaving.settle()
+            leaving.release_device_memory()

@@ -118,7 +118,7 @@ class Recompute(RecomputeFields):
         for parameter in self.sharded:
             check_is_whole(parameter.get())
         if values.probe is not None:
-            values.probe.making(self)
+            values.probe.on_recompute_begin(self)
         constants, positional = self.constants, tensors
         if self.places is not None:
             constants = constants | {name: tensors[place] for name, place in self.places.items()}
@@ -137,8 +137,8 @@ class Recompute(RecomputeFields):
             # the reader may save the result again, as a backward with create_graph does
             set_version(result, value.version)
         if values.probe is not None:
-            values.probe.made(self, (result,))
-        number = backward_number()  # as `Value.arrive`
+            values.probe.on_recompute_end(self, (result,))
+        number = backward_number()  # as `Value.store_recomputed`
         if value.last_backward != number:
             value.last_backward, value.reads = number, 0
         if value.tensor is None and value.readers > value.reads:

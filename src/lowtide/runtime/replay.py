@@ -33,7 +33,7 @@ from lowtide.errors import ReplayMismatch
 from lowtide.runtime import module_hooks as hooks
 from lowtide.runtime import saved_values as values
 from lowtide.runtime.call_arguments import Arguments
-from lowtide.runtime.call_context import Again, CallContext
+from lowtide.runtime.call_context import CallContext, StateAtCall
 from lowtide.runtime.fsdp_scopes import run_again
 from lowtide.runtime.replay_run import AdvanceRun, NestedBackward, ReplayRun, StopReplay, Token
 from lowtide.runtime.saved_fields import Geometry
@@ -78,19 +78,19 @@ class ReplayFrame:
         kwargs: dict[str, Any],
         hold: Callable[[Tensor], Handle],
         outer: ReplayFrame | None = None,
-        reach: MutableState | None = None,
+        mutable_state: MutableState | None = None,
     ) -> None:
-        """Begin a call of `interceptor`. With its `reach`, state that `reach.as_known` has just found unchanged is not
-        captured again.
+        """Begin a call of `interceptor`. With its `mutable_state`, state that `MutableState.as_known` has just found
+        unchanged is not captured again.
         """
         self.interceptor = interceptor
         self.around: tuple[weakref.ref[ReplayFrame], ...] = () if outer is None else (weakref.ref(outer), *outer.around)
         """Frames of the outer calls, held weakly: they lead to tensors of their own."""
-        known = None if reach is None else reach.known
-        reach = interceptor.reach if reach is None else reach
+        known = None if mutable_state is None else mutable_state.known
+        mutable_state = interceptor.mutable_state if mutable_state is None else mutable_state
         self.arguments = arguments = Arguments(args, kwargs, hold)
         self.operands = arguments.handles
-        self.call_context = CallContext(reach, arguments.devices, arguments.generators, known)
+        self.call_context = CallContext(mutable_state, arguments.devices, arguments.generators, known)
         self.count = 0
         """Number of tensors that the call has saved so far."""
         self.values: dict[int, weakref.ref[Value]] = {}
@@ -104,7 +104,7 @@ class ReplayFrame:
         self._expected: dict[int, tuple[torch.Size, torch.dtype, Geometry | None]] = {}
         """For each place the shape and dtype of the saved tensor, and for a view the geometry of its base."""
         self._static: frozenset[int] | None = None
-        self._listening = None if known is not None else hooks.Listening(reach.modules)
+        self._listening = None if known is not None else hooks.Listening(mutable_state.modules)
         """None for modules without hooks."""
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ class ReplayFrame:
             self._listening.stop()
         self.arguments.close()
         context = self.call_context
-        if context.known is None or context.reach.written is None:
+        if context.known is None or context.mutable_state.written is None:
             context.learn()
         context.random.end_call()
 
@@ -206,10 +206,9 @@ class ReplayFrame:
     def is_static(self, tensor: Tensor) -> bool:
         """Return True if a tensor without history is the module's parameter or buffer, which stays in memory anyway."""
         if self._static is None:
-            buffers = (
-                b for module in self.interceptor.reach.modules for b in module._buffers.values() if b is not None
-            )
-            self._static = frozenset(storage_id(buffer) for buffer in buffers)
+            tables = (module._buffers for module in self.interceptor.mutable_state.modules)
+            buffers = (buffer for table in tables for buffer in table.values() if buffer is not None)
+            self._static = frozenset(map(storage_id, buffers))
         return isinstance(tensor, torch.nn.Parameter) or storage_id(tensor) in self._static
 
     def make(self, value: Value) -> Tensor:
@@ -218,17 +217,17 @@ class ReplayFrame:
             if value.tensor is not None:  # another thread has made it in the meantime
                 return value.tensor
             if values.probe is not None:
-                values.probe.making(self)
+                values.probe.on_recompute_begin(self)
             tensors: dict[int, Tensor] = {}
             self.look(tensors.__setitem__, is_only_missing=True)
             if values.probe is not None:
-                values.probe.made(self, tuple(tensors.values()))
+                values.probe.on_recompute_end(self, tuple(tensors.values()))
             for place, tensor in tensors.items():
                 there = self.values[place]()
                 if there is value:
                     result = tensor
                 if there is not None:
-                    there.arrive(tensor)
+                    there.store_recomputed(tensor)
             return result
 
     def catch(self) -> dict[int, Tensor]:
@@ -256,7 +255,7 @@ class ReplayFrame:
         try:
             missing = self._run_again(wanted, at)
         except NestedBackward:
-            self.interceptor.reach.holds = True
+            self.interceptor.mutable_state.holds = True
             missing = self._run_again(wanted, at)
         if missing:
             raise ReplayMismatch(self._mismatch(min(missing), "nothing"), type(self.interceptor.module))
@@ -287,16 +286,16 @@ class ReplayFrame:
         try:
             return self._run(AdvanceRun(self), operands)
         except NestedBackward:
-            self.interceptor.reach.holds = True
+            self.interceptor.mutable_state.holds = True
             return self._run(AdvanceRun(self), operands)
 
     def _run(self, rerun: ReplayRun | AdvanceRun, operands: tuple[Handle, ...]) -> Any:
-        interceptor, units = self.interceptor, self.call_context.reach.units
+        interceptor, units = self.interceptor, self.call_context.mutable_state.units
         for handle in operands:
             value = handle.value
             tensor = value.tensor
             if value.maker is None and tensor is not None and tensor._version != value.version and value.is_changed:
-                self.call_context.reach.is_overwritten = True
+                self.call_context.mutable_state.is_overwritten = True
                 raise Overwritten(tensor, value.version, str(interceptor), type(interceptor.module))
         args, kwargs = self.arguments.again(operands)
         if not (units or are_overrides_on()):
@@ -307,15 +306,15 @@ class ReplayFrame:
     def _run_here(self, rerun: ReplayRun | AdvanceRun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         engine = self.interceptor.engine
         here = engine.here
-        with Again(self.call_context, () if self._listening is None else self._listening.acting):
+        with StateAtCall(self.call_context, () if self._listening is None else self._listening.acting):
             unpack = rerun.unpack  # one object, by which transforms know the hooks
             begin_off_in_transforms(unpack, engine.without_plan)
             push_saved_tensor_hooks(rerun.compiled(rerun, rerun.pack) if rerun.compiled else rerun.pack, unpack)
-            before, here.now = here.now, rerun
+            before, here.handler = here.handler, rerun
             try:
                 return self.interceptor.inner(*args, **kwargs)
             finally:
-                here.now = before
+                here.handler = before
                 rerun.has_ended = True
                 pop_saved_tensor_hooks()
                 end_off_in_transforms()

@@ -74,7 +74,7 @@ class ReplayRun(_SecondRun):
     compiled = None if values.native is None else values.native.ReplayPack
 
     def __init__(self, frame: ReplayFrame, wanted: set[int], at: Callable[[int, Tensor], object]) -> None:
-        self._frame, self._holds = frame, frame.call_context.reach.holds
+        self._frame, self._holds = frame, frame.call_context.mutable_state.holds
         self.handed_over: set[int] = set()
         self.fresh: dict[int, Tensor] = {}
         """Tensors saved by the operator in progress, by place. The operator may still write to them."""
@@ -148,7 +148,7 @@ class AdvanceRun(_SecondRun):
     """An advance in progress, which records no saved tensors."""
 
     def __init__(self, frame: ReplayFrame) -> None:
-        self._frame, self._holds = frame, frame.call_context.reach.holds
+        self._frame, self._holds = frame, frame.call_context.mutable_state.holds
 
     def call(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an inner module call."""

@@ -133,7 +133,7 @@ def materialize(value: Any) -> Tensor:
         for operand in maker.operands:
             if operand is not None:
                 if operand.last_backward != NEVER:
-                    operand.wait()  # unread, so that the recomputed value stays until it is read
+                    operand.mark_unread()  # unread, so that the recomputed value stays until it is read
                 if operand.value.tensor is None:
                     missing.append(operand.value)
         if missing:

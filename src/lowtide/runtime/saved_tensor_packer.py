@@ -68,9 +68,9 @@ class SavedTensorPacker:
         self.learns_again = False
         """True if a recompute has taken another path than in the learning run, so that the next run has to learn."""
 
-    def pack(self, now: ForwardPass, tensor: Tensor) -> Handle:
+    def pack(self, run: ForwardPass, tensor: Tensor) -> Handle:
         """Keep `tensor`, or record how to recompute it."""
-        scope, frame = now.scope, now.frame
+        scope, frame = run.scope, run.frame
         assert scope is not None
         ordinal = scope.ordinal
         scope.ordinal = ordinal + 1
@@ -84,10 +84,10 @@ class SavedTensorPacker:
             handle = self.hold(tensor, decision, frame, scope)
         if scope.held:
             scope.held = [value for value in scope.held if not value.readers]
-        if now.probe is not None:
-            now.probe.packed(handle, tensor)
+        if run.probe is not None:
+            run.probe.on_pack(handle, tensor)
         if scope.learnt is not None:
-            now.last_packed = weakref.ref(handle)
+            run.last_packed = weakref.ref(handle)
         return handle
 
     def hold(self, tensor: Tensor, decision: Decision | None, frame: ReplayFrame | None, scope: CallScope) -> Handle:
@@ -251,14 +251,14 @@ class SavedTensorPacker:
             if decision.node != SHAPE or ordinal >= scope.ordinal:  # nothing was saved
                 continue
             if held is not None and held.value.kept and held.value.tensor is not None:
-                held.become(packed(SHAPE, held.value.tensor))
+                held.refer_to(packed(SHAPE, held.value.tensor))
             else:
                 self.note_drift(decision)
 
     def offload(self, value: Value, base: Tensor, decision: Decision) -> Value:
         """Offload `value` to host memory until backward, or keep it if that is impossible."""
-        now = self.here.now
-        if not (isinstance(now, ForwardPass) and now.departures.leave(base, value)):
+        run = self.here.handler
+        if not (isinstance(run, ForwardPass) and run.offloads.enqueue(base, value)):
             value.keep(base.detach())
             self.note_drift(decision)
         return value
@@ -276,10 +276,10 @@ class SavedTensorPacker:
         A small last batch may take other kernels, and save other tensors, without need of any plan. Where blocks are
         skipped at random, another node makes the input of a block that follows; peaks were measured in such steps.
         """
-        now = self.here.now
+        run = self.here.handler
         if node is not None and self.draws:
             return
-        if decision.address in self.ambiguous_addresses or (isinstance(now, ForwardPass) and now.has_room):
+        if decision.address in self.ambiguous_addresses or (isinstance(run, ForwardPass) and run.has_room):
             return
         self.drifted.add(decision.address)
         if len(self.drifted) == 1:

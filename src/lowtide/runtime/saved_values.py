@@ -59,7 +59,7 @@ class Recomputation(Protocol):
         """Return the operands, which have to be available before `make`."""
 
     def make(self, value: Value) -> Tensor:
-        """Return the value's tensor, and store other values that come with it by `Value.arrive`."""
+        """Return the value's tensor, and store other values that come with it by `Value.store_recomputed`."""
 
 
 class Value(ValueFields):
@@ -109,7 +109,7 @@ class Value(ValueFields):
         """Hold `tensor` (detached) from now on instead of recomputing it."""
         self.tensor, self.version, self.maker = tensor, tensor._version, None
 
-    def arrive(self, tensor: Tensor) -> None:
+    def store_recomputed(self, tensor: Tensor) -> None:
         """Store the recomputed tensor if an unread handle still needs it."""
         number = backward_number()
         if self.last_backward != number:
@@ -147,13 +147,13 @@ class Handle(HandleFields):
             return self.get()
         return tensor.as_strided(*view) if isinstance(view, tuple) else tensor if view is None else view
 
-    def become(self, value: Value) -> None:
+    def refer_to(self, value: Value) -> None:
         """Claim another value. Not for a handle that has been read."""
         self.value.readers -= 1
         self.value = value
         value.readers += 1
 
-    def wait(self) -> None:
+    def mark_unread(self) -> None:
         """Mark the handle as unread again, even if the recompute that reads it has run earlier in the same pass."""
         if self.last_backward != NEVER:
             if self.last_backward == self.value.last_backward:
@@ -194,9 +194,9 @@ def unpack_in_python(handle: Handle | KeptTensor) -> Tensor:
             return handle.get()
         finally:
             probe = observer
-    observer.reading(handle)
+    observer.on_read(handle)
     tensor = handle.get()
-    observer.given(handle, tensor)
+    observer.on_unpack(handle, tensor)
     return tensor
 
 
@@ -249,37 +249,37 @@ class Observer:
         """Return True if the observer knows this handle; reads of other handles are not reported to it."""
         return True
 
-    def entering(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def on_enter(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Observe that a module is about to run; `engine.here.scope` is its call."""
 
-    def returning(self, interceptor: CallInterceptor, result: Any) -> None:
+    def on_return(self, interceptor: CallInterceptor, result: Any) -> None:
         """Observe that the call is about to end, with a result."""
 
-    def leaving(self, interceptor: CallInterceptor) -> None:
+    def on_exit(self, interceptor: CallInterceptor) -> None:
         """Observe that the call is over, with a result or an exception."""
 
-    def packed(self, handle: Handle, tensor: Tensor) -> None:
+    def on_pack(self, handle: Handle, tensor: Tensor) -> None:
         """Observe that `tensor` was saved for backward, as `handle`."""
 
-    def noted(self, place: CaptureSite, operand: Tensor) -> None:
+    def on_capture(self, place: CaptureSite, operand: Tensor) -> None:
         """Observe an operand that autograd does not record."""
 
-    def sized_by_contents(self, operator: str) -> None:
+    def on_sized_by_contents(self, operator: str) -> None:
         """Observe an operator whose memory depends on the contents of a tensor."""
 
-    def reading(self, handle: Handle) -> None:
+    def on_read(self, handle: Handle) -> None:
         """Observe that backward is about to read a saved tensor."""
 
-    def given(self, handle: Handle, tensor: Tensor) -> None:
+    def on_unpack(self, handle: Handle, tensor: Tensor) -> None:
         """Observe `tensor`, which backward is about to get for `handle`."""
 
-    def making(self, maker: Recomputation) -> None:
+    def on_recompute_begin(self, maker: Recomputation) -> None:
         """Observe that a recipe or a replay is about to run; its operands are available."""
 
-    def made(self, maker: Recomputation, outputs: tuple[Tensor, ...]) -> None:
+    def on_recompute_end(self, maker: Recomputation, outputs: tuple[Tensor, ...]) -> None:
         """Observe the outputs of a recipe or a replay."""
 
-    def writing_over(self, node: str, n_bytes: int) -> None:
+    def on_write_in_place(self, node: str, n_bytes: int) -> None:
         """Observe that a gradient will be written over one of `n_bytes` that arrived at a node of kind `node`."""
 
 

@@ -272,7 +272,7 @@ class ReliedOn:
                 value.original = None
         for frame in _alive(self._frames):
             if frame.call_context.copy(storages, copy_of) and is_habit:
-                frame.interceptor.reach.is_overwritten = True
+                frame.interceptor.mutable_state.is_overwritten = True
         for tensor, _ in copies.values():
             if is_habit:
                 mark(tensor)
@@ -294,7 +294,7 @@ class ReliedOn:
         """Stop replaying calls that read the storage, because it was written to before backward."""
         for frame in _alive(self._frames):
             if any(storage_id(tensor) == storage for tensor, _ in frame.read(given=True)):
-                frame.interceptor.reach.is_overwritten = True
+                frame.interceptor.mutable_state.is_overwritten = True
 
     def __bool__(self) -> bool:
         with self._lock:

@@ -41,7 +41,7 @@ from lowtide.levers import lever_named
 from lowtide.levers.backward_entry import output_tensors, replace_tensors
 from lowtide.runtime import module_hooks as hooks
 from lowtide.runtime.call_arguments import tensors_in_call
-from lowtide.runtime.call_context import Again, CallContext, MutableState
+from lowtide.runtime.call_context import CallContext, MutableState, StateAtCall
 from lowtide.runtime.call_interceptor import OuterInterceptor
 from lowtide.runtime.composite_model import CompositeModel, name_of
 from lowtide.state.process_group import several_processes
@@ -70,7 +70,7 @@ class StepRepeater(Removable):
     ) -> None:
         """Begin to guard the model; `repeated` is called for each repeated step."""
         self._model, self._applied, self._say, self._repeated = model, applied, say, repeated
-        self.reach = MutableState(model)
+        self.mutable_state = MutableState(model)
         self._looks_left = LOOKS
         self._why_not = _why_never(model, applied)
         """Reason why steps of this model are not repeated; None if none is known."""
@@ -273,7 +273,7 @@ class _Call:
         self._tensors = tensors_in_call(args, kwargs)
         self._versions = [_version(tensor) for tensor in self._tensors]
         devices = {tensor.device for tensor in self._tensors}
-        self.context = CallContext(repeater.reach, devices)
+        self.context = CallContext(repeater.mutable_state, devices)
         self._listening: hooks.Listening | None = None
         self._outputs: list[weakref.ref[Tensor]] = []
         self._places: set[int] = set()
@@ -290,7 +290,7 @@ class _Call:
 
         One node for all outputs would also lead backward to outputs that a loss does not use.
         """
-        self._listening = hooks.Listening(self.context.reach.modules)
+        self._listening = hooks.Listening(self.context.mutable_state.modules)
         try:
             output = self.inner(*self.args, **self.kwargs)
         finally:
@@ -355,7 +355,7 @@ class _Call:
     def again(self) -> list[tuple[Tensor, Tensor]]:
         """Run the call again from the state before it; return its outputs with the gradients received."""
         assert self._listening is not None
-        with without_overrides(), Again(self.context, self._listening.acting):
+        with without_overrides(), StateAtCall(self.context, self._listening.acting):
             outputs = [*_with_graph(self.inner(*self.args, **self.kwargs)).values()]
         assert self.gradients is not None
         assert len(outputs) == len(self._outputs)
