@@ -13,7 +13,7 @@ from torch import nn
 import lowtide
 from lowtide._torch.compiled_code import not_compiled_alone
 from lowtide._torch.patching import replace_function, wrap_module_calls
-from lowtide.script.step_detector import Steps
+from lowtide.script.step_detector import StepDetector
 from lowtide.script.step_listener import StepListener
 
 
@@ -121,7 +121,7 @@ def test_calls_of_modules_may_have_arguments_of_any_name() -> None:
     calls: list[object] = []
     given = {"module": 1, "call": 2, "begins": 3, "ends": 4, "plain": 5}
     remove = wrap_module_calls(lambda module: calls.append(type(module)), lambda module, output: calls.append(output))
-    with Steps(StepListener()):
+    with StepDetector(StepListener()):
         assert OpWorkspaces()(6, **given) == 21
     remove()
     assert calls == [OpWorkspaces, 21]

@@ -7,7 +7,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import lowtide
 from lowtide.profiler.drafts import CallDraft, SlotDraft, StepDrafts, ValueDraft
-from lowtide.profiler.fsdp_units import ELSEWHERE, NEVER, TAKES_ELSEWHERE, FsdpScopes, settle
+from lowtide.profiler.fsdp_units import ELSEWHERE, NEVER, TAKES_ELSEWHERE, FsdpScopes, refuse_ungathered
 from parts import Mlp
 
 MODEL, ONE, INSIDE, TWO = range(4)
@@ -15,14 +15,14 @@ MODEL, ONE, INSIDE, TWO = range(4)
 SPANS = {ONE: (10, 20), TWO: (20, 30)}
 
 
-def settled(values: list[ValueDraft], readers: dict[int, list[int]], allocated_at: dict[int, int]) -> list[str | None]:
+def refusals(values: list[ValueDraft], readers: dict[int, list[int]], allocated_at: dict[int, int]) -> list[str | None]:
     """Why each value is kept; `readers` are calls that save it, by value."""
     parents = {MODEL: None, ONE: MODEL, INSIDE: ONE, TWO: MODEL}
     calls = [CallDraft(id=str(call), cls="Block", parent=parent) for call, parent in parents.items()]
     slots = [SlotDraft(address="", label="", value=value, call=call) for value, its in readers.items() for call in its]
     homes = FsdpScopes()
     homes.allocated_at, homes.spans = allocated_at, SPANS
-    settle(StepDrafts(values, slots, calls), homes)
+    refuse_ungathered(StepDrafts(values, slots, calls), homes)
     return [value.refused for value in values]
 
 
@@ -35,28 +35,28 @@ def kept() -> ValueDraft:
 
 
 def test_values_of_a_unit_are_recomputed_for_readers_inside_it():
-    assert settled([kept(), recomputed(0)], {0: [ONE], 1: [ONE, INSIDE]}, {0: 11, 1: 12}) == [None, None]
+    assert refusals([kept(), recomputed(0)], {0: [ONE], 1: [ONE, INSIDE]}, {0: 11, 1: 12}) == [None, None]
 
 
 def test_values_read_in_another_unit_are_kept():
-    assert settled([recomputed(), recomputed()], {0: [ONE, TWO], 1: [TWO]}, {0: 11, 1: 12}) == [ELSEWHERE, ELSEWHERE]
+    assert refusals([recomputed(), recomputed()], {0: [ONE, TWO], 1: [TWO]}, {0: 11, 1: 12}) == [ELSEWHERE, ELSEWHERE]
 
 
 def test_values_read_in_the_model_around_a_unit_are_kept():
-    assert settled([recomputed()], {0: [MODEL]}, {0: 11}) == [ELSEWHERE]
+    assert refusals([recomputed()], {0: [MODEL]}, {0: 11}) == [ELSEWHERE]
 
 
 def test_values_of_the_model_around_its_units_are_recomputed_anywhere():
-    assert settled([recomputed(), recomputed(0)], {0: [ONE], 1: [TWO]}, {0: 5, 1: 25}) == [None, None]
+    assert refusals([recomputed(), recomputed(0)], {0: [ONE], 1: [TWO]}, {0: 5, 1: 25}) == [None, None]
 
 
 def test_a_recompute_may_take_a_value_that_is_kept_for_it():
-    assert settled([recomputed(), recomputed(0)], {0: [TWO], 1: [TWO]}, {0: 11, 1: 21}) == [ELSEWHERE, None]
+    assert refusals([recomputed(), recomputed(0)], {0: [TWO], 1: [TWO]}, {0: 11, 1: 21}) == [ELSEWHERE, None]
 
 
 def test_nothing_is_made_on_the_way_through_another_unit():
     passed_through = {0: 11, 1: 12, 2: 21}
-    assert settled([kept(), recomputed(0), recomputed(1)], {0: [ONE], 2: [TWO]}, passed_through) == [
+    assert refusals([kept(), recomputed(0), recomputed(1)], {0: [ONE], 2: [TWO]}, passed_through) == [
         None,
         None,
         TAKES_ELSEWHERE,
@@ -68,7 +68,7 @@ def test_nothing_is_made_again_in_a_unit_that_is_not_gathered_for_backward():
     slots = [SlotDraft(address="", label="", value=n, call=call) for n, call in enumerate([INSIDE, TWO])]
     values, homes = [recomputed(), recomputed()], FsdpScopes()
     homes.allocated_at, homes.spans, homes.not_gathered = {0: 11, 1: 21}, SPANS, {ONE}
-    settle(StepDrafts(values, slots, calls), homes)
+    refuse_ungathered(StepDrafts(values, slots, calls), homes)
     assert [value.refused for value in values] == [NEVER, None]
     assert [call.refused for call in calls] == [None, NEVER, NEVER, None]
 
@@ -79,7 +79,7 @@ def test_an_argument_of_a_call_is_read_inside_of_it():
     calls[TWO].inputs.append(SlotDraft(address="", label="", value=0, call=TWO))
     homes = FsdpScopes()
     homes.allocated_at, homes.spans = {0: 11}, SPANS
-    settle(StepDrafts(values, [], calls), homes)
+    refuse_ungathered(StepDrafts(values, [], calls), homes)
     assert values[0].refused == ELSEWHERE
 
 

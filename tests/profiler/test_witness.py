@@ -15,7 +15,7 @@ from lowtide.errors import ReplayMismatch
 from lowtide.memory.events import OWN_WORK, Allocate, Free, Mark, without_own_work
 from lowtide.profiler import replay_check
 from lowtide.profiler.online import OnlineProfiler
-from lowtide.profiler.replay_check import Checked
+from lowtide.profiler.replay_check import ReplayChecker
 from lowtide.profiler.replay_trials import CHANGED
 from lowtide.runtime.replay import ReplayFrame
 from lowtide.runtime.saved_values import Handle
@@ -162,7 +162,7 @@ def test_nondeterministic_sums_are_no_mismatch() -> None:
             return (self.linear(x) * next(self.numbers)).square()
 
     model = nn.Sequential(nn.Linear(4, 4), Any())
-    with in_force(model, "replay", Any) as engine, Checked(engine).running():
+    with in_force(model, "replay", Any) as engine, ReplayChecker(engine).running():
         model(batch()[:, :4]).sum().backward()
 
 

@@ -18,7 +18,7 @@ from lowtide.script.manual_updates import MOST
 from lowtide.script.rehearse_steps import Rehearsing
 from lowtide.script.run_listened import run_watched
 from lowtide.script.runner import Script
-from lowtide.script.step_detector import Steps
+from lowtide.script.step_detector import StepDetector
 from lowtide.script.step_listener import Enough, StepListener
 
 Log = list[str]
@@ -71,7 +71,7 @@ exec("def call(loop): loop()", AS_A_SCRIPT)  # what is looked for in variables o
 def watched(loop: Callable[[], object], listener: Notes | None = None) -> Notes:
     listener = listener or Notes()
     before = nn.Module.__call__
-    with Steps(listener):
+    with StepDetector(listener):
         AS_A_SCRIPT["call"](loop)
     assert nn.Module.__call__ is before
     assert listener.log.pop() == "leaves"

@@ -16,7 +16,7 @@ from lowtide._torch.inductor import is_addmm_unfused, partition_by
 from lowtide.levers import enable_plan_levers
 from lowtide.planner.records import Plan
 from lowtide.profiler.preconditions import check_is_module
-from lowtide.profiler.replay_check import Checked
+from lowtide.profiler.replay_check import ReplayChecker
 from lowtide.runtime.call_interceptor import owners
 from lowtide.runtime.fingerprint import check_made_for
 from lowtide.runtime.guards import Changed, PlanGuard, more_state, watch_bypass
@@ -117,7 +117,7 @@ class Applied(Removable, Displayed):
         """Return a context manager for one step: ReplayMismatch is raised if backward reads other bits than forward
         saved.
         """
-        return Checked(self._engine).running()
+        return ReplayChecker(self._engine).running()
 
     def save_most(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Run calls of the size of these arguments, and larger ones, under the plan with the smallest peak from now on.

@@ -9,7 +9,7 @@ from lowtide.levers import enable_plan_levers
 from lowtide.memory.measure import recorder_for
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner.records import Plan
-from lowtide.profiler.block_labels import Names, labels
+from lowtide.profiler.block_labels import LabelledTrace, labels
 from lowtide.profiler.preconditions import check
 from lowtide.profiler.trace import address
 from lowtide.profiler.trace_marks import TRACE, OptimizerState
@@ -73,9 +73,9 @@ def timeline(
         step = unchanged.run
         step(batch)
         with recorder_for(place_of(model)) as recorder:
-            names = Names(Planned(model, *([] if plan is None else [plan])), recorder.mark)
-            with names.running():
+            trace = LabelledTrace(Planned(model, *([] if plan is None else [plan])), recorder.mark)
+            with trace.running():
                 step(batch)
             state = [t for o in unchanged.optimizers for entry in o.state.values() for t in tensors_in(entry)]
             recorder.mark(TRACE, OptimizerState(tuple(address(t) for t in state)))
-    return Timeline(recorder.stream, labels(recorder.stream, names))
+    return Timeline(recorder.stream, labels(recorder.stream, trace))

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from lowtide._torch.tensors import storage_id
-from lowtide.profiler import block_labels as names
-from lowtide.profiler.block_labels import labels
+from lowtide.profiler.block_labels import LabelledTrace, labels
 from lowtide.profiler.trace_marks import OptimizerState, Packed, Released
 from lowtide.runtime.batch_tensors import tensors_in
 
@@ -18,18 +17,16 @@ if TYPE_CHECKING:
 
     from lowtide.runtime.saved_values import Handle
 
-__all__ = ["Names", "labels"]
+__all__ = ["EstimateTrace", "labels"]
 
 
-class Names(names.Names):
-    """Labels like those of a measured step, except that storages are identified by number: fake storages have no
-    address.
-    """
+class EstimateTrace(LabelledTrace):
+    """Trace of a step on fake tensors, whose storages are identified by number: they have no address."""
 
     def _address(self, tensor: Tensor) -> int:
         return storage_id(tensor)
 
-    def packed(self, handle: Handle, tensor: Tensor) -> None:
+    def on_pack(self, handle: Handle, tensor: Tensor) -> None:
         scope = self.engine.here.scope
         assert scope is not None
         self.modules.append(scope.path)

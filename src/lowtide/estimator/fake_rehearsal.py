@@ -129,7 +129,7 @@ class FakeRehearsal(TwoStepRun):
                 raise RehearsalError(
                     "no backward ran through the model in its first step: the loss must depend on its outputs."
                 )
-            audit.settle(self._tracker.ledger.so_far)
+            audit.complete_drafts(self._tracker.ledger.so_far)
         self._now(batch)
         made_for = fingerprint(self._model, batch)
         is_gpu = made_for.device == self._tracker.device != "cpu"

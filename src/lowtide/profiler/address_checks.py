@@ -15,7 +15,7 @@ from lowtide.profiler.drafts import OVERWRITTEN, SlotDraft, ValueDraft
 OTHER_NODE = "in another call of the model, the tensor saved there is of another node"
 
 
-def settle(values: list[ValueDraft], slots: Collection[SlotDraft]) -> None:
+def refuse_other_nodes(values: list[ValueDraft], slots: Collection[SlotDraft]) -> None:
     """Refuse values whose node is not the main one at their address, or whose address is overwritten in some call."""
     lost = {slot.address for slot in slots if values[slot.value].refused == OVERWRITTEN}
     for slot in slots:
@@ -35,6 +35,6 @@ def settle(values: list[ValueDraft], slots: Collection[SlotDraft]) -> None:
 
 
 def nodes_at(values: list[ValueDraft], slots: Iterable[SlotDraft]) -> dict[str, str]:
-    """Return, for each settled address, the node that recomputes the tensors saved there."""
+    """Return, for each address, the node that recomputes the tensors saved there."""
     names = {index: draft.node for index, draft in enumerate(values) if draft.recipe is not None}
     return names_at(((slot.address, slot.value) for slot in slots), names)

@@ -16,7 +16,7 @@ from lowtide.profiler.drafts import CallDraft, SlotDraft, StepDrafts, ValueDraft
 from lowtide.profiler.freed_operands import reject_unavailable
 from lowtide.profiler.step_sections import TimedSections
 from lowtide.profiler.trace_marks import RecomputeEnded, RecomputeStarted
-from lowtide.profiler.trace_reader import TraceIndex, levels, lifetimes_without_trace, phases, watch
+from lowtide.profiler.trace_reader import TraceIndex, index_trace, lifetimes_without_trace, memory_levels, phases
 from lowtide.profiler.unrecorded_operands import blocks_of
 from lowtide.runtime.recipes import RECIPES
 
@@ -33,7 +33,7 @@ class TracedStep:
     stream: EventStream
     entry: Mapping[int, int]
     """Address of each block that was allocated before the step."""
-    given: list[list[str]]
+    input_shapes: list[list[str]]
     """Shapes and dtypes of the arguments of each call of the model from outside, as text."""
     written_over: list[InPlaceGroup]
     """Gradients that were written in place."""
@@ -60,7 +60,7 @@ def assemble(
     """
     slots, calls = step.drafts.slots, step.drafts.calls
     values = _upstream_first(step.drafts)
-    index = watch(step.stream, step.entry)
+    index = index_trace(step.stream, step.entry)
     noted = blocks_of(values, index)
     reject_unavailable(values, slots, index)
     several = passes(index, len(step.stream.events))
@@ -70,24 +70,24 @@ def assemble(
     groups = _groups(values, step.drafts)
     _even_out(values, calls, groups)
     records = _Records(step, values, index, noted, several, groups, has_clocks=sections is not None)
-    level = levels(step.stream, records.cuts, set(records.blocks), index)
+    levels = memory_levels(step.stream, records.cuts, set(records.blocks), index)
     profile = Profile(
         fingerprint=fingerprint,
         static=static,
-        base_bytes=with_their_own(step.written_over, level),
-        gradient_bytes=level.gradients,
+        base_bytes=with_their_own(step.written_over, levels),
+        gradient_bytes=levels.gradients,
         phases=phases(index, records.position),
         storages=records.storages(),
         values=records.values(),
         slots=records.slots(),
-        calls=records.calls(level.first),
+        calls=records.calls(levels.first),
         step_ms=plain[1],
         clocks=None if sections is None else records.clocks(sections),
         measured_plain_peak_bytes=plain[0],
-        in_place=in_place(step.written_over, level),
+        in_place=in_place(step.written_over, levels),
         allows_in_place=step.allows_in_place,
         implementations=step.implementations,
-        input_shapes=tuple(dict.fromkeys(map(", ".join, step.given))),
+        input_shapes=tuple(dict.fromkeys(map(", ".join, step.input_shapes))),
         offload_bytes_per_ms=offload_bytes_per_ms,
         notes=notes,
     )
@@ -289,7 +289,7 @@ def _one_storage_a_value(index: TraceIndex, slots: list[SlotDraft]) -> None:
             index.block_of_slot[n] = known
 
 
-def transients(values: Iterable[ValueDraft], stream: EventStream) -> None:
+def set_transient_bytes(values: Iterable[ValueDraft], stream: EventStream) -> None:
     """Fill in the bytes that each audited recipe allocated beyond its result, from the marks around its run."""
     peaks = {ended.run: n_bytes for ended, n_bytes in peak_between(stream, RecomputeStarted, RecomputeEnded)}
     for draft in values:

@@ -17,15 +17,14 @@ import torch
 from torch import nn
 
 from lowtide._torch.backward import in_backward, observe_checkpointed_calls, running_function
-from lowtide.profiler import address_checks as addresses
-from lowtide.profiler import fsdp_units as sharding
-from lowtide.profiler.assemble import transients
+from lowtide.profiler.address_checks import refuse_other_nodes
+from lowtide.profiler.assemble import set_transient_bytes
 from lowtide.profiler.audit_inplace import AuditInPlace, InPlaceGroup
 from lowtide.profiler.audited_step import AuditedStep, OpenCall
 from lowtide.profiler.checkpointed_blocks import CheckpointedCalls
 from lowtide.profiler.differing_modules import CallShape
 from lowtide.profiler.drafts import CallDraft, SlotDraft, describe
-from lowtide.profiler.fsdp_units import FsdpUnits
+from lowtide.profiler.fsdp_units import FsdpUnits, refuse_ungathered
 from lowtide.profiler.partial_reads import PartialReads
 from lowtide.profiler.recompute_trials import RecomputeTrials
 from lowtide.profiler.repeated_blocks import AuditedBlocks
@@ -161,18 +160,18 @@ class Audit(SavedTensorPacker, Observer):
             self._release()
             self._recomputes.timings.clear()
 
-    def settle(self, stream: EventStream) -> None:
+    def complete_drafts(self, stream: EventStream) -> None:
         """Complete the drafts after the step, given its recorded events: from then on they tell which decisions are
         possible.
         """
         step = self.step
-        self._partial_reads.settle()
-        sharding.settle(step, self._recomputes.homes)
-        addresses.settle(step.values, [*step.slots, *(given for call in step.calls for given in call.inputs)])
-        self.implementations = self._recomputes.settle_implementations()
-        transients(step.values, stream)
+        self._partial_reads.shrink_slots()
+        refuse_ungathered(step, self._recomputes.homes)
+        refuse_other_nodes(step.values, [*step.slots, *(given for call in step.calls for given in call.inputs)])
+        self.implementations = self._recomputes.choose_implementations()
+        set_transient_bytes(step.values, stream)
         if self._tried_in_place is not None:
-            self.written_over = self._tried_in_place.settle(stream)
+            self.written_over = self._tried_in_place.find_groups(stream)
 
     def n_sent(self) -> int:
         """Return the number of collective operations so far, except those that gathered parameters."""

@@ -77,8 +77,11 @@ class AuditInPlace(InPlace):
             self._refused.add(operator.node)
         return expected
 
-    def settle(self, stream: EventStream) -> list[InPlaceGroup]:
-        """Return the groups that can be written in place, those without extra time first. `stream`: the whole step."""
+    def find_groups(self, stream: EventStream) -> list[InPlaceGroup]:
+        """Return the groups that can be written in place, those without extra time first.
+
+        `stream` has the events of the whole step.
+        """
         self._own_bytes = _allocated(stream)
         calls = {key: more for key, more in sorted(self._more_ms.items()) if key[0] not in self._refused}
         free = {node: MIN_BYTES for node, _ in calls if not OPERATORS[node].piecewise}

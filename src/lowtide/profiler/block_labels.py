@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lowtide.runtime.saved_values import Handle
 
 
-class Names(Trace):
+class LabelledTrace(Trace):
     """A trace that also records the module of each saved tensor, and marks where the phases of the step begin."""
 
     def __init__(self, engine: Engine, mark: Callable[[str, object], None]) -> None:
@@ -57,7 +57,7 @@ class Names(Trace):
             self._mark(PHASE, phase)
 
 
-def labels(stream: EventStream, names: Names) -> dict[int, Label]:
+def labels(stream: EventStream, trace: LabelledTrace) -> dict[int, Label]:
     """Return the label of each block; blocks without a label are temporaries.
 
     Activations are blocks of saved tensors, and others of forward that are alive when backward begins, such as outputs
@@ -71,7 +71,7 @@ def labels(stream: EventStream, names: Names) -> dict[int, Label]:
     leaves = [
         i
         for i, event in enumerate(stream)
-        if type(event) is Mark and isinstance(event.data, Exited) and event.data.call in names.blocks
+        if type(event) is Mark and isinstance(event.data, Exited) and event.data.call in trace.blocks
     ]
     last = max(leaves, default=len(stream))
     for i, event in enumerate(stream):
@@ -89,7 +89,7 @@ def labels(stream: EventStream, names: Names) -> dict[int, Label]:
             match event.data:
                 case Packed(slot, where) if where in at:
                     category: Category = "loss head" if i > last else "activations"
-                    label_of.setdefault(at[where].block, Label(category, names.modules[slot], at[where].op))
+                    label_of.setdefault(at[where].block, Label(category, trace.modules[slot], at[where].op))
                 case Gradients(addresses, at_entry=False):
                     label_of.update(_labelled("gradients", addresses, at, label_of))
                 case OptimizerState(addresses):

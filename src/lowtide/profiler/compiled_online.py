@@ -155,12 +155,12 @@ class OnlineCompiledProfiler:
             assembled((), recorded.stream, 0.0)  # raises RehearsalError
         if self._best is None or recorded.rank > self._best.rank:
             self._best = recorded
-        self._settle(may_wait=self.n_steps < self._patience)
+        self._set_profile(may_wait=self.n_steps < self._patience)
 
     def finish(self) -> None:
         """Set the profile to that of the largest usable step, if any, because no further steps will come."""
         if self.profile is None:
-            self._settle(may_wait=False)
+            self._set_profile(may_wait=False)
 
     def peak_with(self, record: Callable[[Counter[int]], EventStream | None]) -> int | None:
         """Return the profiled step's peak if its compiled calls allocate what they do in a recording of calls alone.
@@ -191,7 +191,7 @@ class OnlineCompiledProfiler:
             self._graphs.clear()
             self._stack.close()
 
-    def _settle(self, *, may_wait: bool) -> None:
+    def _set_profile(self, *, may_wait: bool) -> None:
         if self._best is not None and (self._best.is_clean or not may_wait):
             self.profile = self._profile(self._best)
 

@@ -161,7 +161,7 @@ class ValueNumbering(Builder):
         return value
 
 
-def settle(step: StepDrafts, homes: FsdpScopes) -> None:
+def refuse_ungathered(step: StepDrafts, homes: FsdpScopes) -> None:
     """Refuse values whose recompute would run where the parameters of their unit are not gathered."""
     values, slots, calls = step.values, step.slots, step.calls
     if not homes.spans:

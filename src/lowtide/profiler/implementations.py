@@ -47,7 +47,7 @@ class ImplementationTrials:
         self.kinds[value] = kind
         self.by_value.setdefault(value, {})[name] = trial
 
-    def settle(self, values: list[ValueDraft]) -> dict[str, str]:
+    def choose(self, values: list[ValueDraft]) -> dict[str, str]:
         """Return the chosen implementation for each kind of node for which it is not the first, and set its costs in
         `values`.
         """

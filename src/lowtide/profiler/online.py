@@ -103,7 +103,7 @@ class OnlineProfiler:
         self._plain = plain
         self._patience = PATIENCE
         """Number of steps during which the profiler waits for the largest size."""
-        self._watch: StepRecorder | None = None
+        self._recording: StepRecorder | None = None
         self._kinds = StepKinds()
         self._best: TracedTrainingStep | None = None
         """Largest traced step."""
@@ -142,38 +142,38 @@ class OnlineProfiler:
             self._to_come = Update.tried(self.model, waiting) if waiting else None
         static, addresses = static_bytes(self.model, batch, optimizers)
         known, best = self._kinds.expected(form_of(begun)), self._best
-        watch = StepRecorder(begun, static, addresses, place)
-        watch.n_with_new_buckets = n_with_new_buckets(self.model.modules())
-        watch.start()
-        self._watch = watch  # set after the start: a recording that failed to start must not be ended
+        recording = StepRecorder(begun, static, addresses, place)
+        recording.n_with_new_buckets = n_with_new_buckets(self.model.modules())
+        recording.start()
+        self._recording = recording  # set after the start: a recording that failed to start must not be ended
         if known is None or size_of(begun) > GROWN * size_of(known.fingerprint):
-            watch.audit = TrainingAudit(self.model, addresses, watch.mark, frugal=True, in_place=self._in_place)
-            watch.audit.engine.excluded_modules = self._left_alone
-            watch.leave.enter_context(watch.audit.running())
+            recording.audit = TrainingAudit(self.model, addresses, recording.mark, frugal=True, in_place=self._in_place)
+            recording.audit.engine.excluded_modules = self._left_alone
+            recording.installed.enter_context(recording.audit.running())
         elif not self._plain or best is None or best.fingerprint != begun or best.plain is not None:
             # Trace also when nothing remains to be measured: this needs the least memory.
             engine = MaxSavingEngine(self.model, known.audit, in_place=known.fingerprint == begun)
             engine.excluded_modules = self._left_alone
-            watch.known, watch.engine, watch.trace = known, engine, Trace(engine, watch.mark)
-            watch.leave.enter_context(watch.trace.running())
+            recording.known, recording.engine, recording.trace = known, engine, Trace(engine, recording.mark)
+            recording.installed.enter_context(recording.trace.running())
 
     def end(self) -> None:
         """End the step. Hooks of the optimizer may call it: it changes no hooks."""
-        watch = self._watch
-        if watch is None or not watch.runs:
+        recording = self._recording
+        if recording is None or not recording.is_running:
             return
-        took_ms = watch.end()
+        took_ms = recording.end()
         try:
-            if watch.audit is not None:
-                watch.audit.engine.is_over = True
-                audited = AuditedTrainingStep(watch.size, watch.audit, watch.recorder)
-                self._kinds.add_audited(form_of(watch.size), audited)
+            if recording.audit is not None:
+                recording.audit.engine.is_over = True
+                audited = AuditedTrainingStep(recording.size, recording.audit, recording.recorder)
+                self._kinds.add_audited(form_of(recording.size), audited)
                 self._compare(audited)
-                self.checkpointed = watch.audit.checkpointed
-            elif watch.known is not None and watch.trace is not None:
-                self._trace(watch, watch.known, watch.trace)
+                self.checkpointed = recording.audit.checkpointed
+            elif recording.known is not None and recording.trace is not None:
+                self._trace(recording, recording.known, recording.trace)
             elif self._best is not None:
-                peak_bytes = watch.seen_static.total + Timeline(watch.recorder.stream).peak_bytes
+                peak_bytes = recording.seen_static.total + Timeline(recording.recorder.stream).peak_bytes
                 self._best.plain = peak_bytes, took_ms
         except OtherKind as why:
             self.other_kind = str(why)
@@ -181,14 +181,14 @@ class OnlineProfiler:
             self.why.append(str(why))
             return
         else:
-            self._steps_of[watch.size] += 1
+            self._steps_of[recording.size] += 1
         self.n_steps += 1
-        self._settle(may_wait=self.n_steps < self._patience)
+        self._set_profile(may_wait=self.n_steps < self._patience)
 
-    def _trace(self, watch: StepRecorder, known: AuditedTrainingStep, trace: Trace) -> None:
+    def _trace(self, recording: StepRecorder, known: AuditedTrainingStep, trace: Trace) -> None:
         """Use a traced step. Raises Unusable; drops `known` if steps on such a batch need another audit."""
-        audit, is_alike = known.audit, watch.size == known.fingerprint
-        form = form_of(watch.size)
+        audit, is_alike = known.audit, recording.size == known.fingerprint
+        form = form_of(recording.size)
         n_kinds = self._kinds.add(form, kind_of(trace.calls))
         if differing := modules_that_differ(audit.shapes, trace.calls):
             difference = (
@@ -219,9 +219,9 @@ class OnlineProfiler:
                 f"it called the model with {inputs_in_words(trace.inputs)}, and another step that began with "
                 f"{'the same' if is_alike else 'such a'} batch with {inputs_in_words(audit.inputs)}"
             )
-        if watch.n_with_new_buckets != n_with_new_buckets(self.model.modules()):
+        if recording.n_with_new_buckets != n_with_new_buckets(self.model.modules()):
             raise Unusable("DistributedDataParallel has put its buckets in another order in it")
-        traced = TracedTrainingStep(watch, known, trace)
+        traced = TracedTrainingStep(recording, known, trace)
         if self._best is None or traced.extent() > self._best.extent():
             self._best = traced
         self._compare(traced)
@@ -244,7 +244,7 @@ class OnlineProfiler:
     def finish(self) -> None:
         """Set the profile to that of the largest traced step, if any, because no further steps will come."""
         if self.profile is None:
-            self._settle(may_wait=False)
+            self._set_profile(may_wait=False)
 
     def restart(self) -> None:
         """Start over for larger batches. One traced step, on a batch of any size that the audits cover, completes the
@@ -258,15 +258,15 @@ class OnlineProfiler:
 
     def give_up(self) -> None:
         """Stop recording. Hooks of the optimizer may call it; `leave` must still be called afterwards."""
-        if self._watch is not None:
-            self._watch.end()
+        if self._recording is not None:
+            self._recording.end()
 
     def leave(self) -> None:
         """Remove all hooks from the model and give up an unfinished step. Must not be called by optimizer hooks."""
-        if self._watch is not None:
-            watch, self._watch = self._watch, None
-            watch.end()
-            watch.leave.close()
+        if self._recording is not None:
+            recording, self._recording = self._recording, None
+            recording.end()
+            recording.installed.close()
 
     def _left_alone_notes(self) -> Iterator[str]:
         """Yield the notes on modules that plans leave alone."""
@@ -275,7 +275,7 @@ class OnlineProfiler:
         if skipping := sorted(self._left_alone & self._skipping):
             yield f"{LEFT_ALONE} calls other modules in each step: {', '.join(skipping)}. {DRAWN_LAYERS}"
 
-    def _settle(self, *, may_wait: bool) -> None:
+    def _set_profile(self, *, may_wait: bool) -> None:
         """Set the profile to that of the largest traced step, unless waiting for further steps is worthwhile."""
         best, largest, fullest = self._best, self._largest, self._fullest
         if best is None or largest is None or fullest is None:

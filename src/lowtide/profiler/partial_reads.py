@@ -90,7 +90,7 @@ class PartialReads:
             is_on_edge = node is not None and registered(node, output) is value
             self._enough[n] = Enough(draft, None, is_passable, is_on_edge)
 
-    def settle(self) -> None:
+    def shrink_slots(self) -> None:
         """Make slots hold only the part of a tensor that their readers need, where that saves memory."""
         enough, values, slots = self._enough, self._step.values, self._step.slots
         saved_by: dict[int, set[int]] = {}

@@ -191,9 +191,9 @@ class RecomputeTrials:
                 assert isinstance(maker, Recompute)
                 self._implementations.add(index, kind, name, Trial(self.meter.of(maker), self._operands(maker)))
 
-    def settle_implementations(self) -> dict[str, str]:
+    def choose_implementations(self) -> dict[str, str]:
         """Return the implementation chosen for each kind of node, unless it is the first, and set its costs."""
-        return self._implementations.settle(self.step.values)
+        return self._implementations.choose(self.step.values)
 
     def try_packing(self, known: Value, tensor: Tensor) -> None:
         """Try to keep a tensor without a node as the bits of a mask, or as small integers."""

@@ -201,7 +201,7 @@ class Rehearsal:
             raise RehearsalError(SEVERAL_STREAMS)
         if not audit.reads:
             raise RehearsalError("the step ran no backward through the model: call loss.backward() inside it.")
-        audit.settle(recorder.stream)
+        audit.complete_drafts(recorder.stream)
         return audit
 
     def _plain(self) -> tuple[Recorder | None, float]:
@@ -256,7 +256,7 @@ class Attempt:
 
     audit: Audit
     frugal: bool
-    there: tuple[Static, frozenset[int]]
+    static_before: tuple[Static, frozenset[int]]
     """Static memory before the step was traced, and its addresses."""
     engine: MaxSavingEngine
     trace: Trace
@@ -272,14 +272,14 @@ class Attempt:
     ) -> Profile:
         """Return the profile, given the plain step's peak and time, and the times of its sections."""
         audit, place = self.audit, place_of(model)
-        static = with_others(*self.there, self.recorder)
+        static = with_others(*self.static_before, self.recorder)
         traced = TracedStep(
             drafts=audit.step,
             kept=self.trace.kept,
             replayed=self.engine.decisions.replay,
             stream=self.recorder.stream,
             entry=self.recorder.entry_addresses,
-            given=audit.inputs,
+            input_shapes=audit.inputs,
             written_over=audit.written_over,
             allows_in_place=audit.allows_in_place,
             implementations=audit.implementations,

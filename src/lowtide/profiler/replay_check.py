@@ -92,7 +92,7 @@ class Witness:
             self._is_working = False
 
 
-class Checked(Observer):
+class ReplayChecker(Observer):
     """Observer that checks each recomputed tensor of a step under a plan."""
 
     def __init__(self, engine: Engine) -> None:

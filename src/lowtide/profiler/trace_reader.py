@@ -52,7 +52,7 @@ class TraceIndex:
     leave: dict[int, int] = field(default_factory=dict)
     allocated_at: dict[int, int] = field(default_factory=dict)
     freed_at: dict[int, int] = field(default_factory=dict)
-    alone: dict[int, tuple[int, int]] = field(default_factory=dict)
+    unreferenced: dict[int, tuple[int, int]] = field(default_factory=dict)
     """For each block the last event at which references from outside the rehearsal were found, and the first at which
     none were.
     """
@@ -64,7 +64,7 @@ class TraceIndex:
     """Event, kind of node and bytes of each gradient that was written over another one."""
 
 
-def watch(stream: EventStream, entry: Mapping[int, int]) -> TraceIndex:
+def index_trace(stream: EventStream, entry: Mapping[int, int]) -> TraceIndex:
     """Build the index of a stream; `entry` has the address of each block that was allocated before the step."""
     index = TraceIndex()
     before = {where: block for block, where in entry.items()}
@@ -88,10 +88,10 @@ def watch(stream: EventStream, entry: Mapping[int, int]) -> TraceIndex:
                 del at[where]
         elif type(event) is Mark:
             match event.data:
-                case Unreferenced(unreferenced):
-                    for where, n_marks in unreferenced:
+                case Unreferenced(blocks):
+                    for where, n_marks in blocks:
                         if where in at:
-                            index.alone.setdefault(at[where], (marks[-min(n_marks, len(marks))], i))
+                            index.unreferenced.setdefault(at[where], (marks[-min(n_marks, len(marks))], i))
                     continue
                 case RecomputeStarted():
                     making += 1
@@ -101,7 +101,7 @@ def watch(stream: EventStream, entry: Mapping[int, int]) -> TraceIndex:
                     blocks = before if at_entry else at
                     index.gradients.update(blocks[where] for where in addresses_then if where in blocks)
                 case mark:
-                    _note(index, at, i, mark)
+                    _add_mark(index, at, i, mark)
             marks.append(i)
     # blocks that are never freed belong to a library, such as cuBLAS's workspace
     index.copies |= made & index.freed_at.keys()
@@ -111,7 +111,7 @@ def watch(stream: EventStream, entry: Mapping[int, int]) -> TraceIndex:
     return index
 
 
-def _note(index: TraceIndex, at: dict[int, int], i: int, mark: object) -> None:
+def _add_mark(index: TraceIndex, at: dict[int, int], i: int, mark: object) -> None:
     match mark:
         case Packed(slot, where):
             index.packed[slot] = i
@@ -161,10 +161,10 @@ def lifetimes_without_trace(index: TraceIndex, slots: list[SlotDraft], kept: set
     for call, noted in index.noted:
         if noted is not None:
             held[noted] = max(held.get(noted, 0), index.leave[call])
-    for block in held.keys() & index.alone.keys():  # the trace did not keep the other blocks alive
+    for block in held.keys() & index.unreferenced.keys():  # the trace did not keep the other blocks alive
         if index.freed_at.get(block, math.inf) > after_backward:
             continue
-        last, first = index.alone[block]
+        last, first = index.unreferenced[block]
         end = held[block] if last <= held[block] <= first else first
         index.freed_at[block] = min(end, index.freed_at.get(block, end))
 
@@ -183,7 +183,7 @@ class MemoryLevels:
     """Gradients written in place: position, bytes just before, and (kind of node, bytes of the gradient)."""
 
 
-def levels(stream: EventStream, cuts: list[int], storages: set[int], index: TraceIndex) -> MemoryLevels:
+def memory_levels(stream: EventStream, cuts: list[int], storages: set[int], index: TraceIndex) -> MemoryLevels:
     """Return the levels of memory that no decision affects."""
     in_place = {i: (node, n_bytes) for i, node, n_bytes in index.in_place}
     written = []

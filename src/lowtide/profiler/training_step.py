@@ -68,7 +68,7 @@ class AuditedTrainingStep:
             raise Unusable("the model saved nothing for backward")
         if not audit.reads:
             raise Unusable("no backward ran through the model")
-        audit.settle(recorder.stream)
+        audit.complete_drafts(recorder.stream)
         self.fingerprint, self.audit, self.kind = fingerprint, audit, kind_of(audit.shapes)
         self.drafts: StepDrafts = audit.step
 
@@ -82,14 +82,14 @@ class AuditedTrainingStep:
 class TracedTrainingStep:
     """A traced step, under the decisions that free the most memory, from an audit of this step or of a similar one."""
 
-    def __init__(self, watch: StepRecorder, audited: AuditedTrainingStep, trace: Trace) -> None:
-        self.fingerprint = watch.size
+    def __init__(self, recording: StepRecorder, audited: AuditedTrainingStep, trace: Trace) -> None:
+        self.fingerprint = recording.size
         self.plain: tuple[int, float] | None = None
         """Peak in bytes and time in milliseconds of such a step without any plan."""
-        assert watch.engine is not None
-        self._watch, self._trace, self._decisions = watch, trace, watch.engine.decisions
+        assert recording.engine is not None
+        self._recording, self._trace, self._decisions = recording, trace, recording.engine.decisions
         self._audit = audited.audit
-        self._is_alike = watch.size == audited.fingerprint
+        self._is_alike = recording.size == audited.fingerprint
         self.drafts = audited.drafts if self._is_alike else resized(audited.drafts, trace.elements)
 
     def extent(self) -> tuple[int, int]:
@@ -106,14 +106,14 @@ class TracedTrainingStep:
             is_larger = fullest.extent() > self.extent() and fullest.fingerprint != self.fingerprint
             kind = "larger batch" if is_larger else "batch that saves more"
             notes.append(f"a {kind} came, {fullest.fingerprint.batch}, but not often enough to be rehearsed")
-        static = self._watch.seen_static
+        static = self._recording.seen_static
         step = TracedStep(
             drafts=self.drafts.copy(),  # larger steps may follow
             kept=self._trace.kept,
             replayed=self._decisions.replay,
-            stream=self._watch.recorder.stream,
-            entry=self._watch.recorder.entry_addresses,
-            given=self._trace.inputs,
+            stream=self._recording.recorder.stream,
+            entry=self._recording.recorder.entry_addresses,
+            input_shapes=self._trace.inputs,
             written_over=self._audit.written_over if self._is_alike else [],
             allows_in_place=self._audit.allows_in_place,
             implementations=self._audit.implementations,
@@ -184,12 +184,12 @@ class StepRecorder:
     def __init__(self, size: Fingerprint, static: Static, addresses: frozenset[int], place: torch.device) -> None:
         self.size = size
         self._static, self._addresses, self._place = static, addresses, place
-        self.open, self.leave = contextlib.ExitStack(), contextlib.ExitStack()
-        self.runs = True
+        self._open, self.installed = contextlib.ExitStack(), contextlib.ExitStack()
+        self.is_running = True
 
     def start(self) -> None:
         """Start recording, then the clock: the recorder first collects garbage and looks for tensors."""
-        self.recorder = self.open.enter_context(recorder_for(self._place))
+        self.recorder = self._open.enter_context(recorder_for(self._place))
         self._began = now_ms(self._place)
 
     @property
@@ -199,12 +199,12 @@ class StepRecorder:
 
     def mark(self, label: str, data: object) -> None:
         """Add a mark to the recording, unless the step is over."""
-        if self.runs:
+        if self.is_running:
             self.recorder.mark(label, data)
 
     def end(self) -> float:
         """End the recording and return the milliseconds since it started."""
         took_ms = now_ms(self._place) - self._began
-        self.runs = False
-        self.open.close()
+        self.is_running = False
+        self._open.close()
         return took_ms

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-class Steps:
+class StepDetector:
     """A detector of steps inside a `with` block, until the listener is done, and again if it needs more.
 
     All steps are of one thread: the one that enters the block, or one that starts inside it, whichever trains first.
@@ -104,14 +104,14 @@ class Steps:
         self._thread = TrainingThread()
 
     def __enter__(self) -> Self:
-        self._hook = register_optimizer_step_post_hook(self._updates)
+        self._hook = register_optimizer_step_post_hook(self._on_update_end)
         self._unwatch = contextlib.ExitStack()
         self._watch()
         return self
 
     def _watch(self) -> None:
         """Patch the calls of all modules and compiled functions, updates, and starts of processes."""
-        self._unwatch.callback(register_optimizer_step_pre_hook(self._begins_update).remove)
+        self._unwatch.callback(register_optimizer_step_pre_hook(self._on_update_begin).remove)
         self._unwatch.callback(intercept_all_calls(self._call))
         started = functools.partial(functools.partial, self._starts_process)
         self._unwatch.callback(replace_function(BaseProcess, "start", started))
@@ -143,16 +143,16 @@ class Steps:
         self._step.is_open = self._step.is_late = False
         self._watch()
 
-    def ended(self) -> None:
-        """Close a step that waited for the next call when the script has ended, and report the time of a step."""
+    def end_last_step(self) -> None:
+        """End a step that waited for the next call when the script has ended, and report the time of a step."""
         if self._afterwards is not None:
             self._afterwards.ended()
         if self._step.is_late and self.failed is None:
-            self._close_late()
+            self._end_late_step()
         elif self._step.is_open and self.failed is None:
-            with self._noting():
+            with self._ending_on_error():
                 if self._is_updated_by_hand():
-                    self._close()
+                    self._end_step()
 
     def _starts_process(self, plain: Callable[..., Any], process: BaseProcess) -> None:
         if not self.unseen.in_processes and self.model is None and is_spawned(process):
@@ -163,8 +163,8 @@ class Steps:
     @not_compiled_alone
     def _call(self, plain: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if self._step.is_late and not self._depth and self._thread.is_here() and not in_backward():
-            self._close_late()
-        begins = not self._depth and self._begins_training(module, (args, kwargs))
+            self._end_late_step()
+        begins = not self._depth and self._is_training_call(module, (args, kwargs))
         if self._before is None and not (begins or self._step.is_open or self._depth) and self._thread.is_here():
             self._before = weakref.ref(module)
         if self._depth or not (
@@ -178,7 +178,7 @@ class Steps:
             if begins:
                 is_around = self.is_given and module is not self.model and is_compiled(module)
                 self.listener.compiled = module if is_around else None
-                with self._noting():
+                with self._ending_on_error():
                     self._handle_outermost_call(module, (args, kwargs))
             self._tell_of_call(module, (args, kwargs))
             out = plain(module, *args, **kwargs)
@@ -196,16 +196,16 @@ class Steps:
         if self._depth or not self.listener.plans_compiled:
             return function(*args, **kwargs)
         if self._step.is_late and self._thread.is_here() and not in_backward():
-            self._close_late()
+            self._end_late_step()
         self._depth += 1
         try:
             if torch.is_grad_enabled() and self._thread.is_here() and not in_backward():
                 for module in trained_modules(of, args, kwargs):
-                    with self._noting():
+                    with self._ending_on_error():
                         check_updates_outside(of)
                     if not self._step.is_open:
                         self.listener.compiled = function
-                    with self._noting():
+                    with self._ending_on_error():
                         self._handle_outermost_call(module, (args, kwargs))
             self._tell_of_call(function, (args, kwargs))
             return function(*args, **kwargs)
@@ -213,7 +213,7 @@ class Steps:
             self._depth -= 1
 
     @never_compiled
-    def _begins_training(self, module: nn.Module, given: Any) -> bool:
+    def _is_training_call(self, module: nn.Module, given: Any) -> bool:
         """Return True if a backward pass of training will follow this call."""
         if not torch.is_grad_enabled() or is_tracing() or any(is_lazy(p) for p in module.parameters()):
             return False
@@ -223,7 +223,7 @@ class Steps:
             )
             return False
         if not any(p.requires_grad for p in module.parameters()):
-            return self._begins_frozen(module, given)
+            return self._is_prompt_call(module, given)
         if not module.training:
             if self.model is None:
                 self._prompted.evaluated(module)
@@ -237,7 +237,7 @@ class Steps:
         self.unseen.in_other_thread |= not is_here
         return is_here
 
-    def _begins_frozen(self, module: nn.Module, given: Any) -> bool:
+    def _is_prompt_call(self, module: nn.Module, given: Any) -> bool:
         """Return True for a call of a module without trainable parameters through which a prompt is trained."""
         is_whole = type(self.model) is CompositeModel and bool(self.model.alone)
         if not (self.model is None or (is_whole and self._is_ours(module))) or not any(
@@ -260,7 +260,7 @@ class Steps:
         check_not_in_zero(module)
         self._thread.begin()
         if self._step.is_open:
-            self._close_if_over()
+            self._end_step_if_over()
         self._step.leave_others(set() if self.model is None else parameter_ids(self.model))
         self._turns.called(module)
         if self.listener.done:
@@ -276,19 +276,19 @@ class Steps:
         if self._step.is_open:
             self.listener.on_further_call(batch)
         elif self._is_ours(module) and not self._turns.are_in_step:
-            self._begin(batch)
+            self._begin_step(batch)
         if self._step.is_open:
             self._step.called[id(module)] = module
             if not self.updates.n:
                 self.by_hand.called(module)
 
-    def _close_if_over(self) -> None:
-        """Close a step whose end only the next call shows."""
+    def _end_step_if_over(self) -> None:
+        """End a step whose end only the next call shows."""
         if self._all_stepped() or self._is_updated_by_hand():
-            self._close()  # a parameter had a gradient, but is in no optimizer
+            self._end_step()  # a parameter had a gradient, but is in no optimizer
         elif (search := self.updates.search()) is not None and search.has_moved():
             self._step.stepped(search.optimizer)
-            self._close()
+            self._end_step()
 
     def _choose_model(self, module: nn.Module) -> None:
         """Take the called module as the model if there is none yet, or if it is a better choice."""
@@ -302,7 +302,7 @@ class Steps:
         elif not self.is_given and self._is_only_guessed() and _n_elements(module) > _n_elements(self.model):
             self._replace(module)  # the first call may have been a trial on a small input
 
-    def _begin(self, batch: Any) -> None:
+    def _begin_step(self, batch: Any) -> None:
         """Begin a step of the model."""
         assert self.model is not None
         self._candidates.forget()
@@ -350,14 +350,14 @@ class Steps:
         return self.model is None or not held_by(optimizer) & parameter_ids(self.model)
 
     @called_between_graphs
-    def _begins_update(self, optimizer: Optimizer, *_: Any) -> None:
+    def _on_update_begin(self, optimizer: Optimizer, *_: Any) -> None:
         if self._afterwards is None and not self._is_elsewhere(optimizer):
             self.updates.begin(optimizer)
 
     @called_between_graphs
-    def _updates(self, optimizer: Optimizer, *_: Any) -> None:
+    def _on_update_end(self, optimizer: Optimizer, *_: Any) -> None:
         if self._afterwards is not None:
-            self._updates_afterwards(self._afterwards, optimizer)
+            self._on_later_update(self._afterwards, optimizer)
             return
         if self._is_beginning or self._is_elsewhere(optimizer):
             return
@@ -366,7 +366,7 @@ class Steps:
         if self.model is None and (model := self._prompted.updated(optimizer)) is not None:
             self.model = model
             self._prompted.forget()
-            with self._noting():
+            with self._ending_on_error():
                 self.listener.on_model_found(model, (optimizer,))
         held = held_by(optimizer)
         if self.model is not None and not held & parameter_ids(self.model):
@@ -385,10 +385,10 @@ class Steps:
         if in_backward():  # more gradients will arrive
             self._step.is_late = True
         elif not self._step.has_unused_gradients() and self._all_stepped():
-            with self._noting():
-                self._close()
+            with self._ending_on_error():
+                self._end_step()
 
-    def _updates_afterwards(self, monitor: PostPlanMonitor, optimizer: Optimizer) -> None:
+    def _on_later_update(self, monitor: PostPlanMonitor, optimizer: Optimizer) -> None:
         """Count an update, and detect steps again if more are needed. It runs in every step, so it makes few calls."""
         if weakref.ref(optimizer) not in monitor.known:
             if self._is_elsewhere(optimizer):
@@ -413,7 +413,7 @@ class Steps:
         self._resume(None, [optimizer])
 
     @contextlib.contextmanager
-    def _noting(self) -> Iterator[None]:
+    def _ending_on_error(self) -> Iterator[None]:
         """End training if this block raises, and note the error as `failed`.
 
         A loop that continues after each Exception would meet the error again and again, and train nothing, so Enough
@@ -432,17 +432,17 @@ class Steps:
                 raise
             raise Enough from self.failed
 
-    def _close_late(self) -> None:
-        """Close the step after a backward pass with updates inside, if no gradients are left.
+    def _end_late_step(self) -> None:
+        """End the step after a backward pass with updates inside, if no gradients are left.
 
         Some optimizers may not have stepped: each parameter may have its own, and some parameters get no gradient.
         """
         self._step.is_late = False
         if self._step.is_open and (self._all_stepped() or not self._step.has_unused_gradients()):
-            with self._noting():
-                self._close()
+            with self._ending_on_error():
+                self._end_step()
 
-    def _close(self) -> None:
+    def _end_step(self) -> None:
         self._before = None
         self.n_steps += 1
         trained = self._step.trained()

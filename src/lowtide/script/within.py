@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lowtide.planner.records import Plan
-    from lowtide.script.step_detector import Steps
+    from lowtide.script.step_detector import StepDetector
 
 __all__ = ["Run", "RunVerdict", "within"]
 
@@ -40,7 +40,7 @@ class Run(Displayed):
     def __init__(self, fitting: Fitting, model: nn.Module | None, say: Callable[[str], None]) -> None:
         self._fitting, self._model, self._say = fitting, model, say
         self._stack = contextlib.ExitStack()
-        self._steps: Steps | None = None
+        self._detector: StepDetector | None = None
         self._failure: str | None = None
         """The error that ended training, in words."""
         self._unfinished: str | None = None
@@ -92,7 +92,7 @@ class Run(Displayed):
 
     @uninterrupted_enter
     def __enter__(self) -> Self:
-        if self._steps is not None:
+        if self._detector is not None:
             raise LowtideError("this block was entered before. Call lowtide.within(...) for each block.")
         model, self._model = self._model, None
         if model is not None:
@@ -100,7 +100,7 @@ class Run(Displayed):
         with contextlib.ExitStack() as stack:
             stack.enter_context(resend_dropped_interrupts())
             stack.enter_context(end_search_here())
-            self._steps = stack.enter_context(watched(self._fitting, model, when_failed=self.leave))
+            self._detector = stack.enter_context(watched(self._fitting, model, when_failed=self.leave))
             stack.callback(self._fitting.remove_plan)
             self._stack = stack.pop_all()
         return self
@@ -112,19 +112,19 @@ class Run(Displayed):
 
     @uninterrupted
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        steps, fitting = self._steps, self._fitting
-        assert steps is not None
+        detector, fitting = self._detector, self._fitting
+        assert detector is not None
         with self._stack:
-            if error is None and steps.failed is None:
-                steps.ended()
+            if error is None and detector.failed is None:
+                detector.end_last_step()
                 fitting.finish()
                 if not fitting.done:
-                    self._unfinished = why_not("the block", steps, fitting)
+                    self._unfinished = why_not("the block", detector, fitting)
                     self._say(f"note: {self._unfinished}")
             elif error is not None and not fitting.done:
                 self._unfinished = f"the block was ended by {type(error).__name__}"
-        if (failed := steps.failed) is not None:
-            self._failure, steps.failed = str(failed), None  # its traceback holds the frames of the loop
+        if (failed := detector.failed) is not None:
+            self._failure, detector.failed = str(failed), None  # its traceback holds the frames of the loop
         if error is None and failed is not None:  # the loop has caught the error and goes on
             try:
                 raise failed
@@ -138,9 +138,9 @@ class Run(Displayed):
         fitting = self._fitting
         if fitting.plans.unplanned is not None:
             return f"{fitting.plans.unplanned} Training went on without a plan."
-        if self._steps is None:
+        if self._detector is None:
             return "not begun: the training loop belongs in a block, `with lowtide.within(...) as run:`."
-        failure = self._failure or (self._steps and self._steps.failed)
+        failure = self._failure or (self._detector and self._detector.failed)
         if failure is not None:
             return f"ended: {failure}"
         if fitting.plans.plan is None and self._unfinished is not None:
