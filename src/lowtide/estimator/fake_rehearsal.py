@@ -161,7 +161,7 @@ class FakeRehearsal(TwoStepRun):
             replayed=self._tracing.decisions.replay,
             stream=stream,
             entry=self._entry,
-            given=trace.inputs,
+            input_shapes=trace.inputs,
             written_over=[],
             allows_in_place=False,
         )

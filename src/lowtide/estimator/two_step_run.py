@@ -76,7 +76,7 @@ class TwoStepRun:
         self._stack, self._running = contextlib.ExitStack(), contextlib.ExitStack()
         self._static: Static | None = None
         self._blocks: frozenset[int] = frozenset()
-        self._trace: EstimateTrace | None = None
+        self._labelled_trace: EstimateTrace | None = None
         self._left: list[str] = []
         """Memory that the last step has made and left, in words."""
         self._has_one_step = False
@@ -158,7 +158,7 @@ class TwoStepRun:
         self._state.visit(model)
         real = [tensor for tensor in (*model.parameters(), *model.buffers()) if not is_fake(tensor)]
         self.put(real, lambda tensor: tensor)
-        self._model, self._trace = model, None
+        self._model, self._labelled_trace = model, None
         self._engine = planned(model, None) if engine is None else engine
         with without_modes():
             self._state.release_unreached(model, self._batch, *in_use)
@@ -171,8 +171,8 @@ class TwoStepRun:
             self._learn()
             self._static, self._blocks = self._static_now(self._batch if batch is None else batch)
         self._tracker.begin()
-        self._trace = EstimateTrace(self._engine, self._tracker.ledger.mark)
-        self._running.enter_context(self._trace.running())
+        self._labelled_trace = EstimateTrace(self._engine, self._tracker.ledger.mark)
+        self._running.enter_context(self._labelled_trace.running())
 
     def _static_now(self, batch: Any) -> tuple[Static, frozenset[int]]:
         """Return the memory of a step that would begin now, and the blocks that it occupies."""
@@ -205,8 +205,8 @@ class TwoStepRun:
     def finish(self) -> None:
         """End the second step, which is the estimated one."""
         self._running.close()
-        assert self._trace is not None
-        self._trace.state(self._state.optimizers)
+        assert self._labelled_trace is not None
+        self._labelled_trace.state(self._state.optimizers)
 
     def estimate(self, n_passes: int = 0) -> MemoryEstimate:
         """Return the estimate, after the block has ended.
@@ -215,9 +215,9 @@ class TwoStepRun:
         """
         stream, passes = self._tracker.ledger.stream, "passes" if n_passes > 1 else "pass"
         assert self._static is not None
-        assert self._trace is not None
+        assert self._labelled_trace is not None
         return MemoryEstimate(
-            timeline=Timeline(stream, labels(stream, self._trace) | self._tracker.ledger.labels),
+            timeline=Timeline(stream, labels(stream, self._labelled_trace) | self._tracker.ledger.labels),
             static=with_carryover(self._static, self._blocks, stream),
             flops=self._tracker.n_flops,
             unknown=(*self._scratch.unknown, *self._untried(), *self._reducers.unknown),

@@ -30,7 +30,9 @@ REPORTS = (
     NcclReport(setting="three or more communicators", n_bytes=6000 * 10**6, source=f"{_ISSUES}864"),
 )
 
-_LEAST, _MOST_OF_ONE, _MOST = 544 * 10**6, 1600 * 10**6, 6000 * 10**6
+_LEAST, _MOST = (bound(report.n_bytes for report in REPORTS) for bound in (min, max))
+_MOST_OF_ONE = 1600 * 10**6
+"""The report on one communicator."""
 
 
 def nccl_bytes(n_groups: int) -> tuple[int, int]:

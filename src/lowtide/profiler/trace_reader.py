@@ -88,8 +88,8 @@ def index_trace(stream: EventStream, entry: Mapping[int, int]) -> TraceIndex:
                 del at[where]
         elif type(event) is Mark:
             match event.data:
-                case Unreferenced(blocks):
-                    for where, n_marks in blocks:
+                case Unreferenced(ended):
+                    for where, n_marks in ended:
                         if where in at:
                             index.unreferenced.setdefault(at[where], (marks[-min(n_marks, len(marks))], i))
                     continue

@@ -188,9 +188,9 @@ class AbsentGpuRun(TwoStepRun):
         outcome = Outcome(self._tracker.ledger.whole, bounds, self._config, is_bounded=is_bounded, beside=beside)
         needs, interval = outcome.needs()
         assert self._static is not None
-        assert self._names is not None
+        assert self._labelled_trace is not None
         return GpuMemoryEstimate(
-            timeline=Timeline(stream, labels(stream, self._names) | self._tracker.ledger.labels),
+            timeline=Timeline(stream, labels(stream, self._labelled_trace) | self._tracker.ledger.labels),
             static=with_carryover(self._static, self._blocks, stream),
             unknown=(
                 *self._tracker.unbounded.values(),
