@@ -106,24 +106,21 @@ class SavedTensorPacker:
             base, node, output, view = tensor, tensor.grad_fn, tensor.output_nr, None
         else:
             base, node, output, view = producer(tensor)
-        leaves = None
+        offloading = None
+        """The decision to offload the tensor, which no replay around the call would restore."""
         if decision is not None and decision.node in PACKINGS:
-            try:
-                return self.hold_what_is_read(tensor, decision)
-            except TooSmall:
-                decision = None
-            except CannotRecompute:
-                self.note_drift(decision)
-                decision = None
+            if (handle := self.hold_part(tensor, decision)) is not None:
+                return handle
+            decision = None
         if decision is not None and decision.node == OFFLOAD:
-            leaves, decision = decision if frame is None else None, None
+            offloading, decision = decision if frame is None else None, None
         if node is None:
             if decision is not None:
                 self.note_drift(decision)
             value = without_history(tensor, base, frame)
-            if value.leaf and view is None and leaves is None:
+            if value.leaf and view is None and offloading is None:
                 return Handle(value, tensor)
-            return Handle(value if leaves is None else self.offload(value, base, leaves), view)
+            return Handle(value if offloading is None else self.offload(value, base, offloading), view)
         held = registered(node, output)
         if held is not None and shared(held, base, frame) and (decision is None or certain(held)):
             if held.places is not None:
@@ -132,10 +129,10 @@ class SavedTensorPacker:
             if decision is None and not (held.kept or isinstance(held.maker, Advance)):
                 if frame is not None:
                     frame.adopt(held, tensor, base, passing=passing)
-                elif leaves is None:
+                elif offloading is None:
                     held.keep(base.detach())
                 elif isinstance(held.maker, ReplayFrame):
-                    self.offload(held, base, leaves)
+                    self.offload(held, base, offloading)
             return Handle(held, view)
         if decision is not None:
             try:
@@ -151,7 +148,7 @@ class SavedTensorPacker:
         value = Value(base.detach()) if frame is None else frame.value(tensor, base)
         value.output = output
         register(node, output, value)
-        return Handle(value if leaves is None else self.offload(value, base, leaves), view)
+        return Handle(value if offloading is None else self.offload(value, base, offloading), view)
 
     def keep(self, tensor: Tensor) -> Handle | None:
         """Return a handle on `tensor`, which has no decision and no replay around it; None if it is recomputed.
@@ -234,15 +231,23 @@ class SavedTensorPacker:
         decision.path = path or decision.path
         return value
 
-    def hold_what_is_read(self, tensor: Tensor, decision: Decision) -> Handle:
-        """Return a handle on the part of `tensor` that its reader needs. Raises CannotRecompute for another reader."""
+    def hold_part(self, tensor: Tensor, decision: Decision) -> Handle | None:
+        """Return a handle on the part of `tensor` that its reader needs; None for another reader, and where that saves
+        nothing.
+        """
         if decision.node == SHAPE:
             value = Value(tensor.detach())  # held until the call ends (`free_values`)
             value.partial = True
             return Handle(value)
-        if decision.node == SIGNS and not saves_signs(tensor):
-            raise CannotRecompute("it is not saved for its signs")
-        return Handle(packed(decision.node, tensor))
+        if decision.node != SIGNS or saves_signs(tensor):
+            try:
+                return Handle(packed(decision.node, tensor))
+            except TooSmall:
+                return None
+            except CannotRecompute:
+                pass
+        self.note_drift(decision)
+        return None
 
     def free_values(self, scope: CallScope, result: Any) -> None:
         """Reduce the saved input of a finished call to its shape, as decided, if backward reads nothing else of it."""

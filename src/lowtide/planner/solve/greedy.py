@@ -80,7 +80,7 @@ class GreedySearch:
         useless: set[Move] = set()
         sweep = self.sweep(choice)
         while sweep.peak > limit:
-            worth = self.moves.worth(choice, sweep, np.maximum(sweep.usage - limit, 0))
+            worth = self.moves.worths.under(choice, sweep, np.maximum(sweep.usage - limit, 0))
             promising = [
                 (float(worth[n]), self.moves.moves[n]) for n in np.argsort(-worth, kind="stable") if worth[n] > 0
             ]

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from lowtide.planner.simulate.assignment import DecisionVector
 from lowtide.planner.simulate.memory_sweep import Sweep
+from lowtide.planner.simulate.profile_index import Index
 from lowtide.planner.simulate.profile_tables import Ints
 from lowtide.planner.simulate.simulator import Simulator
 from lowtide.planner.solve.candidates import (
@@ -60,6 +61,74 @@ class Move:
         return more
 
 
+class MoveWorths:
+    """Columns about all moves, from which the worth of each under a choice follows."""
+
+    def __init__(self, index: Index, moves: list[Move], groups: list[Group], replays: dict[int, Replay]) -> None:
+        self._index, self._n = index, len(moves)
+        self._read = np.full(len(index.storages.allocated_at), index.end, np.int64)
+        """First position at which backward reads each storage."""
+        stored = index.values.storage >= 0
+        np.minimum.at(self._read, index.values.storage[stored], index.values.read_at[stored])
+        drops = [
+            [piece.storages for piece in (*m.recompute, *m.offload)]
+            + [replay.storages for replay in m.replay]
+            + [advance.storages for advance in m.advance]
+            for m in moves
+        ]
+        self._relieves = _pairs(drops, lambda storages: storages)
+        self._recomputes = _pairs((m.recompute for m in moves), lambda group: (group.number,))
+        self._keeps = _pairs((m.keep for m in moves), lambda group: (group.number,))
+        self._unreplays = _pairs((m.unreplay for m in moves), lambda replay: (replay.id,))
+        self._clashes = _pairs((m.replay for m in moves), lambda replay: (replay.id,))
+        self._advances = _pairs((m.advance for m in moves), lambda advance: (advance.id,))
+        around = [m.replay[0].within if m.replay and not m.unreplay else frozenset[int]() for m in moves]
+        self._is_around = np.array([bool(within) for within in around], np.bool_)
+        """True for moves that are tried only around replays of inner calls, because elsewhere another move has the same
+        effect.
+        """
+        self._within = _pairs(([within] if within else [] for within in around), lambda within: within)
+        costs = [sum(part.cost for part in (*m.replay, *m.advance, *m.offload)) for m in moves]
+        self._call_cost = np.array(costs, np.float64)
+        self._group_cost = np.array([group.cost for group in groups], np.float64)
+        self._group_address = np.array([group.addresses[0] for group in groups], np.int64)
+        self._id_cost = np.zeros(len(index.calls.ids))
+        for replay in replays.values():
+            self._id_cost[replay.id] = replay.cost
+
+    def under(self, choice: DecisionVector, sweep: Sweep, excess: Ints) -> Floats:
+        """Return, for each move, an upper bound on the removed `excess` (bytes over the budget, by position) per cost.
+
+        0 if nothing is left to gain. Decisions that a move undoes are not counted, so a solver simulates a move
+        before accepting it.
+        """
+        index, n = self._index, self._n
+        over = np.concatenate(([0], np.cumsum(excess > 0)))
+        area = np.concatenate(([0], np.cumsum(excess)))
+        start, end = index.storages.freed_at, np.maximum(self._read, index.storages.freed_at)
+        relief = np.minimum(index.storages.bytes * (over[end] - over[start]), area[end] - area[start])
+        relief[sweep.ends <= index.storages.freed_at] = 0
+        move, storage = self._relieves
+        gain = np.bincount(move, relief[storage], n)
+
+        is_recomputed = choice.recompute[self._group_address]
+        cost = self._call_cost.copy()
+        move, group = self._recomputes
+        cost += np.bincount(move, self._group_cost[group] * ~is_recomputed[group], n)
+        move, group = self._keeps
+        cost -= np.bincount(move, self._group_cost[group] * is_recomputed[group], n)
+        move, id_ = self._unreplays
+        cost -= np.bincount(move, self._id_cost[id_] * choice.replay[id_], n)
+        move, id_ = self._clashes
+        done = np.bincount(move, choice.replay[id_], n)
+        move, id_ = self._advances
+        impossible = done + np.bincount(move, choice.advance[id_], n) > 0
+        move, id_ = self._within
+        impossible |= self._is_around & (np.bincount(move, choice.replay[id_], n) == 0)
+        worth: Floats = np.where(impossible, 0.0, gain / np.maximum(cost, 1e-9))
+        return worth
+
+
 class Moves:
     """The groups and replays of a profile, and the moves that decide on them."""
 
@@ -81,39 +150,7 @@ class Moves:
         """Moves that recompute one group, replay one call with its cheap contents recomputed or with nothing in it
         recomputed, replay around inner replays, advance one call, or offload one group.
         """
-
-        self.read = np.full(len(index.storages.allocated_at), index.end, np.int64)
-        """First position at which backward reads each storage."""
-        stored = index.values.storage >= 0
-        np.minimum.at(self.read, index.values.storage[stored], index.values.read_at[stored])
-        drops = [
-            [piece.storages for piece in (*m.recompute, *m.offload)]
-            + [replay.storages for replay in m.replay]
-            + [advance.storages for advance in m.advance]
-            for m in self.moves
-        ]
-        self._relieves = _pairs(drops, lambda storages: storages)
-        self._recomputes = _pairs((m.recompute for m in self.moves), lambda group: (group.number,))
-        self._keeps = _pairs((m.keep for m in self.moves), lambda group: (group.number,))
-        self._unreplays = _pairs((m.unreplay for m in self.moves), lambda replay: (replay.id,))
-        self._clashes = _pairs((m.replay for m in self.moves), lambda replay: (replay.id,))
-        self._advanced = _pairs((m.advance for m in self.moves), lambda advance: (advance.id,))
-        around = [m.replay[0].within if m.replay and not m.unreplay else frozenset[int]() for m in self.moves]
-        self._is_around = np.array([bool(within) for within in around], np.bool_)
-        """True for moves that are tried only around replays of inner calls, because elsewhere another move has the same
-        effect.
-        """
-        self._within = _pairs(([within] if within else [] for within in around), lambda within: within)
-        costs = [
-            sum(r.cost for r in m.replay) + sum(a.cost for a in m.advance) + sum(g.cost for g in m.offload)
-            for m in self.moves
-        ]
-        self._call_cost = np.array(costs, np.float64)
-        self._group_cost = np.array([group.cost for group in self.groups], np.float64)
-        self._group_address = np.array([group.addresses[0] for group in self.groups], np.int64)
-        self._id_cost = np.zeros(len(index.calls.ids))
-        for replay in self.replays.values():
-            self._id_cost[replay.id] = replay.cost
+        self.worths = MoveWorths(index, self.moves, self.groups, self.replays)
 
     def _replayed(self, replay: Replay, *, cheap: bool) -> Move:
         inside = tuple(group for group in self.groups if replay.id in group.inside)
@@ -127,38 +164,6 @@ class Moves:
     def cost(self, sweep: Sweep) -> float:
         """Return the objective: the extra time."""
         return sweep.extra_ms + sweep.extra_flops * MS_PER_FLOP
-
-    def worth(self, choice: DecisionVector, sweep: Sweep, excess: Ints) -> Floats:
-        """Return, for each move, an upper bound on the removed `excess` (bytes over the budget, by position) per cost.
-
-        0 if nothing is left to gain. Decisions that a move undoes are not counted, so a solver simulates a move
-        before accepting it.
-        """
-        index, n = self.simulator.index, len(self.moves)
-        over = np.concatenate(([0], np.cumsum(excess > 0)))
-        area = np.concatenate(([0], np.cumsum(excess)))
-        start, end = index.storages.freed_at, np.maximum(self.read, index.storages.freed_at)
-        relief = np.minimum(index.storages.bytes * (over[end] - over[start]), area[end] - area[start])
-        relief[sweep.ends <= index.storages.freed_at] = 0
-        move, storage = self._relieves
-        gain = np.bincount(move, relief[storage], n)
-
-        is_recomputed = choice.recompute[self._group_address]
-        cost = self._call_cost.copy()
-        move, group = self._recomputes
-        cost += np.bincount(move, self._group_cost[group] * ~is_recomputed[group], n)
-        move, group = self._keeps
-        cost -= np.bincount(move, self._group_cost[group] * is_recomputed[group], n)
-        move, id_ = self._unreplays
-        cost -= np.bincount(move, self._id_cost[id_] * choice.replay[id_], n)
-        move, id_ = self._clashes
-        done = np.bincount(move, choice.replay[id_], n)
-        move, id_ = self._advanced
-        impossible = done + np.bincount(move, choice.advance[id_], n) > 0
-        move, id_ = self._within
-        impossible |= self._is_around & (np.bincount(move, choice.replay[id_], n) == 0)
-        worth: Floats = np.where(impossible, 0.0, gain / np.maximum(cost, 1e-9))
-        return worth
 
     def detours(self, choice: DecisionVector, sweep: Sweep) -> list[Move]:
         """Return moves for a peak that dropping more storages does not lower: keep values needed there, or replay inner
