@@ -83,7 +83,7 @@ def activated() -> JointGraph:
 
 def test_a_recomputed_activation_is_freed_before_its_gradient_is_computed() -> None:
     half = backward_half(activated(), Recomputed(frozenset({1}), frozenset({2})))
-    assert half.born[2] < half.born[5] < half.born[7]
+    assert half.allocated_at[2] < half.allocated_at[5] < half.allocated_at[7]
     assert half.levels[-1] == 2 * FEW - 2 * MANY  # both inputs are gone
     assert max(half.levels) == MANY + FEW
 
@@ -104,7 +104,7 @@ def test_fused_arithmetic_waits_for_the_call_that_needs_its_result() -> None:
     )
     half = backward_half(graph, Recomputed(frozenset(), frozenset()))
     assert half.levels == (MANY, 2 * MANY, MANY + FEW, FEW - MANY)
-    assert half.born[3] < half.born[2]
+    assert half.allocated_at[3] < half.allocated_at[2]
 
 
 def convolved() -> JointGraph:

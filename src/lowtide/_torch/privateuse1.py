@@ -140,7 +140,7 @@ class OverrideKernel:
     def __init__(
         self, name: str, kernel: Callable[..., Any], least: int, gate: Callable[[str, int], Any] | None = None
     ) -> None:
-        """Register it until `remove`. `gate`: the compiled hooks' form of `Gate`, if they are used."""
+        """Register it until `remove`. With compiled hooks, `gate` is their form of `Gate`."""
         if not _fallthrough:
             _fallthrough.append(pass_through(OVERRIDE_KEY))
         operator = getattr(torch.ops.aten, name).default

@@ -69,9 +69,7 @@ class GpuRanking(Displayed):
 
 @dataclass(slots=True, kw_only=True)
 class _Work:
-    """Estimates, by way and batch size, for GPUs of one kernel generation, on all of which a step requests the same
-    memory.
-    """
+    """Estimates, by way and batch size, for GPUs of one kernel generation: a step requests the same memory on each."""
 
     gpus: list[GpuSpec]
     estimates: dict[How, dict[int, GpuMemoryEstimate]] = field(default_factory=dict)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Geometry of a dense tensor, or of a sparse one, which has parts. Equal for tensors that kernels treat alike."""
+    """Geometry of a dense tensor, or of the parts of a sparse one. Tensors that kernels treat alike have equal ones."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

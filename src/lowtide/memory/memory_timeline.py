@@ -35,7 +35,7 @@ from lowtide.utils.rendering import Displayed
 
 
 class Block(NamedTuple):
-    """One allocation and its life: alive after the events `born <= index < dies`; `freed_at` is None if never freed."""
+    """One allocation: alive after the events `allocated_at <= index < freed_at`; `freed_at` is None if never freed."""
 
     id: int
     bytes: int

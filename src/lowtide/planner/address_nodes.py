@@ -11,9 +11,9 @@ MASK: Final = "Mask"
 INDICES: Final = "Indices"
 """Written for indices, such as those of max pooling, that are kept in as few bytes as they need."""
 SIGNS: Final = "Signs"
-"""Written for a tensor of which backward reads only which elements are positive: one bit per element is kept."""
+"""Written for a tensor whose signs are all that backward reads: one bit per element is kept."""
 SHAPE: Final = "Shape"
-"""Written for a tensor of which backward reads only the shape."""
+"""Written for a tensor whose shape is all that backward reads."""
 
 NOTED: Final = "+noted"
 """Suffix of an autograd node whose recipe takes operands that must be captured (`runtime/operand_capture.py`). The

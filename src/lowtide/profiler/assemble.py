@@ -252,7 +252,7 @@ class _Records:
         return (*saved, *inputs, *states)
 
     def calls(self, first_level: Sequence[int]) -> tuple[Call, ...]:
-        """Return the module calls. `first_level`: bytes at the beginning of each position."""
+        """Return the module calls. `first_level` has the bytes at the beginning of each position."""
         index = self._index
         return tuple(
             Call(

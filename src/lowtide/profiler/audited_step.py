@@ -59,7 +59,7 @@ class AuditedStep(StepDrafts):
         """Values without a slot, kept alive because recomputes of other values may pass through them."""
 
     def draft(self, value: Value) -> ValueDraft:
-        """Return the draft of a value."""
+        """Return the draft that describes `value`."""
         return self.values[self.index[value]]
 
     def add(self, value: Value, draft: ValueDraft) -> int:

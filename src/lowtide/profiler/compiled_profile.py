@@ -240,7 +240,7 @@ class _Graph:
         half, nodes = self.saved[phase], self.slots.joint.nodes
         read = [slot.node for slot in self.slots.slots if slot.node in self.saved[1].last]
         read = [node for node in read if nodes[node].kind != "input"]
-        return sum(nodes[n].bytes for n in read if (at <= half.last[n] if phase else at >= half.born[n]))
+        return sum(nodes[n].bytes for n in read if (at <= half.last[n] if phase else at >= half.allocated_at[n]))
 
 
 def _explained(joint: JointGraph, half: Half, events: Sequence[Event]) -> dict[int, int]:
@@ -373,10 +373,15 @@ class _Records:
                 n_bytes = value.bytes if self._live_bytes[number] >= value.bytes else 0
                 self._storages.append(Storage(bytes=n_bytes, allocated_at=end, freed_at=end + 1, label=value.module))
             elif slot is not None:
-                born = graph.saved[0].born.get(node, graph.unsaved.born.get(node, 0))
-                dies = max(graph.unsaved.last.get(node, born), born) + 1
+                allocated_at = graph.saved[0].allocated_at.get(node, graph.unsaved.allocated_at.get(node, 0))
+                freed_at = max(graph.unsaved.last.get(node, allocated_at), allocated_at) + 1
                 self._storages.append(
-                    Storage(bytes=value.bytes, allocated_at=forward + born, freed_at=forward + dies, label=value.module)
+                    Storage(
+                        bytes=value.bytes,
+                        allocated_at=forward + allocated_at,
+                        freed_at=forward + freed_at,
+                        label=value.module,
+                    )
                 )
         reads = graph.saved[1]
         for node, slot in slots.items():

@@ -70,7 +70,7 @@ class ExternalReferences:
         """Number of entries so far, removed ones included."""
 
     def watch(self, handle: Handle) -> None:
-        """Add entries for the memory of the value of `handle`, and for the operands of its recompute."""
+        """Watch the memory of the value of `handle`, and that of the operands of its recompute."""
         pending = [handle]
         while pending:
             handle = pending.pop()

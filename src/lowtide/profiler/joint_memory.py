@@ -32,7 +32,7 @@ class Half:
     """Value computed at each position but the last."""
     levels: tuple[int, ...]
     """Bytes at each position, relative to the beginning of the half."""
-    born: dict[int, int]
+    allocated_at: dict[int, int]
     """Position that allocates each value that takes memory."""
     first: dict[int, int]
     """First position that reads each value."""
@@ -103,14 +103,15 @@ def unmodelled(joint: JointGraph, half: Half, events: Sequence[Event]) -> dict[i
     allocations = {at: event for at, event in enumerate(events) if isinstance(event, Allocate)}
     small = max((event.bytes for event in allocations.values()), default=0) // SMALL
     allocations = {at: event for at, event in allocations.items() if event.bytes > small}
-    born = [value for value in sorted(half.born, key=half.born.__getitem__) if nodes[value].bytes > small]
+    in_order = sorted(half.allocated_at, key=half.allocated_at.__getitem__)
+    allocated = [value for value in in_order if nodes[value].bytes > small]
     matched = SequenceMatcher(
         None,
         [(event.bytes, event.block in freed) for event in allocations.values()],
-        [(nodes[value].bytes, half.last.get(value, 0) < end) for value in born],
+        [(nodes[value].bytes, half.last.get(value, 0) < end) for value in allocated],
         autojunk=False,
     ).get_matching_blocks()
-    position = {first + k: half.born[born[value + k]] for first, value, n in matched for k in range(n)}
+    position = {first + k: half.allocated_at[allocated[value + k]] for first, value, n in matched for k in range(n)}
     reached = [0] * len(events)
     """Position that the half has reached at each event."""
     for number, at in enumerate(allocations):
@@ -259,8 +260,8 @@ def _half(
     changes = [0] * (len(order) + 2)
     for root in given:
         changes[min(last.get(root, -1), len(order)) + 1] -= nodes[root].bytes
-    born = {value: begins.get(value, place[_allocating(joint, value, place)]) for value in is_written}
-    for value, at in born.items():
+    allocated_at = {value: begins.get(value, place[_allocating(joint, value, place)]) for value in is_written}
+    for value, at in allocated_at.items():
         changes[at] += nodes[value].bytes
         end = last.get(value, ends.get(value, at))
         if end < len(order):
@@ -274,7 +275,9 @@ def _half(
         beginnings.append(begin)
         if nodes[value].kind in ("extern", "reduction"):
             begin = at + 1
-    return Half(tuple(order), tuple(levels), born, first, last, {value: beginnings[at] for value, at in first.items()})
+    return Half(
+        tuple(order), tuple(levels), allocated_at, first, last, {value: beginnings[at] for value, at in first.items()}
+    )
 
 
 def _allocating(joint: JointGraph, value: int, inside: Collection[int]) -> int:

@@ -1,4 +1,4 @@
-"""Find saved tensors of which backward reads only the shape or the signs, during the audit.
+"""Find, during the audit, saved tensors whose shape or signs are all that backward reads.
 
 If no other slot saves the tensor, the slot gets its own value: nothing for a shape, one bit per element for signs.
 An input saved for its shape is released also if other slots save it and recomputes can find their value: those hold it.

@@ -56,7 +56,7 @@ NOT_MEASURED: Final = "the plain step ran out of memory: its peak is predicted"
 
 
 class Rehearsal:
-    """Runs of one step, each from the same state, of which its profile is made."""
+    """Runs of one step from the same state, and the profile that they give."""
 
     def __init__(
         self, model: nn.Module, batch: Any, unchanged: StepSnapshot, updates: Updates, *, in_place: bool

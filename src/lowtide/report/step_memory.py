@@ -186,9 +186,9 @@ def recorded_memory(
     floor = _add_entry(columns, freed, static)
     total = sum(columns.values()) + floor + np.zeros(len(events), np.int64)
     moments = _moments(total, [at for at, _ in read.phases])
-    allocated = np.flatnonzero(read.dies)
+    allocated = np.flatnonzero(read.freed_at)
     order = allocated[np.argsort(-read.change[allocated], kind="stable")]
-    chosen = _chosen(order, order, read.dies[order], moments)
+    chosen = _chosen(order, order, read.freed_at[order], moments)
     tensors = tuple(
         Tensor(
             name=_block_name(timeline, events, int(i)),
@@ -226,7 +226,7 @@ class _EventColumns(NamedTuple):
     """Index in CATEGORIES of the block that is allocated or freed; -1 for other events and blocks from before."""
     change: Ints
     """Bytes allocated; negative for bytes freed."""
-    dies: Ints
+    freed_at: Ints
     """For each allocation the event that frees it, or the number of events if none does; 0 for other events."""
     phases: list[tuple[int, str]]
     """The events with which phases begin, and the phases' names."""
@@ -237,19 +237,19 @@ def _read(timeline: Timeline, events: Sequence[object]) -> _EventColumns:
     kinds = {name: number for number, name in enumerate(CATEGORIES)}
     category_of = [kinds[label.category] for label in timeline.labels.values()]
     labelled = dict(zip(timeline.labels, category_of, strict=True))
-    born: dict[int, int] = {}
+    allocated_at: dict[int, int] = {}
     n = len(events)
     read = _EventColumns(np.full(n, -1, np.int8), np.zeros(n, np.int64), np.zeros(n, np.int64), [])
-    category, change, dies, phases = read
+    category, change, freed_at, phases = read
     temporaries = kinds["temporaries"]
     for i, event in enumerate(events):
         if type(event) is Allocate:
-            born[event.block] = i
-            category[i], change[i], dies[i] = labelled.get(event.block, temporaries), event.bytes, n
+            allocated_at[event.block] = i
+            category[i], change[i], freed_at[i] = labelled.get(event.block, temporaries), event.bytes, n
         elif type(event) is Free:
             change[i] = -event.bytes
-            if (start := born.get(event.block)) is not None:
-                category[i], dies[start] = category[start], i
+            if (start := allocated_at.get(event.block)) is not None:
+                category[i], freed_at[start] = category[start], i
         elif type(event) is Mark and event.label == PHASE:
             phases.append((i, str(event.data)))
     return read
@@ -341,7 +341,9 @@ def _spans(starts: Sequence[tuple[int, str]], moments: Ints, n: int) -> tuple[Sp
 
 
 def _chosen(order: Ints, starts: Ints, stops: Ints, moments: Ints) -> list[tuple[int, int, int]]:
-    """Return tensors that are among the NAMED largest at some moment, with their lifetimes. `order`: largest first."""
+    """Return tensors that are among the NAMED largest at some moment, with their lifetimes. `order` begins with the
+    largest.
+    """
     first, stop = np.searchsorted(moments, starts), np.searchsorted(moments, stops)
     count = np.zeros(len(moments), np.int64)
     chosen: list[tuple[int, int, int]] = []

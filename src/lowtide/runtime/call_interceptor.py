@@ -199,7 +199,7 @@ class RemovableInterceptors:
 
 
 class InterceptorsInside:
-    """The interceptors of all modules but the model, of which those that a run does not need are out while it lasts.
+    """The interceptors of all modules but the model. While a run lasts, those that it does not need are out.
 
     A run that keeps all needs none. A run under a plan needs all until it has learnt which ones it needs.
     """

@@ -1,4 +1,4 @@
-"""Saved tensors of which backward needs only part: the shape, or which elements are positive.
+"""Saved tensors that backward needs in part only: their shape, or their signs.
 
 A pooling layer saves its input for its size. A ReLU saves its result to know where it was above 0, for which a bit is
 enough (Jain et al., Gist, ISCA 2018, doi 10.1109/ISCA.2018.00070). If no other node saved the result, as is the case

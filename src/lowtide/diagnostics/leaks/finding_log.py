@@ -129,8 +129,8 @@ class FindingLog:
 
     def _add(self, key: str, group: list[RetainedObject], largest_graph_bytes: int, step: int) -> None:
         main = max(group, key=lambda s: (s.has_graph, s.held_bytes, bool(s.calls)))
-        born = min(s.born for s in group)
-        entry = self.entries.setdefault(key, Entry(since_step=born))
+        made_in_step = min(s.made_in_step for s in group)
+        entry = self.entries.setdefault(key, Entry(since_step=made_in_step))
         history = entry.inspect(group, largest_graph_bytes, step)
         if entry.rule and entry.rule.ends_without_change and entry.inspections.n_unchanged >= GROWTHS - 1:
             entry.rule = None
@@ -139,7 +139,7 @@ class FindingLog:
         if rule is None:
             return
         entry.rule = rule
-        entry.since_step = min(entry.since_step, born)
+        entry.since_step = min(entry.since_step, made_in_step)
         entry.held_bytes = max(entry.held_bytes, rule.reported_bytes(history))
         if rule.names_holder(main):
             entry.words = HolderWords.of(main, group, rule, history)

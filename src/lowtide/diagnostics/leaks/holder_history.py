@@ -79,7 +79,7 @@ class Inspections:
             held_bytes=self.held_bytes,
             entries=self.entries,
             has_stopped=has_stopped,
-            n_steps=len({step for item in retained for step in item.steps or (item.born,)}),
+            n_steps=len({step for item in retained for step in item.steps or (item.made_in_step,)}),
             n_alike=max(n_of_site.values(), default=0),
             largest_graph_bytes=largest_graph_bytes,
         )

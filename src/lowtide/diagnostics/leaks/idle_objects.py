@@ -49,7 +49,7 @@ def idle_copies(view: InspectionInput, live: LiveObjects) -> list[RetainedObject
             held_bytes=sum(held.values()),
             storages=held,
             subject=kind,
-            born=view.last_step,
+            made_in_step=view.last_step,
             idle_ids=frozenset(map(id, copy.modules())) if kind == "models" else frozenset(),
         )
         for kind, copy, held in found
@@ -71,7 +71,7 @@ def orphaned_parameters(view: InspectionInput, live: LiveObjects) -> list[Retain
             held_bytes=sum(orphans.storages.values()),
             storages=orphans.storages,
             subject="parameters",
-            born=view.last_step,
+            made_in_step=view.last_step,
         )
         for orphans in found
     ]

@@ -91,7 +91,7 @@ def inspect(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
                 held_bytes=storage_bytes(gradient),
                 storages={number: storage_bytes(gradient)},
                 subject="gradients",
-                born=view.last_step,
+                made_in_step=view.last_step,
             )
             retained.append((item, [index]))
     outputs = view.calls.of_output(set(by_storage) | view.inputs)
@@ -143,7 +143,7 @@ def _new_buffers(view: InspectionInput, live: LiveObjects) -> Iterator[RetainedO
             storages={storage_id(buffer): storage_bytes(buffer)},
             subject="carried",
             is_input=True,
-            born=view.last_step,
+            made_in_step=view.last_step,
             holders=[Holder(kind="module", text=text, key=f"buffer {text}", name=name, is_state=True)],
         )
 
@@ -184,7 +184,7 @@ def _retained_graph(graph: Graph, view: InspectionInput, live: LiveObjects, excu
         is_scalar=bool(graph.tensors) and live.tensors[graph.tensors[0]].numel() == 1,
         is_input=(is_input := any(storage_id(t) in view.inputs for t in tensors)),
         is_fed_back=is_input and view.is_fed_back,
-        born=min(view.steps.of(number) for number in numbers),
+        made_in_step=min(view.steps.of(number) for number in numbers),
         storages=alive,
         n_tensors=len(tensors),
         is_of_gradients=bool(graph.gradient_of),
@@ -201,7 +201,7 @@ def _retained_nodes(graph: Graph, view: InspectionInput) -> RetainedObject:
         held_bytes=graph.node_bytes,
         calls=[call for call in view.calls.between(min(numbers), max(numbers)) if has_made(call, numbers)],
         steps=tuple(sorted({view.steps.of(number) for number in numbers})),
-        born=min(view.steps.of(number) for number in numbers),
+        made_in_step=min(view.steps.of(number) for number in numbers),
         storages={-min(numbers): graph.node_bytes},  # no storage has a negative number
         n_tensors=len(graph.tensors),
         subject="nodes",
@@ -227,7 +227,7 @@ def _retained_storage(
         calls=[call] if call else [],
         subject="evaluation" if view.in_evaluation else "tensors",
         is_output=output_of is not None,
-        born=view.steps.of(min(numbers)) if numbers else call.step if call else since or view.last_step,
+        made_in_step=view.steps.of(min(numbers)) if numbers else call.step if call else since or view.last_step,
         storages={number: n_bytes},
         n_tensors=len(tensors),
     )

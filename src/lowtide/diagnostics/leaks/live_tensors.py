@@ -134,7 +134,7 @@ class LiveObjects:
 
     @property
     def ids(self) -> set[int]:
-        """Ids of the lists in this snapshot, which are no holders."""
+        """Ids of the snapshot's own lists, which do not count as holders."""
         return {id(self.tensors), id(self.modules), id(self.optimizers), id(self.datasets)}
 
     @property

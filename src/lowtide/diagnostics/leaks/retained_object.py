@@ -38,7 +38,7 @@ class RetainedObject:
     """True if the tensors are views of less than half of the memory that they keep alive."""
     shown_bytes: int = 0
     """Bytes of the tensors' elements, as their shapes tell."""
-    born: int = 0
+    made_in_step: int = 0
     """Step in which the object was made, if known."""
     storages: dict[int, int] = field(default_factory=dict)
     """Storage number -> bytes."""

@@ -77,7 +77,7 @@ def _last_straw(m: Message, f: Facts) -> str:
 
 
 def makes_divisible_tensor(m: Message, f: Facts) -> bool:
-    """Return True if a sizable tensor was being made of which a training step needs only pieces."""
+    """Return True if memory ran out for a sizable tensor that a training step needs only in pieces."""
     least = _DIVISIBLE_SHARE * (m.total_bytes or m.allowed_bytes or 0)
     return bool(f.divisible_tensor) and (m.tried_bytes or 0) > least and not runs_only(m, f)
 

@@ -1,4 +1,4 @@
-"""Causes that a program states, or that follow from the place that failed or from graphs that are alive."""
+"""Causes that need no numbers: the failed program states them, or the place that failed or live graphs show them."""
 
 from __future__ import annotations
 

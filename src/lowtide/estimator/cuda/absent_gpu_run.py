@@ -181,7 +181,7 @@ class AbsentGpuRun(TwoStepRun):
         self._count_groups()
 
     def estimate(self, n_passes: int = 0) -> GpuMemoryEstimate:
-        """Return the estimate, after the block has ended. `n_passes`: see `GpuMemoryEstimate`."""
+        """Return the estimate, after the block has ended, with `GpuMemoryEstimate.n_passes`."""
         stream, bounds = self._tracker.ledger.stream, self._tracker.bounds
         processes, is_bounded = self._processes, not (self._tracker.unbounded or self._reducers.unknown)
         beside = nccl_bytes(self._n_groups)

@@ -344,8 +344,8 @@ class ValueOracle(Assumptions):
         return None
 
     def _run(self, func: Any, args: Any, kwargs: Any, written: dict[int, Tensor | None] | None = None) -> Any:
-        """Run an operator on the contents of its arguments. `written`: contents of its write targets, by fake tensor's
-        id.
+        """Run an operator on the contents of its arguments. `written` has the contents of the tensors that it writes
+        to, by the fake tensor's id.
         """
         targets = written or {}
         borrowed: set[int] = set()

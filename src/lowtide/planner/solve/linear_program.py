@@ -174,7 +174,9 @@ class CoveringProblem:
         return rows
 
     def at(self, position: int) -> Rows:
-        """Return the rows for one position. The last is its capacity: at most 0, plus the caller's limit / `plain`."""
+        """Return the rows for one position. The last row is the capacity; to its bound, 0, the caller adds the limit
+        divided by `StorageMemory.plain`.
+        """
         if position not in self._at:
             rows, early = self._early_recomputes(position)
             capacity: dict[int, float] = {}

@@ -78,7 +78,7 @@ def _bounds_of_splits(blocks: int, parts: int) -> tuple[int, int]:
 
 @cuda_op(aten._scaled_dot_product_flash_attention.default, of=_FORWARD)
 def forward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
-    """Return the blocks for each split of the keys: one number a row, and a partial result."""
+    """Return the blocks of a forward that splits the keys: for each split one number a row, and a partial result."""
     query, key = args[:2]
     if len(args) > 3 and args[3] > 0:
         return []
