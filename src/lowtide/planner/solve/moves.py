@@ -88,7 +88,10 @@ class MoveWorths:
         effect.
         """
         self._within = _pairs(([within] if within else [] for within in around), lambda within: within)
-        costs = [sum(part.cost for part in (*m.replay, *m.advance, *m.offload)) for m in moves]
+        costs = [
+            sum(r.cost for r in m.replay) + sum(a.cost for a in m.advance) + sum(g.cost for g in m.offload)
+            for m in moves
+        ]
         self._call_cost = np.array(costs, np.float64)
         self._group_cost = np.array([group.cost for group in groups], np.float64)
         self._group_address = np.array([group.addresses[0] for group in groups], np.int64)
