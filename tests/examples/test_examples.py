@@ -57,7 +57,7 @@ def test_an_example_prints_the_same_numbers_within_its_budget(
     assert re.search(r"lowtide: measured .* peak, \d+ % of the plain step's: within the budget", within.err)
 
 
-@pytest.mark.slow  # tests/profiler/test_checkpoints.py has the same on small models
+@pytest.mark.slow  # tests/profiler/test_checkpointed_blocks.py has the same on small models
 @pytest.mark.parametrize(("name", "by_hand"), [("gpt_mask", "--checkpoint=late"), ("resnet_blocks", "--checkpoint")])
 def test_mistakes_by_hand_stay_as_they_are(
     name: str, by_hand: str, plainly: Run, capsys: pytest.CaptureFixture[str]

@@ -12,7 +12,7 @@ from lowtide._torch.fake_modes import FakeTensorMode
 from lowtide.runtime import inplace_methods
 from lowtide.runtime import tensor_writers as writers
 from runtime.diagonal_params import diagonal_params
-from runtime.test_writers import OPERANDS, ROWS, Sum, plan_of, same, with_smallest_peak
+from runtime.test_tensor_writers import OPERANDS, ROWS, Sum, plan_of, same, with_smallest_peak
 
 RELU, MUL = torch.relu_, Tensor.mul_  # before any plan
 
