@@ -264,10 +264,10 @@ def test_a_loop_without_an_optimizer_is_rehearsed_and_prints_the_allocators_peak
 
 def test_a_loop_without_an_optimizer_is_reported(estimate: Estimate) -> None:
     text = "import torch\nmodel = torch.nn.Linear(64, 64)\nfor _ in range({}):\n    model(torch.randn(8, 64)).sum(){}"
-    for n_passes, said in ((1, "1 forward and backward pass,"), (3, "3 forward and backward passes,")):
+    for n_passes, said in ((1, "1 forward and backward pass"), (3, "3 forward and backward passes")):
         code, out, _ = estimate(text.format(n_passes, ".backward()"))
         assert code == 0
-        assert f"at the peak of {said} for no optimizer stepped" in out
+        assert f"at the peak of {said} (no optimizer stepped)" in out
     code, out, _ = estimate(text.format(1000, ".backward()"))
     assert "32 forward and backward passes" in out  # and no more of a loop that may be long
     code, _, err = estimate(text.format(3, ""))

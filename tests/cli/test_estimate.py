@@ -1069,7 +1069,7 @@ def test_parameters_may_be_updated_by_hand(update, steps, estimate) -> None:
     ]
     code, out, _ = estimate("--device", "RTX 4090", text=by_hand.replace("UPDATE", "pass"))
     assert code == 0
-    assert f"{steps} forward and backward passes, for no optimizer stepped" in out
+    assert f"{steps} forward and backward passes (no optimizer stepped)" in out
 
 
 PHYSICS = """

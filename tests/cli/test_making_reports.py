@@ -62,7 +62,10 @@ def test_a_budget_that_no_plan_keeps_is_reported_too(
 ) -> None:
     page = tmp_path / "run.html"
     assert cli.main(["run", "--budget", "100KiB", "--report", str(page), str(script)]) == 1
-    assert "It does not fit: no plan fits 100 KiB." in page.read_text(encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
+    assert "It does not fit: no plan fits 100 KiB." in text
+    assert f'data-tile="budget" data-bytes="{100 * 2**10}"' in text
+    assert 'data-tile="smallest-peak"' in text
 
 
 def test_findings_of_a_watch_are_exported(script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

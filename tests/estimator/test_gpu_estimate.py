@@ -3,6 +3,7 @@
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from conftest import RunPython
+from lowtide.estimator.absent_processes import AbsentProcesses
 from lowtide.estimator.cuda.ops.matmul import workspace_bytes
 from lowtide.memory.gpu_specs import parse_gpu
 from lowtide.units import format_bytes
@@ -410,7 +412,15 @@ def test_the_peak_of_both_steps_is_distinguished_from_the_shown_one() -> None:
     workspaces = workspace_bytes(parse_gpu("L4"))
     for which, n_bytes in (("first", workspaces), ("second", 2 * workspaces)):  # the second is of backward's thread
         estimated = lowtide.estimate(model, step, torch.randn(1, 256), device="L4")
-        assert f"both steps, in the {which} one, with {format_bytes(n_bytes)} of cuBLAS's" in str(estimated)
+        said = f"both steps, in the {which} one, with {format_bytes(n_bytes)} of cuBLAS's"
+        assert said in str(estimated)
+        record = estimated.to_record()
+        (need,) = record.needs
+        assert said in need.peak_of
+        assert need.gpu == "L4"
+        assert "250 MiB to 700 MiB for the CUDA context, which is not the allocator's" in record.assumed
+        several = replace(estimated, processes=AbsentProcesses(rank=1, size=8))
+        assert several.on_gpu().gpu == "each of 8 x L4, rank 1"
         sizes.reverse()
 
 

@@ -111,4 +111,4 @@ def test_peaks_without_an_optimizer_are_printed_for_a_gpu_that_is_not_here(
     plain, checkpointed = (int(mib) for mib in re.findall(r"^[a-z ]+: (\d+) MiB$", err, re.MULTILINE))
     assert checkpointed < plain
     assert f"{plain} MiB  allocated\n" in out
-    assert "of 2 forward and backward passes, for no optimizer stepped, in an earlier one than the last" in out
+    assert "of 2 forward and backward passes (no optimizer stepped), reached before the last pass" in out

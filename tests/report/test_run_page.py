@@ -84,6 +84,30 @@ def test_a_page_without_a_plan_asks_what_its_command_answers() -> None:
     assert "It does not fit" in compared
 
 
+def test_a_page_of_a_refused_budget_shows_it_beside_the_smallest_one() -> None:
+    assert RUN.frontier is not None
+    least = RUN.frontier.points[0]
+    budget_bytes = least.peak_bytes - 2**20
+    refused = replace(
+        RUN, plan=None, after=None, proof=None, findings=None, refusal="no plan fits", plain_budget_bytes=budget_bytes
+    )
+    page = run_page(refused)
+    tiles = dict(re.findall(r'data-tile="([^"]+)" data-bytes="(\d+)"', page))
+    assert {name: int(n) for name, n in tiles.items()} == {
+        "budget": budget_bytes,
+        "peak-of-a-step": RUN.plain_peak_bytes,
+        "smallest-peak": least.peak_bytes,
+    }
+    assert page.count(f"budget {format_bytes(budget_bytes)}") == 2  # in the step's chart, and in that of other budgets
+
+
+def test_a_page_names_the_batch_whose_step_is_drawn() -> None:
+    needs = (replace(NEED, batch=8), replace(NEED, batch=64))
+    page = run_page(RunRecord(command="lowtide estimate", versions=RUN.versions, before=RUN.before, needs=needs))
+    assert "<b>Batch 64:</b> The peak is" in page
+    assert "Batch 64:" not in run_page(RunRecord(command="", versions={}, before=RUN.before, needs=needs[1:]))
+
+
 def test_a_page_says_which_peak_a_gpu_is_asked_for() -> None:
     needs = replace(NEED, peak_of="both steps, in the second one, with 16.2 MiB of cuBLAS's workspaces")
     estimate = RunRecord(command="lowtide estimate", versions=RUN.versions, before=RUN.before, needs=(needs,))

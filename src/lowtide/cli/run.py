@@ -137,7 +137,7 @@ def run(
     try:
         code = _train(script, monitor)
     except (Infeasible, OverBudget) as why:
-        kept.report_refusal(why)
+        kept.report_refusal(why, budget_for)
         raise
     kept.report()
     return code or _code_of(monitor.plans.verdict)
@@ -185,12 +185,14 @@ class _KeptPlan:
             record = with_step_time(self._record, self._monitor.step_ms)
             write_report(with_frontier(record), self._report_to)
 
-    def report_refusal(self, why: LowtideError) -> None:
+    def report_refusal(self, why: Infeasible | OverBudget, budget_for: BudgetFor) -> None:
         """Write a report of the rehearsed step and of the error, if one is wanted and a step was rehearsed."""
         from lowtide.report.run_record import record_of, with_frontier
 
         if self._report_to is not None and self._monitor.plans.profile is not None:
             refused = replace(record_of(self._command, profile=self._monitor.plans.profile), refusal=str(why))
+            if budget_for == "requested":  # as all memory of the record
+                refused = replace(refused, plain_budget_bytes=why.budget_bytes)
             write_report(with_frontier(refused), self._report_to)
 
 

@@ -21,6 +21,8 @@ from lowtide.report.text_table import added_time, decisions, lever_lines
 from lowtide.units import format_bytes, format_ratio, format_time
 from lowtide.utils.tables import Styled, Table
 
+BEFORE_AND_AFTER = ("before: without Lowtide", "after: under the plan")
+"""Names of the two steps that a run with a plan draws."""
 _DEEPEST_OPEN = 2
 """Number of levels of the module tree that are expanded at first."""
 
@@ -40,11 +42,12 @@ def run_page(run: RunRecord) -> str:
     made_for = run.fingerprint
     title = run.subject or ("A run" if made_for is None else made_for.model.partition(" ")[0])
     about = "" if made_for is None else f"batch {made_for.batch} · {made_for.device} · torch {made_for.torch}"
+    words = (f"Batch {run.needs[-1].batch}",) if len(run.needs) > 1 else BEFORE_AND_AFTER
     sections = [
         ("fits", "Does it fit?" if made_for or run.needs or run.budget_bytes else "What was found", fits(run)),
-        ("memory", "Where memory goes", memory(run.before, run.after, run.requested_budget_bytes)),
+        ("memory", "Where memory goes", memory(run.before, run.after, run.requested_budget_bytes, words)),
         ("decided", "What Lowtide decided", decided(run)),
-        ("else", "What other budgets cost", alternatives(run.frontier, run.plan)),
+        ("else", "What other budgets cost", alternatives(run.frontier, run.plan, run.budget_bytes)),
         ("outlives", "What outlives its step", outlives(run)),
         ("how", "How this was obtained", obtained(run)),
     ]
@@ -112,6 +115,10 @@ def _tiles(run: RunRecord) -> str:
         tiles.append(("extra time", cost, _cost(run), None))
     elif peak is not None and not run.needs:
         tiles.append(("peak of a step", format_bytes(peak), "everything included", peak))
+    if run.refusal and run.frontier is not None and run.frontier.points:
+        least = run.frontier.points[0]
+        cost = f"that a plan reaches, for {_costs(least, run.frontier)}"
+        tiles.append(("smallest peak", format_bytes(least.peak_bytes, round_up=True), cost, least.peak_bytes))
     if run.proof is not None:
         proven = {True: "same bits", False: "other bits", None: "audited"}[run.proof.is_proven]
         words = "as without Lowtide" if run.proof.is_proven is not None else "each recompute compared, bit by bit"
@@ -211,7 +218,7 @@ def memory(
     before: StepMemory | None,
     after: StepMemory | None,
     budget_bytes: int | None = None,
-    words: tuple[str, str] = ("before: without Lowtide", "after: under the plan"),
+    words: tuple[str, ...] = BEFORE_AND_AFTER,
 ) -> str:
     """Return the memory plot of one step or two, which `words` name, with a description of each moment."""
     tracks = [(name, memory) for name, memory in (("before", before), ("after", after)) if memory is not None]
@@ -229,10 +236,11 @@ def memory(
         choice = (
             f'<fieldset class="lt-choice"><legend class="lt-hidden">Step that is shown</legend>{options}</fieldset>'
         )
+    headings = [f"<b>{escape(_heading(word))}:</b> " for word in words] if len(words) == len(tracks) else [""]
     said = "".join(
         f'<p class="lt-peak-sentence" data-track="{key}"{"" if key == name else " hidden"}>'
-        f"{f'<b>{escape(named)}:</b> ' if len(tracks) > 1 else ''}{escape(peak_sentence(m))}</p>"
-        for (key, m), named in zip(tracks, (_heading(word) for word in words), strict=False)
+        f"{heading}{escape(peak_sentence(m))}</p>"
+        for (key, m), heading in zip(tracks, headings, strict=True)
     )
     names = {category for _, memory in tracks for category in memory.bytes}
     if [len(m.at) for _, m in tracks] == [1]:  # a peak alone
@@ -315,7 +323,7 @@ def decided(run: RunRecord) -> str:
             return ""
         if run.refusal:
             return f'<pre class="lt-command">{escape(run.refusal)}</pre>'
-        return "<p>Nothing: this run had no plan, and every saved tensor is kept.</p>"
+        return "<p>Nothing: this command makes no plan; <code>lowtide run --budget</code> makes one.</p>"
     plan = run.plan
     said = "".join(f"<li>{escape(_sentence(line))}</li>" for line in [decisions(plan), *lever_lines(plan)])
     listing = f'<ul class="lt-plain">{said}</ul>'
@@ -376,8 +384,8 @@ def _branch(branch: Branch, whole: int, depth: int, step_ms: float) -> Iterator[
 # --- what other budgets cost
 
 
-def alternatives(frontier: Frontier | None, plan: Plan | None) -> str:
-    """Return the frontier with the plan marked on it, and the plans next to it."""
+def alternatives(frontier: Frontier | None, plan: Plan | None, budget_bytes: int | None = None) -> str:
+    """Return the frontier with the plan and its budget marked on it, and the plans next to it."""
     if frontier is None or not frontier.points:
         return ""
     named = ((Styled(n, "lt-mark") if n == "this plan" else n, point) for n, point in _named(frontier, plan))
@@ -387,7 +395,7 @@ def alternatives(frontier: Frontier | None, plan: Plan | None) -> str:
         bound = f" No plan within this budget takes less than {extra(plan.bound_ms, plan.step_ms)} (hollow mark)."
     return (
         f"<p>{escape(_beside(frontier, plan))}{escape(bound)}</p>"
-        f'<figure><p class="lt-axis">extra time of a step</p>{frontier_plot(frontier, plan)}'
+        f'<figure><p class="lt-axis">extra time of a step</p>{frontier_plot(frontier, plan, budget_bytes)}'
         '<p class="lt-axis is-x">peak memory of the step</p></figure>'
         f"<details><summary>All plans as a table</summary>{plans}</details>"
     )

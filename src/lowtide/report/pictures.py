@@ -202,15 +202,24 @@ def _percent(part: int, whole: int) -> str:
     return f"{max(0.0, 100 * part / whole) if whole > 0 else 0.0:.1f}%"
 
 
-def frontier_plot(frontier: Frontier, plan: Plan | None = None) -> str:
-    """Return the plot area of the frontier: extra time against peak, with the plan, its budget and its bound."""
+def frontier_plot(frontier: Frontier, plan: Plan | None = None, budget_bytes: int | None = None) -> str:
+    """Return the plot area of the frontier: extra time against peak, with the budget, and with the plan and its bound.
+
+    Args:
+        frontier: Plans to draw.
+        plan: The plan in force, to mark.
+        budget_bytes: The budget to mark, if that is not the plan's.
+    """
+    if plan is not None:
+        budget_bytes = plan.budget_bytes
     unit = frontier.step_ms or 1.0  # extra time as a share of the plain step, or in ms if that was not timed
     points = [(point.peak_bytes, (point.extra_ms or 0.0) / unit) for point in frontier.points]
     chosen = None if plan is None else (plan.predicted.peak_bytes, plan.predicted.extra_ms / unit)
     everyone = points if chosen is None else [*points, chosen]
     low, high = min(everyone)[0], max(everyone)[0]
     pad = max((high - low) // 12, 1)
-    left, right = max(0, low - pad), high + pad
+    left = max(0, (low if plan is not None or budget_bytes is None else min(low, budget_bytes)) - pad)
+    right = high + pad
     top = max(max(cost for _, cost in everyone) * 1.15, 1e-9)
 
     def x(n: float) -> float:
@@ -229,21 +238,21 @@ def frontier_plot(frontier: Frontier, plan: Plan | None = None) -> str:
     levels = [(t, extra_time(t * unit, frontier.step_ms) if t else "0") for t in _fractions(top)]
     marks = [f'<span class="lt-tick" style="top:{100 * y(t) / HEIGHT:.2f}%">{name}</span>' for t, name in levels]
     shapes.append(f'<path class="lt-frontier" d="{line}"/>')
-    if plan is not None and left <= plan.budget_bytes <= right:
-        at = x(plan.budget_bytes)
+    if budget_bytes is not None and left <= budget_bytes <= right:
+        at = x(budget_bytes)
         shapes.append(f'<line class="lt-budget" x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="{HEIGHT}"/>')
         side = " is-left" if at > WIDTH / 2 else ""
         marks.append(
             f'<span class="lt-budget-at{side}" style="left:{at / WIDTH * 100:.2f}%">'
-            f"budget {format_bytes(plan.budget_bytes)}</span>"
+            f"budget {format_bytes(budget_bytes)}</span>"
         )
     marks += [_dot("lt-point", x(peak), y(cost), "") for peak, cost in points]
     if plan is not None and chosen is not None:
         if plan.bound_ms:
             marks.append(_dot("lt-bound", x(chosen[0]), y(plan.bound_ms / unit), ""))
         text = f"<b>{format_bytes(chosen[0])}, {extra_time(plan.predicted.extra_ms, frontier.step_ms)}</b>"
-        side = " is-left" if x(chosen[0]) > 0.45 * WIDTH else ""
-        side += " is-low" if y(chosen[1]) < 0.8 * HEIGHT else ""  # below the line, where nothing is drawn
+        # The line falls to the right: nothing is drawn above it on the right, or below it on the left.
+        side = " is-left is-low" if x(chosen[0]) > 0.6 * WIDTH else " is-low" if y(chosen[1]) < 0.2 * HEIGHT else ""
         marks.append(_dot(f"lt-chosen{side}", x(chosen[0]), y(chosen[1]), text))
     marks += [
         f'<span class="lt-tick-x" style="left:{x(n) / WIDTH * 100:.2f}%">{format_bytes(n)}</span>'

@@ -116,7 +116,9 @@ class RunComparison:
         kind = "plain" if not change else "no" if change > 0 else "yes"
         rows = [(name, one, other, Styled(by, f"lt-{_direction(by)}")) for name, one, other, by in self.rows()]
         html = f'<p class="lt-verdict is-{kind}">{escape(self.verdict())}</p>'
-        html += Table(headings=("", *self.names, "change"), rows=rows).html("What changed")
+        html += Table(headings=("of the step", *self.names, "change"), rows=rows, is_stacked=True).html(
+            "Changes, side by side"
+        )
         plans = ""
         if self.first.plan is not None and self.second.plan is not None:
             plans = f'<pre class="lt-command">{escape(show_diff(self.first.plan, self.second.plan))}</pre>'

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 _WIDE = 6
-"""Number of columns from which on a page shows a table row by row on a phone."""
+"""Number of columns from which on a page stacks the cells of each row on a phone."""
 
 
 class Styled(NamedTuple):
@@ -20,11 +20,15 @@ class Styled(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Rows of plain text below headings. The first column names its row; columns in `left` hold words."""
+    """Rows of plain text below headings. The first column names its row; columns in `left` hold words.
+
+    On a phone, a page stacks the cells of each row if the table is wide, or if `is_stacked`.
+    """
 
     headings: tuple[str, ...]
     rows: Sequence[Sequence[str | Styled]]
     left: frozenset[int] = frozenset({0})
+    is_stacked: bool = False
 
     def lines(self) -> Iterator[str]:
         """Yield the headings and the rows as text, without escape codes."""
@@ -34,7 +38,7 @@ class Table:
         """Return a table that scrolls on its own, with a caption for screen readers."""
         caption = html.escape(caption)
         head = "".join(f'<th scope="col">{html.escape(heading)}</th>' for heading in self.headings)
-        is_wide = len(self.headings) >= _WIDE  # on a phone each cell is a line of its own, with its heading
+        is_wide = self.is_stacked or len(self.headings) >= _WIDE
         named = [f' data-heading="{html.escape(heading)}"' if is_wide else "" for heading in self.headings]
         body = "".join(
             f'<tr><th scope="row"{named[0]}>{_html(row[0])}</th>'
@@ -66,4 +70,4 @@ def _text(cell: str | Styled) -> str:
 
 def _html(cell: str | Styled) -> str:
     text = html.escape(_text(cell))
-    return f'<span class="{cell.css_class}">{text}</span>' if isinstance(cell, Styled) else text
+    return f'<span class="{cell.css_class}">{text}</span>' if isinstance(cell, Styled) and text else text

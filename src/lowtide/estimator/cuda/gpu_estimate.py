@@ -114,14 +114,15 @@ class GpuMemoryEstimate(MemoryEstimate):
     def to_record(self, command: str = "lowtide.estimate(model, step, batch, device)", subject: str = "") -> RunRecord:
         """Return this estimate as a RunRecord, from which reports are made."""
         made = MemoryEstimate.to_record(self, command, subject)
-        return replace(made, needs=(self.on_gpu(),), assumed=(*made.assumed, f"smallest GPU: {self.compared_gpus}"))
+        assumed = (*made.assumed, *map(" for ".join, self._beside()), f"smallest GPU: {self.compared_gpus}")
+        return replace(made, needs=(self.on_gpu(),), assumed=assumed)
 
     def on_gpu(self, batch: int | None = None) -> GpuNeeds:
         """Return the GPU memory that the step needs, for a report; `batch` is the size of its batch."""
         least, most = self.interval
         return GpuNeeds(
             batch=batch,
-            gpu=self.gpu.name,
+            gpu=self._place(),
             gpu_bytes=self.gpu.total_bytes,
             verdict=self.verdict,
             is_sure=self.is_sure,
@@ -145,16 +146,12 @@ class GpuMemoryEstimate(MemoryEstimate):
             answer = f"it fits if the unknown memory takes no more than {format_bytes(self.left_bytes)}"
         if self.measured:
             answer += ", if some memory is as measured on one GPU"
-        yield f"{self._place()}, with {format_bytes(self.gpu.total_bytes)}: {answer}"
+        yield f"on {self._place()}, with {format_bytes(self.gpu.total_bytes)}: {answer}"
         peak = format_bytes(self.peak_requested_bytes)
         yield f"  {peak}  requested at the peak of {self._peak_in_words()}"
         yield f"  {format_bytes(self.peak_allocated_bytes)}  allocated"
         yield f"  {format_bytes(self.peak_reserved_bytes)}  reserved{within}"
-        context = " to ".join(format_bytes(n) for n in CONTEXT_BYTES)
-        yield f"  {context}  the CUDA context, which is not the allocator's"
-        if self.processes is not None:
-            nccl = " to ".join(format_bytes(n) for n in self.nccl)
-            yield f"  {nccl}  NCCL, which is not the allocator's, by public reports (docs/sharded.md)"
+        yield from (f"  {size}  {what}" for size, what in self._beside())
         if self.gpu.shared:
             yield f"  unknown  what the system and this process take: the memory of {self.gpu.name} is the host's"
         smallest = "none of the table" if self.smallest_gpu is None else self.smallest_gpu.name
@@ -167,10 +164,17 @@ class GpuMemoryEstimate(MemoryEstimate):
         yield f"smallest GPU on which {sure}: {smallest}"
         yield f"  {self.compared_gpus}"
 
+    def _beside(self) -> Iterator[tuple[str, str]]:
+        """Yield the sizes and names of memory beside the allocator's."""
+        yield " to ".join(map(format_bytes, CONTEXT_BYTES)), "the CUDA context, which is not the allocator's"
+        if self.processes is not None:
+            nccl = " to ".join(dict.fromkeys(map(format_bytes, self.nccl)))
+            yield nccl, "NCCL, which is not the allocator's, by public reports (docs/sharded.md)"
+
     def _place(self) -> str:
         if self.processes is None:
-            return f"on {self.gpu.name}"
-        return f"on each of {self.processes.size} x {self.gpu.name}, rank {self.processes.rank}"
+            return self.gpu.name
+        return f"each of {self.processes.size} x {self.gpu.name}, rank {self.processes.rank}"
 
     def _peak_in_words(self) -> str:
         """Describe the peak of the whole run; the table shows the last step, whose peak may be another."""
@@ -183,8 +187,8 @@ class GpuMemoryEstimate(MemoryEstimate):
             passes = (
                 "1 forward and backward pass" if self.n_passes == 1 else f"{self.n_passes} forward and backward passes"
             )
-            earlier = "" if is_in_last else ", in an earlier one than the last, which alone is shown"
-            return f"{passes}, for no optimizer stepped{earlier}{included}"
+            earlier = "" if is_in_last else ", reached before the last pass, which is the one shown"
+            return f"{passes} (no optimizer stepped){earlier}{included}"
         if self.has_one_step:
             return f"the script's only step{included}"
         which = "second" if is_in_last else "first"
