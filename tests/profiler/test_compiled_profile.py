@@ -40,6 +40,17 @@ def test_bytes_that_torchs_own_partition_saves_by_its_order_are_not_taken_from_a
     assert found.peak_bytes == predict(assembled([SLOTS], STEP, 1.0), recompute).peak_bytes
 
 
+def test_recorded_memory_that_no_value_accounts_for_counts_only_where_the_peak_is_not_explained_without_it() -> None:
+    """A block in forward, freed at once: after the peak, and at it."""
+
+    def base_bytes(*forward: Event) -> tuple[int, ...]:
+        return assembled([SLOTS], EventStream((*forward, *TANGENT, *BACKWARD)), 1.0).base_bytes
+
+    block = (allocate(8, MANY), Free(8, MANY))
+    assert base_bytes(*FORWARD[:-1], *block, FORWARD[-1]) == base_bytes(*FORWARD)
+    assert sum(base_bytes(*FORWARD[:-2], *block, *FORWARD[-2:])) > sum(base_bytes(*FORWARD))
+
+
 def test_the_peak_with_other_compiled_calls_has_the_loss_of_the_step() -> None:
     plain = Timeline(STEP).peak_bytes
     assert peak_with_calls(STEP, EventStream((*FORWARD, *BACKWARD))) == plain  # the gradient of the loss is the step's

@@ -1,5 +1,6 @@
 """Bytes of compiled code, computed from hand-written joint graphs as inductor's kernels would take them."""
 
+import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -9,6 +10,8 @@ from lowtide._torch.joint_graph import JointGraph, _resize
 from lowtide.memory.events import Allocate, Free
 from lowtide.profiler.joint_memory import backward_half, forward_half, scratch_of, unmodelled
 from lowtide.runtime.joint_slots import Recomputed
+
+NOTHING = Recomputed(frozenset(), frozenset())
 
 
 def scaled() -> JointGraph:
@@ -129,14 +132,72 @@ def test_all_results_of_a_call_are_in_memory_together_with_its_arguments() -> No
     assert half.levels == (MANY, 2 * MANY, MANY, MANY, MANY)  # the gradient of the output is gone
 
 
+def transient(block: int, n_bytes: int, op: str) -> tuple[Allocate, Free]:
+    return Allocate(block, n_bytes, 4096 * block, op), Free(block, n_bytes)
+
+
 def test_products_of_16_bit_values_have_the_scratch_memory_that_they_were_measured_with() -> None:
+    """Attention takes scratch memory as well, in many small blocks."""
     graph = scaled()
     graph.nodes[1].is_half = graph.nodes[4].is_half = True
     nothing = Recomputed(frozenset(), frozenset())
-    scratch = scratch_of(graph, nothing, ([2 * FEW, 2 * MANY], []))
+    one, other = transient(1, 2 * MANY, "aten::mm"), transient(2, 2 * FEW, "aten::mm")
+    attends = transient(3, FEW, "aten::_scaled_dot_product_flash_attention_for_cpu")
+    scratch = scratch_of(graph, nothing, ((*one, *attends, *attends, *other), ()))
     assert scratch == {1: 2 * MANY, 4: 2 * FEW}
     assert forward_half(graph, nothing, scratch).levels[0] == 3 * MANY
-    assert scratch_of(graph, nothing, ([FEW], [])) == {}  # something else
+    assert scratch_of(graph, nothing, (one, ())) == {}  # something else
+
+
+def added_up(*, half: bool) -> JointGraph:
+    """Gradients of a residual stream, to which each of two layers adds a product of its own."""
+    products = [node("extern", (1,), root=at, target="aten.mm", backward=True) for at in range(2, 6)]
+    return JointGraph(
+        [
+            node("input", root=0),
+            node("input", root=1, tangent=True),
+            *products,
+            node("pointwise", (0, 2, 3, 4, 5), root=6, backward=True),
+            node("pointwise", (6,), MANY // 2, root=7, backward=True, half=half),
+            node("extern", (7,), root=8, target="aten.mm", backward=True),
+            node("pointwise", (6, 8), MANY // 2, root=9, backward=True, half=half),
+            node("extern", (9,), root=10, target="aten.mm", backward=True),
+        ],
+        [],
+        [10],
+        "key",
+    )
+
+
+@pytest.mark.parametrize(("half", "n_bytes"), [(True, 2 * MANY + MANY // 2), (False, 5 * MANY + MANY // 2)])
+def test_what_many_values_are_added_up_to_is_written_before_a_second_kernel_reads_it(half: bool, n_bytes: int) -> None:
+    """With 16-bit values, products read the rounded sum. Without, a product would read the sum itself."""
+    levels = dict(zip((*range(2, 11), -1), backward_half(added_up(half=half), NOTHING).levels, strict=True))
+    assert levels[8] == n_bytes - MANY  # the gradient of the output is gone
+
+
+def test_a_sum_that_one_kernel_alone_reads_is_not_written() -> None:
+    graph = added_up(half=True)
+    graph.nodes[8].kind = "pointwise"  # no product is between the calls that read the sum
+    assert 6 not in backward_half(graph, NOTHING).allocated_at
+
+
+def test_a_gradient_of_other_precision_takes_the_place_of_its_product_at_once() -> None:
+    graph = JointGraph(
+        [
+            node("input", root=0),
+            node("input", root=1, tangent=True),
+            node("extern", (1, 0), root=2, target="aten.mm", backward=True, half=True),
+            node("pointwise", (2,), 2 * MANY, root=3, target="prims.convert_element_type", backward=True),
+            node("extern", (1, 0), root=4, target="aten.mm", backward=True, half=True),
+        ],
+        [],
+        [3, 4],
+        "key",
+    )
+    half = backward_half(graph, NOTHING)
+    assert half.order == (2, 3, 4)
+    assert half.levels == (MANY, 3 * MANY, 3 * MANY, 2 * MANY)
 
 
 def test_recorded_memory_that_no_value_accounts_for_is_counted_where_it_was_recorded() -> None:

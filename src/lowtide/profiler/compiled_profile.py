@@ -20,7 +20,7 @@ from lowtide.errors import RehearsalError
 from lowtide.memory.events import Allocate, Event, EventStream, Free, Mark, bytes_added
 from lowtide.planner.records import Call, Fingerprint, Profile, Slot, Static, Storage, Value
 from lowtide.profiler.joint_memory import Half, backward_half, forward_half, scratch_of, unmodelled, upstream, written
-from lowtide.runtime.joint_slots import JointSlots, Recomputed
+from lowtide.runtime.joint_slots import SMALL, JointSlots, Recomputed
 
 CALL = "compiled call"
 """Label of the marks at calls of compiled graphs; their data are the arguments that `watched_calls` notes."""
@@ -80,15 +80,6 @@ def _named(graphs: Sequence[JointSlots]) -> list[JointSlots]:
 def _within(stream: EventStream, span: tuple[int, int] | None) -> Sequence[Event]:
     begin, end = span or (0, 0)
     return stream.events[begin : end + 1]
-
-
-def _transients(events: Sequence[Event]) -> list[int]:
-    """Return the sizes of the blocks that are freed right after their allocation, with no event in between."""
-    return [
-        event.bytes
-        for event, following in pairwise(events)
-        if type(event) is Allocate and type(following) is Free and event.block == following.block
-    ]
 
 
 def _sends(node: JointNode) -> bool:
@@ -218,7 +209,7 @@ class _Graph:
     @classmethod
     def of(cls, slots: JointSlots, recorded: tuple[Sequence[Event], Sequence[Event]]) -> _Graph:
         joint, as_torch, saved, apart = slots.joint, slots.as_torch(), slots.without(()), slots.kept_apart
-        scratch = scratch_of(joint, as_torch, (_transients(recorded[0]), _transients(recorded[1])))
+        scratch = scratch_of(joint, as_torch, recorded)
         plain = forward_half(joint, as_torch, scratch), backward_half(joint, as_torch, scratch)
         return cls(
             slots,
@@ -244,11 +235,13 @@ class _Graph:
 
 
 def _explained(joint: JointGraph, half: Half, events: Sequence[Event]) -> dict[int, int]:
-    """Return the `unmodelled` bytes of a half; all 0 if its peak would be above the recorded one with them."""
+    """Return the `unmodelled` bytes of a half, if these explain its recorded peak; else all are 0."""
     more_bytes = unmodelled(joint, half, events)
-    peak_bytes = max(map(sum, zip(half.levels, more_bytes.values(), strict=True)))
-    is_explained = peak_bytes <= max(accumulate(map(bytes_added, events)), default=0)
-    return more_bytes if is_explained else dict.fromkeys(more_bytes, 0)
+    recorded_bytes = max(accumulate(map(bytes_added, events)), default=0)
+    with_more_bytes = max(map(sum, zip(half.levels, more_bytes.values(), strict=True)))
+    if max(half.levels) + recorded_bytes // SMALL < recorded_bytes >= with_more_bytes:
+        return more_bytes
+    return dict.fromkeys(more_bytes, 0)
 
 
 def _with_more(half: Half, more_bytes: dict[int, int]) -> list[int]:

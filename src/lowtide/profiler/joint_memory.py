@@ -1,20 +1,22 @@
 """Computation of the bytes in memory at each call of a compiled graph, from its joint graph.
 
 A value takes memory where inductor has to write it: results of extern kernels and reductions, arguments of extern
-kernels, and outputs. All other values exist within fused kernels only. The order is that of the joint graph, except for
-fused arithmetic, which is lowered right before the extern kernel or reduction that needs it; recomputed values come
-right before the first call that needs them. On a CPU, kernels that no extern kernel separates have their inputs in
-memory together with all their outputs; each output may go over an input of its size that nothing reads later. Not
-modelled are inductor's own reordering, values that it writes because many calls read them, and a GPU's kernels with
-several outputs. Scratch memory of extern kernels is measured (`compiled_profile.py`).
+kernels, and outputs; with 16-bit values also what many calls read, such as gradients of a residual stream. All other
+values exist within fused kernels only. The order is that of the joint graph, except for fused arithmetic, which is
+lowered right before the extern kernel or reduction that needs it; recomputed values come right before the first call
+that needs them. On a CPU, kernels that no extern kernel separates have their inputs in memory together with all their
+outputs; each output may go over an input of its size that nothing reads later. Not modelled are inductor's own
+reordering, and a GPU's kernels with several outputs. Scratch memory of extern kernels is measured
+(`compiled_profile.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Final
 
 from lowtide._torch.joint_graph import JointGraph
@@ -22,6 +24,12 @@ from lowtide.memory.events import Allocate, Event, Free
 from lowtide.runtime.joint_slots import SMALL, Recomputed
 
 NONE: Final[Mapping[int, int]] = {}
+MOST_READS: Final = 4
+"""Largest number of values that reused fused arithmetic reads before inductor writes its result."""
+MOST_READS_IN_ALL: Final = 12
+"""Largest number of values that any fused arithmetic reads, on a CPU."""
+HEAVY: Final = frozenset({"aten.exp", "aten.log", "aten.log10", "aten.log1p", "aten.log2", "aten.sigmoid", "aten.tanh"})
+"""Functions that inductor does not compute twice on a CPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,25 +79,35 @@ def backward_half(
 
 
 def scratch_of(
-    joint: JointGraph, torchs_own: Recomputed, transients: tuple[Sequence[int], Sequence[int]]
+    joint: JointGraph, torchs_own: Recomputed, recorded: tuple[Sequence[Event], Sequence[Event]]
 ) -> dict[int, int]:
     """Return the scratch memory of products of 16-bit values, which are summed in 32 bits.
 
     Args:
         joint: The graph.
         torchs_own: Torch's own partition, under which the step was recorded.
-        transients: Sizes of the blocks that forward and backward freed right after their allocation.
+        recorded: Events of forward and backward.
     """
     outputs = [*joint.forward_outputs, *torchs_own.given]
     orders = upstream(joint, outputs), _backward_order(joint, torchs_own.again)
     scratch = dict[int, int]()
-    for order, sizes in zip(orders, transients, strict=True):
-        nodes = [
-            n for n in order if joint.nodes[n].kind == "extern" and joint.nodes[n].is_half and joint.nodes[n].bytes
-        ]
-        if len(nodes) == len(sizes):  # larger products have larger scratch memory
-            scratch |= dict(zip(sorted(nodes, key=lambda n: joint.nodes[n].bytes), sorted(sizes), strict=True))
+    for order, events in zip(orders, recorded, strict=True):
+        of_target: dict[str, list[int]] = {}
+        for value in _lowered(joint, order, ()):
+            if joint.nodes[value].kind == "extern" and joint.nodes[value].is_half:
+                of_target.setdefault(joint.nodes[value].target, []).append(value)
+        for target, values in of_target.items():
+            sizes = [event.bytes for event in _transients(events) if event.op.replace("::", ".") == target]
+            if len(values) == len(sizes):
+                scratch |= dict(zip(values, sizes, strict=True))
     return scratch
+
+
+def _transients(events: Sequence[Event]) -> Iterator[Allocate]:
+    """Yield the allocations of blocks that are freed right afterwards, with no event in between."""
+    for event, following in pairwise(events):
+        if type(event) is Allocate and type(following) is Free and event.block == following.block:
+            yield event
 
 
 def unmodelled(joint: JointGraph, half: Half, events: Sequence[Event]) -> dict[int, int]:
@@ -194,6 +212,51 @@ def written(joint: JointGraph, order: Sequence[int], outputs: Collection[int]) -
     return values
 
 
+def _reused(joint: JointGraph, order: Sequence[int], is_written: Collection[int], *, is_twice: bool) -> set[int]:
+    """Return the other values of `order` that inductor writes because several calls read them (torch 2.13,
+    `should_realize_on_reuse` in `torch/_inductor/ir.py`), except those that only one kernel reads.
+
+    With `is_twice`, backward has one copy of each recomputed value for gradients, and one for other recomputed values
+    (`plain_kernels.py`).
+    """
+    nodes, inside = joint.nodes, set(order)
+    reads: dict[int, frozenset[int]] = {}
+    """Values in memory that fused arithmetic reads, by its result."""
+    is_heavy, candidates = set[int](), set[int]()
+    for value in order:
+        node, fused = nodes[value], [arg for arg in nodes[value].args if arg in reads]
+        if node.kind not in ("pointwise", "view") or value in is_written:
+            continue
+        read = frozenset(nodes[arg].root for arg in node.args if arg not in reads)
+        read = read.union(*(reads[arg] for arg in fused))
+        if node.target in HEAVY or not is_heavy.isdisjoint(fused):
+            is_heavy.add(value)
+        n_users = sum(user in inside for user in node.users)
+        is_reused = n_users > 1 and (value in is_heavy or len(read) > MOST_READS)
+        if node.kind == "pointwise" and (is_reused or len(read) > MOST_READS_IN_ALL):
+            candidates.add(value)
+        else:
+            reads[value] = read
+    group, groups = 0, dict[int, int]()
+    """Number of extern kernels before each value."""
+    for value in order:
+        groups[value] = group
+        group += nodes[value].kind == "extern"
+    readers: dict[int, set[tuple[bool, int]]] = {}
+    """Groups of the kernels that read each value, and whether they read the copy for gradients."""
+    written = set[int]()
+    for value in reversed(order):
+        users = [user for user in nodes[value].users if user in inside]
+        inlined = [user for user in users if nodes[user].kind in ("pointwise", "view") and user not in is_written]
+        inlined = [user for user in inlined if user not in written]
+        own = {(is_twice and nodes[user].is_backward, groups[user]) for user in users if user not in inlined}
+        readers[value] = own.union(*(readers[user] for user in inlined))
+        n_kernels = Counter(copy for copy, _ in readers[value])
+        if value in candidates and max(n_kernels.values(), default=0) > 1:
+            written.add(value)
+    return written
+
+
 def _into_sums(joint: JointGraph, inside: Collection[int], outputs: Collection[int]) -> dict[int, int]:
     """Return the matrix products that inductor fuses into a following sum (`addmm`), with these sums.
 
@@ -212,15 +275,17 @@ def _into_sums(joint: JointGraph, inside: Collection[int], outputs: Collection[i
     return sums
 
 
-def _lowered(joint: JointGraph, order: Sequence[int]) -> list[int]:
+def _lowered(joint: JointGraph, order: Sequence[int], outputs: Collection[int]) -> list[int]:
     """Return `order` with fused arithmetic right before the first extern kernel or reduction that needs it.
 
-    Inductor lowers a call of that kind only when it is needed, so calls that follow it come before it.
+    Inductor lowers a call of that kind only when it is needed, so calls that follow it come before it. Outputs are
+    lowered where they are: under autocast, a weight's gradient is converted right after its product.
     """
     nodes, inside = joint.nodes, set(order)
     place = {node: at for at, node in enumerate(order)}
     lowered: dict[int, None] = {}
-    for at in [*(node for node in order if nodes[node].kind in ("extern", "reduction")), *order]:
+    ends = {*outputs, *(node for node in order if nodes[node].kind in ("extern", "reduction"))}
+    for at in [*(node for node in order if node in ends), *order]:
         needed, pending = set[int](), [at]
         while pending:
             node = pending.pop()
@@ -239,9 +304,11 @@ def _half(
     scratch: Mapping[int, int],
     kept_apart: Collection[int],
 ) -> Half:
-    order = _lowered(joint, order)
+    order = _lowered(joint, order, outputs)
     nodes, place = joint.nodes, {value: at for at, value in enumerate(order)}
     is_written = written(joint, order, [*outputs, *kept_apart])
+    if any(node.is_half for node in nodes):  # elsewhere matrix products read what many calls read
+        is_written |= _reused(joint, order, is_written, is_twice=bool(kept_apart))
     begins, ends = _kernels(joint, order, is_written)
     first, last = _reads(joint, order, is_written, begins, ends)
     _, latest = _reads(joint, order, is_written, {}, {})
