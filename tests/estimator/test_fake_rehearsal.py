@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
 from lowtide.estimator.fake_rehearsal import FakeRehearsal, rehearsed
+from lowtide.planner.address_nodes import SIGNS
 from processes.test_processes import timeless
 
 WIDTH = 32
@@ -86,3 +87,18 @@ def test_a_rehearsal_on_fake_tensors_finds_what_a_real_one_finds(way: str) -> No
         del record["measured_plain_peak_bytes"], record["notes"]
         del record["static"]["others"], record["base_bytes"][-1]  # the norm's few bytes, which the closure holds
     assert fake == real
+
+
+def test_a_relu_is_kept_as_its_signs_in_a_rehearsal_on_fake_tensors() -> None:
+    model, batch = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()), torch.randn(512, WIDTH)
+
+    def step(batch: Tensor) -> None:
+        model(batch).sum().backward()
+
+    fake = rehearsed(FakeRehearsal(model, batch, (step,)), step, batch)
+    real = lowtide.rehearse(model, step, batch, in_place=False)
+    held = [
+        [profile.values[i].bytes for v in profile.values if v.recipe == SIGNS for i in v.operands]
+        for profile in (fake, real)
+    ]
+    assert held == [[512 * WIDTH // 8]] * 2

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide._torch.device_timing import Stopwatch
+from lowtide._torch.fake_modes import is_fake
 from lowtide.planner.address_nodes import SHAPE, SIGNS
 from lowtide.profiler.drafts import ValueDraft
 from lowtide.profiler.recompute_trials import MIN_BYTES, RecomputeTrials
@@ -129,10 +130,13 @@ def _refuse(values: list[ValueDraft], lost: list[int], held: Collection[int]) ->
 def are_signs_of(signs: Tensor, tensor: Tensor) -> bool:
     """Return True if `signs` is 1 wherever `tensor`, which fills its storage, is above 0 or NaN, and 0 elsewhere.
 
-    The tensors are compared in PIECES, because a step may have no room for another tensor of that size.
+    The tensors are compared in PIECES, because a step may have no room for another tensor of that size. Fake tensors
+    have no contents to compare.
     """
     if signs.stride() != tensor.stride():
         return False
+    if is_fake(tensor):
+        return True
     n_elements = -(-tensor.numel() // PIECES)
     pieces = (torch.split(whole.as_strided((whole.numel(),), (1,)), n_elements) for whole in (signs, tensor.detach()))
     return all(torch.equal(sign, (part <= 0).logical_not_().to(part.dtype)) for sign, part in zip(*pieces, strict=True))
