@@ -44,7 +44,8 @@ def page() -> str:
 def _section(rule: Rule) -> str:
     remedy = _REMEDIES.get(rule.code, "")
     names = dict.fromkeys(("name", "names", "owner"), "NAME")
-    fix = rule.fix.format(**names, made="train.py:42", backward="train.py:43", remedy=remedy)
+    places = {"made": "train.py:42", "backward": "train.py:43"}
+    fix = rule.fix.format(**names, **places, release="`del NAME`", remedy=remedy)
     return (
         f"## {rule.code} {rule.name}\n\n{rule.what}\n\n**Why it is bad.** {rule.why}\n\n"
         f"```python\n{rule.bad}\n```\n\nUse instead:\n\n```python\n{rule.good}\n```\n\n**Fix**, as reported: {fix}\n"

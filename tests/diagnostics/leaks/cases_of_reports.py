@@ -53,6 +53,92 @@ for _ in range(8):
         made="output = model(",
         fix="remove `retain_graph=True`",
     ),
+    # --- variables that later code reads
+    Case(
+        name="best_loss_so_far",
+        script="""
+def train(model, optimizer):
+    best, best_output = float("inf"), None
+    for _ in range(8):
+        output = model(torch.randn(64, 64))
+        loss = output.square().mean()
+        loss.backward({})
+        if loss < best: best, best_output = loss, output
+        optimizer.step()
+        optimizer.zero_grad()
+        del loss, output
+    return best_output
+model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256))
+train(model, torch.optim.SGD(model.parameters(), lr=0.1))
+""",
+        broken=("retain_graph=True",),
+        mended=("",),
+        code="LT003",
+        holder="local variable 'best' and ",
+        made="output = model(",
+        fix="store `.detach()`ed tensors in `best`, `best_output` after the last backward pass",
+    ),
+    Case(
+        name="loss_before_under_two_names",
+        script="""
+model, before = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256)), torch.zeros(())
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(8):
+    print(float(before.detach()))
+    loss = model(torch.randn(64, 64)).square().mean()
+    loss.backward({})
+    before = loss
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+        broken=("retain_graph=True",),
+        mended=("",),
+        code="LT003",
+        holder="global variable 'before' and ",
+        made="loss = model(",
+        fix="`del loss` and store `.detach()`ed tensors in `before` after the last backward pass",
+    ),
+    Case(
+        name="loss_that_is_printed_after_the_loop",
+        script="""
+model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(8):
+    loss = model(torch.randn(64, 64)).square().mean()
+    loss.backward({})
+    optimizer.step()
+    optimizer.zero_grad()
+print(loss)
+""",
+        broken=("retain_graph=True",),
+        mended=("",),
+        code="LT003",
+        holder="global variable 'loss'",
+        made="loss = model(",
+        fix="`loss = loss.detach()` after the last backward pass",
+    ),
+    Case(
+        name="output_that_is_used_after_the_loop",
+        script="""
+model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for _ in range(8):
+    {}
+    output = model(torch.randn(64, 64))
+    output.square().mean().backward()
+    predicted = output.detach()
+    del output
+    optimizer.step()
+    optimizer.zero_grad()
+print(predicted.mean())
+""",
+        broken=("pass",),
+        mended=("predicted = None",),
+        code="LT007",
+        holder="global variable 'predicted'",
+        made="output = model(",
+        fix="set `predicted` to None when the next step begins",
+    ),
     # --- chains and collections
     Case(
         name="tuple_that_grows",

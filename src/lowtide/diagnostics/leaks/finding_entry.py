@@ -13,6 +13,7 @@ from lowtide._torch.tensors import storage_number
 from lowtide.diagnostics.leaks.holder_history import History, Inspections
 from lowtide.diagnostics.leaks.joined_findings import MOST_NAMES
 from lowtide.diagnostics.leaks.rules import RULES, Rule
+from lowtide.diagnostics.leaks.variable_reads import Reads
 from lowtide.report.finding import Finding
 
 if TYPE_CHECKING:
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
     from lowtide.diagnostics.leaks.call_log import Backward, Call, SiteStats
     from lowtide.diagnostics.leaks.call_site import Place
+    from lowtide.diagnostics.leaks.holders import Holder
     from lowtide.diagnostics.leaks.retained_object import RetainedObject
 
 LEAST_PART = 0.05
@@ -37,6 +39,8 @@ class HolderWords:
     part: str = ""
     names: tuple[str, ...] = ()
     """All variables that hold the memory: it is freed once none of them does."""
+    release: str = ""
+    """Code that lets go of the memory in all of them, and breaks no code that reads them later."""
     parts: tuple[str, ...] = ()
     """Containers and objects that hold the graph by one of their parts; the advice must not be to delete them whole."""
     fix: str = ""
@@ -57,6 +61,7 @@ class HolderWords:
             container=main.holder.container if main.holder else "",
             part=main.holder.part if main.holder else "",
             names=tuple(dict.fromkeys(holder.name for holder in variables if holder not in parts)),
+            release=_release([holder for holder in variables if holder not in parts]),
             parts=tuple(dict.fromkeys(holder.name for holder in parts)),
             fix=rule.fix_for(main, history),
         )
@@ -68,11 +73,12 @@ class HolderWords:
             owner=self.owner or self.name or "it",
             part=self.part or self.name or "it",
             names=", ".join(self.names) or self.name or "it",
+            release=self.release or f"`del {self.name or 'it'}`",
             made=made_at or "that line",
             backward=backward.place if backward else "backward()",
             remedy=self.remedy,
         )
-        if self.parts and "{names}" in self.fix:
+        if self.parts and ("{names}" in self.fix or "{release}" in self.fix):
             text += f"; `.detach()` the tensors in {' and '.join(f'`{part}`' for part in self.parts)}"
         return text
 
@@ -165,6 +171,16 @@ class Entry:
             unit=rule.unit,
             n_steps=max(1, self.inspections.n),
         )
+
+
+def _release(variables: Sequence[Holder]) -> str:
+    """Return code that lets go of the graphs that `variables` hold; those that are read later stay assigned."""
+    names = {reads: list(dict.fromkeys(v.name for v in variables if v.reads is reads)) for reads in Reads}
+    phrases = [f"`del {', '.join(names[Reads.NONE])}`"] if names[Reads.NONE] else []
+    phrases += [f"`{name} = {name}.detach()`" for name in names[Reads.AFTER_THE_LOOP]]
+    if names[Reads.NEXT_STEP]:
+        phrases.append(f"store `.detach()`ed tensors in {', '.join(f'`{name}`' for name in names[Reads.NEXT_STEP])}")
+    return " and ".join(phrases)
 
 
 def _text(item: RetainedObject) -> str:

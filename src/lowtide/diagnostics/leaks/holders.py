@@ -14,6 +14,7 @@ from torch.autograd.function import BackwardCFunction
 from lowtide.diagnostics.leaks.call_site import Place
 from lowtide.diagnostics.leaks.reference_path import CACHED, ENTRIES, ReferencePath, attribute_name
 from lowtide.diagnostics.leaks.stored_values import place_of_value
+from lowtide.diagnostics.leaks.variable_reads import Reads
 
 RANK = (
     "exception",
@@ -86,6 +87,8 @@ class Holder:
     place: Place | None = None
     stored_in: StoredIn | None = None
     """Where the source says what is stored, if known."""
+    reads: Reads = Reads.NONE
+    """Later reads of the variable, which a `del` would break."""
     is_state: bool = False
     """True for an attribute of a module, or a variable of a loop, that is read before it is assigned: what one step
     leaves to the next.

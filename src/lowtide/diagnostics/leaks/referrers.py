@@ -200,6 +200,7 @@ class HolderSearch:
             is_tee=TEED in way.path,
             place=place,
             stored_in=stored_in(way, name, place.file),
+            reads=variable.reads,
             is_state=variable.is_carried,
         )
 
@@ -208,6 +209,12 @@ class HolderSearch:
 
         Each object with a name of its own gets a path. Objects without a name share a path if the rest of it is equal.
         """
+        if isinstance(referrer, dict) and _is_of_module(referrer):
+            for way in inner:
+                names = [name for name, value in list(dict.items(referrer)) if value is way.obj]
+                whole = way.including_its_object()
+                yield from ((replace(whole, obj=referrer, path=(f"['{name}']", *way.path)), way) for name in names)
+            return
         labels = labels_in(referrer)
         gathered: dict[tuple[str, ...], tuple[ReferencePath, ReferencePath]] = {}
         for way in inner:

@@ -12,11 +12,12 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from lowtide.diagnostics.leaks.call_site import Place, is_carried_variable, line_of_store, stores
+from lowtide.diagnostics.leaks.variable_reads import Reads, later_reads
 from lowtide.memory.frame_locals import local_variables
 from lowtide.state.introspection import origin
 from lowtide.utils.frames import frames_from
 
-_module_variables: dict[tuple[str, str], Place] = {}  # kept for the time after the module's code has run
+_module_variables: dict[tuple[str, str], Variable] = {}  # kept for the time after the module's code has run
 
 
 class Variable(NamedTuple):
@@ -25,7 +26,9 @@ class Variable(NamedTuple):
     name: str
     place: Place
     code: CodeType | None = None
-    """Code of the function or module, while it runs."""
+    """Code of the function or module, once it was seen to run."""
+    offset: int = -1
+    """Offset of the instruction at which that code is."""
     module: str = ""
     """File or name of the module, for a variable of one: the cells of a notebook are files of their own."""
 
@@ -38,6 +41,11 @@ class Variable(NamedTuple):
     def is_carried(self) -> bool:
         """True if a loop reads the variable before it assigns it."""
         return self.code is not None and is_carried_variable(self.code, self.name)
+
+    @property
+    def reads(self) -> Reads:
+        """Later reads of its value, which a `del` would break."""
+        return Reads.NONE if self.code is None else later_reads(self.code, self.name, self.offset)
 
 
 class RunningFrames:
@@ -76,11 +84,12 @@ class RunningFrames:
         file = namespace.get("__file__") or namespace.get("__name__") or "<unknown>"
         is_of_other_cell = frame is not None and frame.f_code.co_filename != file and not stores(frame.f_code, name)
         if frame is None or is_of_other_cell:
-            return Variable(name, _module_variables.get((str(file), name), Place(str(file), 0)), module=str(file))
+            unknown = Variable(name, Place(str(file), 0), module=str(file))
+            return _module_variables.get((str(file), name), unknown)
         code = frame.f_code
         place = Place(code.co_filename, line_of_store(code, name, frame.f_lineno))
-        _module_variables[str(file), name] = place
-        return Variable(name, place, code, str(file))
+        variable = _module_variables[str(file), name] = Variable(name, place, code, frame.f_lasti, str(file))
+        return variable
 
     def _read(self, frame: FrameType) -> None:
         code = frame.f_code
@@ -90,7 +99,7 @@ class RunningFrames:
         with local_variables(frame) as variables:
             for name, value in variables.items():
                 line = line_of_store(code, name, frame.f_lineno)
-                variable = Variable(name, Place(code.co_filename, line), code)
+                variable = Variable(name, Place(code.co_filename, line), code, frame.f_lasti)
                 self._by_object.setdefault(id(value), []).append(variable)
 
 

@@ -4,6 +4,7 @@ from lowtide.diagnostics.leaks.holder_history import History
 from lowtide.diagnostics.leaks.holders import Holder
 from lowtide.diagnostics.leaks.retained_object import RetainedObject
 from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
+from lowtide.diagnostics.leaks.variable_reads import Reads
 
 SHARE = 0.05
 """Smallest share of the graph's bytes that a reported output has."""
@@ -33,7 +34,7 @@ class AliveDuringBackward(Rule):
     "the peak.",
     bad="predicted = model(x)\ncriterion(predicted, y).backward()\nlast = predicted.detach()",
     good="predicted = model(x)\ncriterion(predicted, y).backward()\nlast = predicted.mean().item()",
-    fix="`del {names}` at the end of the step",
+    fix="{release} at the end of the step",
 )
 class AliveInNextStep(Rule):
     """Rule for a large output without a graph that is no input of the next step."""
@@ -48,6 +49,8 @@ class AliveInNextStep(Rule):
         "delete the function that holds `{name}` at the end of the step, or let it capture a number instead"
     )
 
+    fix_of_last = "set `{names}` to None when the next step begins: code after the loop reads its last value"
+
     def names_part(self, holder: Holder, history: History) -> bool:
         """Return True if the advice should name the entry or attribute: a container of several tensors is deleted as a
         whole.
@@ -58,7 +61,10 @@ class AliveInNextStep(Rule):
         """Return the advice; a variable that a function closes over must not be deleted."""
         if item.is_held_as("context variable"):
             return self.fix_of_context
-        return self.fix_of_function if item.is_held_as("closure") else super().fix_for(item, history)
+        if item.is_held_as("closure"):
+            return self.fix_of_function
+        is_last = any(other.reads is Reads.AFTER_THE_LOOP and not other.is_part for other in item.holders)
+        return self.fix_of_last if is_last else super().fix_for(item, history)
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         is_large = item.held_bytes >= SHARE * history.largest_graph_bytes
@@ -67,4 +73,5 @@ class AliveInNextStep(Rule):
             return False  # kept over the steps on purpose
         if holder is not None and holder.gathers and len(history.held_bytes) == 1:
             return False  # may be a buffer; a list that each step creates holds outputs of one step only
-        return item.is_output and not item.is_input and not item.is_state and is_large
+        is_needed = item.is_state or any(other.reads is Reads.NEXT_STEP for other in item.holders)
+        return item.is_output and not item.is_input and not is_needed and is_large

@@ -17,7 +17,7 @@ from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
     "of a step's peak in bench/retention.py.",
     bad="loss.backward(retain_graph=True)\noptimizer.step()",
     good="loss.backward()\noptimizer.step()",
-    fix="`del {names}` after the last backward pass; if that is {backward}, remove `retain_graph=True`",
+    fix="{release} after the last backward pass; if that is {backward}, remove `retain_graph=True`",
 )
 class RetainGraph(Rule):
     """Rule for a graph that a backward pass retains on request."""
@@ -25,7 +25,7 @@ class RetainGraph(Rule):
     fix_of_part = (
         "`.detach()` the tensors in `{name}`, and remove `retain_graph=True` at {backward} if no backward pass follows"
     )
-    fix_of_second_order = "`del {names}` after the last backward pass"
+    fix_of_second_order = "{release} after the last backward pass"
     fix_of_earlier_forward = (
         "`.detach()` the result of the forward at {made}, and remove `retain_graph=True` at {backward}: each later "
         "backward pass goes through that forward's graph again"
@@ -83,7 +83,7 @@ class GraphInGradients(Rule):
     why="Backward frees only the nodes it reaches. The others hold 21 % of the peak for an MLP (bench/retention.py).",
     bad="loss.backward(inputs=list(model.head.parameters()))",
     good="loss.backward(inputs=list(model.head.parameters()))\ndel loss",
-    fix="`del {names}` after the backward pass at {backward}, or run the unused branch under `torch.no_grad()`",
+    fix="{release} after the backward pass at {backward}, or run the unused branch under `torch.no_grad()`",
 )
 class PartialBackward(Rule):
     """Rule for a graph that a backward pass freed only in part."""

@@ -27,8 +27,8 @@ class Rule:
     good: str
     fix: str
     """One line of advice; may contain {name} (the variable or attribute), {owner} (the object whose attribute it is),
-    {part} (the entry or attribute itself), {names} (all variables), {remedy} (words of the event), {made} and
-    {backward} (places in the code).
+    {part} (the entry or attribute itself), {names} (all variables), {release} (code that lets go of them all), {remedy}
+    (words of the event), {made} and {backward} (places in the code).
     """
 
     is_refuted_by_backward = False

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     "once: 40 % of the peak for an MLP (bench/retention.py).",
     bad="loss = criterion(model(x), y)\nif not loss.isfinite():\n    continue",
     good="loss = criterion(model(x), y)\nif not loss.isfinite():\n    del loss\n    continue",
-    fix="release the graph before the loop continues: `del {names}`",
+    fix="release the graph before the loop continues: {release}",
 )
 class BackwardSkipped(Rule):
     """Rule for a graph that no backward pass has reached."""

@@ -1,0 +1,147 @@
+"""Later reads of a variable, as the bytecode of its function tells: a `del` before such a read breaks the program.
+
+The flow through exception handlers is not followed.
+"""
+
+from __future__ import annotations
+
+import dis
+import re
+from collections.abc import Iterable, Iterator
+from enum import Enum
+from functools import lru_cache
+from itertools import takewhile
+from types import CodeType
+from typing import NamedTuple
+
+_ACCESS = re.compile(r"(LOAD|STORE|DELETE)_(?:FAST|NAME|GLOBAL|DEREF)(?:_CHECK|_BORROW|(?=_LOAD|_STORE)|$)")
+"""One access in the name of an instruction; an instruction may make two: `STORE_FAST_LOAD_FAST`."""
+
+_ENDS = ("RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE")
+_ALWAYS_JUMPS = ("JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT")
+
+
+class Reads(Enum):
+    """Reads of a variable's value after the step that assigned it."""
+
+    NONE = "none"
+    AFTER_THE_LOOP = "after the loop"
+    """The loop assigns the variable before it reads it, in each step."""
+    NEXT_STEP = "next step"
+    """A later step reads it, or does not assign the variable in each case."""
+
+
+@lru_cache(maxsize=1024)
+def later_reads(code: CodeType, name: str, offset: int) -> Reads:
+    """Return how the value that variable `name` has when `code` is at the instruction `offset` is read later on.
+
+    `offset` is inside the loop over the steps, where the next step begins.
+    """
+    if _is_read_by_others(code, name):
+        return Reads.NEXT_STEP
+    flow = _flow(code)
+    if offset not in flow or _is_read(flow, name, flow[offset].following):
+        return Reads.NEXT_STEP
+    loop = _innermost_loop(flow, offset)
+    if loop is None:
+        return Reads.NONE
+    ends = _ends_of_body(flow, loop)
+    if _is_read(flow, name, ends, within=loop) or _is_kept(flow, name, loop, ends):
+        return Reads.NEXT_STEP
+    return Reads.AFTER_THE_LOOP if _is_read(flow, name, ends) else Reads.NONE
+
+
+class _Instruction(NamedTuple):
+    accesses: tuple[tuple[str, str], ...]
+    """Variables that it accesses, as ("LOAD", "loss"), in order."""
+    following: tuple[int, ...]
+    """Offsets of the instructions that may follow."""
+    line: int
+
+    def first_access(self, name: str) -> str | None:
+        """Return the kind of the first access to the variable `name`, if there is one."""
+        return next((kind for kind, of in self.accesses if of == name), None)
+
+
+_Flow = dict[int, _Instruction]
+"""Instructions by offset, in order."""
+
+
+@lru_cache(maxsize=64)
+def _flow(code: CodeType) -> _Flow:
+    instructions = list(dis.get_instructions(code))
+    flow: _Flow = {}
+    line = code.co_firstlineno
+    for number, one in enumerate(instructions):
+        following = []
+        if one.opname not in (*_ENDS, *_ALWAYS_JUMPS) and number + 1 < len(instructions):
+            following.append(instructions[number + 1].offset)
+        if one.opcode in dis.hasjrel and isinstance(one.argval, int):
+            following.append(one.argval)
+        line = one.positions.lineno or line if one.positions else line
+        flow[one.offset] = _Instruction(tuple(_accesses(one)), tuple(following), line)
+    return flow
+
+
+def _accesses(instruction: dis.Instruction) -> Iterator[tuple[str, str]]:
+    kinds = _ACCESS.findall(instruction.opname)
+    names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+    return zip(kinds, map(str, names), strict=False)
+
+
+def _innermost_loop(flow: _Flow, offset: int) -> range | None:
+    """Return the offsets of the smallest loop around `offset`: from a target of jumps backward to the last of these."""
+    ends = {target: at for at, one in flow.items() for target in one.following if target <= at}  # the last jump counts
+    loops = (range(target, end + 1) for target, end in ends.items())
+    return min((loop for loop in loops if offset in loop), key=len, default=None)
+
+
+def _ends_of_body(flow: _Flow, loop: range) -> list[int]:
+    """Return the offsets at which the loop's body may have ended. Python 3.11 repeats the condition of a `while` there,
+    whose line is above the body.
+    """
+    inside = [offset for offset in flow if offset in loop]
+    ends = []
+    for end in (offset for offset in inside if loop.start in flow[offset].following and offset >= loop.start):
+        before = takewhile(lambda at: flow[at].line < flow[loop.start].line, (at for at in inside[::-1] if at <= end))
+        ends.append(min(before, default=end))
+    return ends
+
+
+def _is_read(flow: _Flow, name: str, begin: Iterable[int], within: range | None = None) -> bool:
+    """Return True if a path from one of the offsets `begin` reads the variable before it assigns or deletes it."""
+    return any(flow[offset].first_access(name) == "LOAD" for offset in _until_access(flow, name, begin, within))
+
+
+def _is_kept(flow: _Flow, name: str, loop: range, ends: Iterable[int]) -> bool:
+    """Return True if a path through the body of `loop` does not access the variable."""
+    return not _until_access(flow, name, (loop.start,), loop).isdisjoint(ends)
+
+
+def _until_access(flow: _Flow, name: str, begin: Iterable[int], within: range | None) -> set[int]:
+    """Return the offsets that are reached from `begin`, up to the first access to the variable on each path."""
+    pending, reached = list(begin), set[int]()
+    while pending:
+        offset = pending.pop()
+        if offset in reached or (within is not None and offset not in within):
+            continue
+        reached.add(offset)
+        if flow[offset].first_access(name) is None:
+            pending += flow[offset].following
+    return reached
+
+
+def _is_read_by_others(code: CodeType, name: str) -> bool:
+    """Return True if a function defined in `code` reads the variable: of its closure, or a global one of its module."""
+    is_shared = name in code.co_cellvars or name not in (*code.co_varnames, *code.co_freevars)
+    return is_shared and any(_reads_outer(function, name) for function in _defined_in(code))
+
+
+def _reads_outer(code: CodeType, name: str) -> bool:
+    is_outer = name not in code.co_varnames and name not in code.co_cellvars
+    reads = is_outer and any(("LOAD", name) in one.accesses for one in _flow(code).values())
+    return reads or any(_reads_outer(function, name) for function in _defined_in(code))
+
+
+def _defined_in(code: CodeType) -> list[CodeType]:
+    return [constant for constant in code.co_consts if isinstance(constant, CodeType)]
