@@ -294,10 +294,10 @@ class Audit(SavedTensorPacker, Observer):
         self._freed.witness.read(self.step.slot_of[handle], handle, tensor)
 
     def on_recompute_begin(self, maker: Recomputation) -> None:
-        self._recomputes.meter.making()
+        self._recomputes.meter.start()
 
     def on_recompute_end(self, maker: Recomputation, outputs: tuple[Tensor, ...]) -> None:
         if isinstance(maker, Recompute):
-            self._recomputes.meter.made(maker, outputs[0])
+            self._recomputes.meter.stop(maker, outputs[0])
             if in_backward():
-                self._recomputes.timings.made(maker)
+                self._recomputes.timings.record(maker)

@@ -56,7 +56,7 @@ class BackwardTimings:
             if not self._step.is_saved(value):
                 del self._recomputes[value]
 
-    def made(self, maker: Recompute) -> None:
+    def record(self, maker: Recompute) -> None:
         """Record the time of a recompute that has run in backward."""
         if maker in self._indices:
             draft, spent = self._step.values[self._indices[maker]], self._meter.of(maker)

@@ -340,7 +340,6 @@ class _Records:
 
     def _add(self, number: int, graph: _Graph) -> None:
         """Add the storages, values and slots of one call of a graph."""
-        forward, backward = self._at[number, 0], self._at[number, 1]
         joint, slots = graph.slots.joint, {slot.node: slot for slot in graph.slots.slots}
         order = sorted({*upstream(joint, slots), *slots})  # inputs among the slots come first
         made, index = written(joint, order, {*slots, *graph.slots.kept_apart}), dict[int, int]()
@@ -360,23 +359,9 @@ class _Records:
                     transient_bytes=graph.scratch.get(node, 0),
                 )
             )
-            if slot is not None and value.kind == "input":  # until forward ends, the code that owns it holds it
-                end = self._end(number, 0)
-                # otherwise it is part of the batch
-                n_bytes = value.bytes if self._live_bytes[number] >= value.bytes else 0
-                self._storages.append(Storage(bytes=n_bytes, allocated_at=end, freed_at=end + 1, label=value.module))
-            elif slot is not None:
-                allocated_at = graph.saved[0].allocated_at.get(node, graph.unsaved.allocated_at.get(node, 0))
-                freed_at = max(graph.unsaved.last.get(node, allocated_at), allocated_at) + 1
-                self._storages.append(
-                    Storage(
-                        bytes=value.bytes,
-                        allocated_at=forward + allocated_at,
-                        freed_at=forward + freed_at,
-                        label=value.module,
-                    )
-                )
-        reads = graph.saved[1]
+            if slot is not None:
+                self._storages.append(self._storage_of(number, graph, node))
+        backward, reads = self._at[number, 1], graph.saved[1]
         for node, slot in slots.items():
             is_read = node in reads.first
             self._slots.append(
@@ -390,6 +375,21 @@ class _Records:
                     release=backward + max(reads.first[node], reads.last[node]) + 1 if is_read else 0,
                 )
             )
+
+    def _storage_of(self, number: int, graph: _Graph, node: int) -> Storage:
+        """Return the storage of a slot's node, in call `number` of `graph`."""
+        value = graph.slots.joint.nodes[node]
+        if value.kind == "input":  # until forward ends, the code that owns it holds it
+            end = self._end(number, 0)
+            # otherwise it is part of the batch
+            n_bytes = value.bytes if self._live_bytes[number] >= value.bytes else 0
+            return Storage(bytes=n_bytes, allocated_at=end, freed_at=end + 1, label=value.module)
+        forward = self._at[number, 0]
+        allocated_at = graph.saved[0].allocated_at.get(node, graph.unsaved.allocated_at.get(node, 0))
+        freed_at = max(graph.unsaved.last.get(node, allocated_at), allocated_at) + 1
+        return Storage(
+            bytes=value.bytes, allocated_at=forward + allocated_at, freed_at=forward + freed_at, label=value.module
+        )
 
 
 def _coarser(profile: Profile) -> Profile:

@@ -83,13 +83,13 @@ class Meter:
         self._watch = Stopwatch(place)
         self._flops_before = 0
 
-    def making(self) -> None:
+    def start(self) -> None:
         """Start the measurement of a recipe that is about to run."""
         self._mark(TRACE, RecomputeStarted())
         self._flops_before = self.flops.total
         self._watch.start()
 
-    def made(self, maker: Recompute, result: Tensor) -> None:
+    def stop(self, maker: Recompute, result: Tensor) -> None:
         """Record a run. A recompute that runs several times counts with its least time and its most FLOPs: some runs
         count none.
         """

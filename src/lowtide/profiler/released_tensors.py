@@ -61,7 +61,7 @@ class FreedValues:
         values = {place: value for value, place in freed.items() if value.maker is frame}
         frame.values = {place: weakref.ref(value) for place, value in values.items()}
         if values:
-            frame.look(lambda place, tensor: self.give_back(values[place], tensor))
+            frame.visit_saved(lambda place, tensor: self.give_back(values[place], tensor))
 
     def free(self) -> None:
         """Free the values again that a trial in forward has recomputed."""

@@ -130,5 +130,5 @@ def _checksum(tensor: Tensor) -> int:
 
 def _once_more(frame: ReplayFrame, value: Value) -> Tensor:
     """Return the value's tensor from one more replay."""
-    tensors = frame.catch()
+    tensors = frame.collect_saved()
     return next(tensor for place, tensor in tensors.items() if frame.values[place]() is value)

@@ -78,7 +78,7 @@ class ReplayTrials:
         call.refused = self._why_not(opened, frame)
         if call.refused is None:
             call.state = self._step.add_state(frame.call_context.nbytes)
-            self._read.append((call, frame.read(given=not self._frugal)))
+            self._read.append((call, frame.tensors_read(with_arguments=not self._frugal)))
 
     def withdraw_overwritten(self) -> None:
         """Refuse calls whose replay would read a tensor that has been written to since the call."""
@@ -167,10 +167,10 @@ class ReplayTrials:
 
         try:
             _, (call.host_ms, call.cost_ms), call.flops = meter.timed(
-                lambda: frame.look(look),
+                lambda: frame.visit_saved(look),
                 frame.forward_again,
                 lambda: looked_ms[0],
-                quietly=lambda: frame.look(lambda _place, _tensor: None),
+                quietly=lambda: frame.visit_saved(lambda _place, _tensor: None),
             )
         except CAN_GO_WRONG as error:
             why = f"running it again failed: {summarize(error)}"

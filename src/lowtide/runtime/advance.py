@@ -33,7 +33,9 @@ class Advance:
         """Geometry of the base within the call's result, if that is a view."""
 
     def make(self, value: Value) -> Tensor:
-        """Run the call forward; the result stays if an unread handle needs it. Raises as `ReplayFrame.catch` does."""
+        """Run the call forward; the result stays if an unread handle needs it. Raises as `ReplayFrame.collect_saved`
+        does.
+        """
         with one_at_a_time:
             if value.tensor is not None:  # another thread has made it in the meantime
                 return value.tensor

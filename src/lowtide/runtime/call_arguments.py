@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _IS_CPU = attrgetter("is_cpu")
 
-Part = Callable[["_Given"], Any]
+Part = Callable[["_Inputs"], Any]
 """Function that rebuilds a part of the arguments."""
 
 
@@ -45,12 +45,12 @@ class Arguments:
     __slots__ = (
         "_build",
         "_cached",
-        "_given",
         "_grads",
         "_n_args",
         "_names",
         "_places",
         "_things",
+        "_values",
         "devices",
         "generators",
         "handles",
@@ -79,31 +79,31 @@ class Arguments:
                     things[place] = None
             self._things = things
         else:
-            taken = _Apart()
-            self._build = taken.part((args, kwargs))
-            tensors, self._cached, self.generators = taken.tensors, taken.cached, tuple(taken.generators)
+            builder = _PartBuilder()
+            self._build = builder.part((args, kwargs))
+            tensors, self._cached, self.generators = builder.tensors, builder.cached, tuple(builder.generators)
         self.handles = (*map(hold, tensors),)
-        self._given = {}
+        self._values = {}
         for tensor, handle in zip(tensors, self.handles, strict=True):
-            self._given[id(tensor if base_of(tensor) is None else producer(tensor)[0])] = handle.value
+            self._values[id(tensor if base_of(tensor) is None else producer(tensor)[0])] = handle.value
         self._grads = [*map(_REQUIRES_GRAD, tensors)]
         self.devices = None if all(map(_IS_CPU, tensors)) else {tensor.device for tensor in tensors}
         """Devices of the tensors; None if that is the CPU alone."""
 
-    def given(self, base: Tensor) -> Value | None:
+    def value_of(self, base: Tensor) -> Value | None:
         """Return the value of a tensor, or of its base, that was passed to the call in progress; None for any other
         tensor.
         """
-        value = self._given.get(id(base))
+        value = self._values.get(id(base))
         return value if value is not None and value.version == base._version else None
 
     def close(self) -> None:
         """End the call: release the tensors in caches that the call did not use."""
-        self._given.clear()  # new tensors may reuse the ids of freed ones
+        self._values.clear()  # new tensors may reuse the ids of freed ones
         for cached in self._cached:
             cached.close()
 
-    def again(self, handles: tuple[Handle, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def rebuild(self, handles: tuple[Handle, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the call's original arguments, through its own `handles` or others on the same values, in order.
 
         Raises RuntimeError if one of the tensors was changed in place.
@@ -113,7 +113,7 @@ class Arguments:
             tensor = handle.get() if handle.value.version != EXPOSED else handle.get_compared()
             tensors.append(tensor.detach().requires_grad_(grad))
         if self._build is not None:
-            args, kwargs = self._build(_Given(tensors))
+            args, kwargs = self._build(_Inputs(tensors))
             return args, kwargs
         things, n_args = self._things.copy(), self._n_args
         for place, number in self._places:
@@ -126,23 +126,23 @@ def tensors_in_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tenso
     things = (*args, *kwargs.values())
     if _FLAT.issuperset(map(type, things)):  # most calls get no containers
         return [*{id(thing): thing for thing in things if type(thing) is torch.Tensor}.values()]
-    taken = _Apart()
-    taken.part((args, kwargs))
-    return taken.tensors
+    builder = _PartBuilder()
+    builder.part((args, kwargs))
+    return builder.tensors
 
 
-class _Given:
+class _Inputs:
     """Inputs from which the arguments of a call are rebuilt: its tensors, and the objects rebuilt so far."""
 
-    __slots__ = ("made", "tensors")
+    __slots__ = ("rebuilt", "tensors")
 
     def __init__(self, tensors: list[Tensor]) -> None:
         self.tensors = tensors
-        self.made: dict[int, Any] = {}
+        self.rebuilt: dict[int, Any] = {}
 
     def filled(self, key: int, new: Any, fill: Callable[[Any], object]) -> Any:
         """Return `new`, registered under `key` before `fill` adds its contents, which may refer back to it."""
-        self.made[key] = new
+        self.rebuilt[key] = new
         fill(new)
         return new
 
@@ -161,7 +161,7 @@ class _Cached:
         del self.now
 
 
-class _Apart:
+class _PartBuilder:
     """Builder of the parts from which the arguments of a call are rebuilt."""
 
     def __init__(self) -> None:
@@ -184,29 +184,31 @@ class _Apart:
         if isinstance(thing, torch.Tensor):
             return self._tensor(thing, now)
         if key in self._visited:
-            return lambda given: given.made[key]
+            return lambda inputs: inputs.rebuilt[key]
         if kind is tuple:
             parts = [self.part(item) for item in thing]
-            return lambda given: tuple([part(given) for part in parts])
+            return lambda inputs: tuple([part(inputs) for part in parts])
         if isinstance(thing, tuple):
             parts = [self.part(item) for item in thing]
-            return lambda given: _tuple(kind, [part(given) for part in parts])
+            return lambda inputs: _tuple(kind, [part(inputs) for part in parts])
         if kind is list:
             self._visited[key] = thing
             parts = [self.part(item, partial(getitem, thing, n)) for n, item in enumerate(thing)]
-            return lambda given: given.filled(key, [], lambda new: new.extend([part(given) for part in parts]))
+            return lambda inputs: inputs.filled(key, [], lambda new: new.extend([part(inputs) for part in parts]))
         if kind is dict:
             self._visited[key] = thing
             named = {name: self.part(item, partial(getitem, thing, name)) for name, item in thing.items()}
-            return lambda given: given.filled(key, {}, lambda new: new.update({n: p(given) for n, p in named.items()}))
+            return lambda inputs: inputs.filled(
+                key, {}, lambda new: new.update({n: p(inputs) for n, p in named.items()})
+            )
         if kind in SUPPORTED_NODES:
             children, context = SUPPORTED_NODES[kind].flatten_fn(thing)
             parts = [self.part(item) for item in children]
-            return lambda given: SUPPORTED_NODES[kind].unflatten_fn([part(given) for part in parts], context)
+            return lambda inputs: SUPPORTED_NODES[kind].unflatten_fn([part(inputs) for part in parts], context)
         if kind is set:
             self._visited[key] = thing
             parts = [self.part(item) for item in thing]
-            return lambda given: given.filled(key, set(), lambda new: new.update([part(given) for part in parts]))
+            return lambda inputs: inputs.filled(key, set(), lambda new: new.update([part(inputs) for part in parts]))
         if isinstance(thing, torch.Generator):
             self.generators.append(thing)
         elif self._depth < _DEPTH and not (callable(thing) or isinstance(thing, Enum)):
@@ -218,14 +220,14 @@ class _Apart:
         if self._in_cache and now is not None:
             if not tensor.dim():  # a setting of the cache, or its length
                 number = tensor.detach().clone()
-                return lambda given: number.clone()
+                return lambda inputs: number.clone()
             cached = _Cached(tensor, now)
             self.cached.append(cached)
-            return lambda given: cached.tensor
+            return lambda inputs: cached.tensor
         place = self._places.setdefault(id(tensor), len(self.tensors))
         if place == len(self.tensors):
             self.tensors.append(tensor)
-        return lambda given: given.tensors[place]
+        return lambda inputs: inputs.tensors[place]
 
     def _object(self, thing: Any) -> Part:
         """Return a part that rebuilds an object from its attributes and, for a subclass of list or dict, its items."""
@@ -244,14 +246,14 @@ class _Apart:
                 del self._visited[inside]
             return _AsItIs(thing)
 
-        def build(given: _Given) -> Any:
+        def build(inputs: _Inputs) -> Any:
             def fill(new: Any) -> None:
                 for place, item in parts:
-                    _add(base, new, place(given), item(given))
+                    _add(base, new, place(inputs), item(inputs))
                 for name, part in named.items():
-                    object.__setattr__(new, name, part(given))
+                    object.__setattr__(new, name, part(inputs))
 
-            return given.filled(key, base.__new__(kind), fill)
+            return inputs.filled(key, base.__new__(kind), fill)
 
         is_simple = base in (object, SimpleNamespace) and all(isinstance(part, _AsItIs) for part in named.values())
         return _unless_changed(thing, attributes, build) if is_simple and not holds_tensors else build
@@ -265,7 +267,7 @@ class _AsItIs:
     def __init__(self, thing: Any) -> None:
         self.thing = thing
 
-    def __call__(self, given: _Given) -> Any:
+    def __call__(self, inputs: _Inputs) -> Any:
         return self.thing
 
 
@@ -280,15 +282,15 @@ def _unless_changed(thing: Any, attributes: dict[str, Any], build: Part) -> Part
     except TypeError:
         return build
 
-    def again(given: _Given) -> Any:
+    def rebuild_if_changed(inputs: _Inputs) -> Any:
         there = reference()
         if there is not None:
             now = _attributes(there)
             if now.keys() == attributes.keys() and all(now[name] is attributes[name] for name in now):
-                return given.filled(id(there), there, lambda there: None)
-        return build(given)
+                return inputs.filled(id(there), there, lambda there: None)
+        return build(inputs)
 
-    return again
+    return rebuild_if_changed
 
 
 def _attributes(thing: Any) -> dict[str, Any]:

@@ -394,7 +394,7 @@ def make_pack_hook(run: ForwardPass) -> Callable[[Tensor], Handle | KeptTensor]:
                 is_parameter = tensor.requires_grad and tensor.grad_fn is None
                 return tensor if is_parameter else tensor.detach(), tensor._version
         elif scope.learnt is None and run.probe is None and not scope.held and ordinal not in scope.actions.recompute:
-            handle = frame.left(tensor)
+            handle = frame.pack_result(tensor)
             if handle is not None:
                 scope.ordinal = ordinal + 1
                 return handle

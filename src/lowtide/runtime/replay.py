@@ -128,9 +128,9 @@ class ReplayFrame:
                 type(self.interceptor.module),
             )
 
-    def read(self, *, given: bool) -> list[tuple[Tensor, int]]:
-        """Return the tensors that a replay reads, with their expected versions; if `given`, its arguments too."""
-        arguments = (handle.value for handle in self.operands if given)
+    def tensors_read(self, *, with_arguments: bool) -> list[tuple[Tensor, int]]:
+        """Return the tensors that a replay reads, with their expected versions."""
+        arguments = (handle.value for handle in self.operands if with_arguments)
         return [
             *self.call_context.uncopied.with_versions,
             *self.call_context.attributes.tensors,
@@ -150,7 +150,7 @@ class ReplayFrame:
             gc.collect()  # garbage of the runs may need a collection
         return any(reference() is not None for reference in held)
 
-    def left(self, tensor: Tensor) -> Handle | None:
+    def pack_result(self, tensor: Tensor) -> Handle | None:
         """Return a handle on an operator's result that the call is about to save: left to this replay, or kept.
 
         That is the common case. None for views, leaves and all else that `SavedTensorPacker.hold` looks into.
@@ -179,10 +179,10 @@ class ReplayFrame:
         """Return a value that a replay restores, for `base`: the saved `tensor`, or the tensor that it is a view of."""
         value = Value()
         value.version = base._version
-        self._bring_back(value, tensor, base)
+        self._take(value, tensor, base)
         return value
 
-    def adopt(self, value: Value, tensor: Tensor, base: Tensor, *, passing: bool) -> None:
+    def take_over(self, value: Value, tensor: Tensor, base: Tensor, *, passing: bool) -> None:
         """Take over a value from an inner call's replay, because the value is now saved outside that call.
 
         With `passing` the value was only an intermediate of other recomputes so far.
@@ -190,9 +190,9 @@ class ReplayFrame:
         inside = isinstance(value.maker, ReplayFrame) and value.maker is not self and self.encloses(value.maker)
         if passing or inside:
             value.version = base._version
-            self._bring_back(value, tensor, base)
+            self._take(value, tensor, base)
 
-    def _bring_back(self, value: Value, tensor: Tensor, base: Tensor) -> None:
+    def _take(self, value: Value, tensor: Tensor, base: Tensor) -> None:
         place = self.count - 1
         value.maker = self
         self.values[place] = weakref.ref(value)
@@ -219,7 +219,7 @@ class ReplayFrame:
             if values.probe is not None:
                 values.probe.on_recompute_begin(self)
             tensors: dict[int, Tensor] = {}
-            self.look(tensors.__setitem__, is_only_missing=True)
+            self.visit_saved(tensors.__setitem__, is_only_missing=True)
             if values.probe is not None:
                 values.probe.on_recompute_end(self, tuple(tensors.values()))
             for place, tensor in tensors.items():
@@ -230,18 +230,18 @@ class ReplayFrame:
                     there.store_recomputed(tensor)
             return result
 
-    def catch(self) -> dict[int, Tensor]:
+    def collect_saved(self) -> dict[int, Tensor]:
         """Return the tensors that the call saves in a second run, detached, for each place with a live value.
 
-        Raises the errors of `look`.
+        Raises the errors of `visit_saved`.
         """
         tensors: dict[int, Tensor] = {}
-        self.look(tensors.__setitem__)
+        self.visit_saved(tensors.__setitem__)
         return tensors
 
-    def look(self, at: Callable[[int, Tensor], object], *, is_only_missing: bool = False) -> None:
-        """Run the call again and pass each tensor that `catch` returns to `at`, once the operator that saves it is
-        done. If `is_only_missing`, tensors that their values still hold are left out, and the run ends before them.
+    def visit_saved(self, at: Callable[[int, Tensor], object], *, is_only_missing: bool = False) -> None:
+        """Run the call again and pass each tensor that `collect_saved` returns to `at`, once the operator that saves it
+        is done. If `is_only_missing`, tensors that their values still hold are left out, and the run ends before them.
 
         Raises ReplayMismatch if the call saves other tensors, RuntimeError if an argument, parameter or buffer has
         changed.
@@ -265,7 +265,7 @@ class ReplayFrame:
         rerun = ReplayRun(self, wanted, at)
         try:
             if self.nested:
-                with _in_place({inner for inner, _ in self.nested}):
+                with _kept_installed({inner for inner, _ in self.nested}):
                     self._run(rerun, self.operands)
             else:
                 self._run(rerun, self.operands)
@@ -297,7 +297,7 @@ class ReplayFrame:
             if value.maker is None and tensor is not None and tensor._version != value.version and value.is_changed:
                 self.call_context.mutable_state.is_overwritten = True
                 raise Overwritten(tensor, value.version, str(interceptor), type(interceptor.module))
-        args, kwargs = self.arguments.again(operands)
+        args, kwargs = self.arguments.rebuild(operands)
         if not (units or are_overrides_on()):
             return self._run_here(rerun, args, kwargs)
         with without_overrides(), run_again(units):
@@ -340,7 +340,7 @@ class ReplayFrame:
         )
 
 
-def _in_place(interceptors: set[CallInterceptor]) -> contextlib.AbstractContextManager[None]:
+def _kept_installed(interceptors: set[CallInterceptor]) -> contextlib.AbstractContextManager[None]:
     """Keep a plan's interceptors installed in the block, even if the plan was removed between forward and backward."""
     removed = [interceptor for interceptor in interceptors if not interceptor.installed]
     return _installed(removed) if removed else contextlib.nullcontext()

@@ -128,7 +128,7 @@ class SavedTensorPacker:
             passing, held.passing = held.passing, False
             if decision is None and not (held.kept or isinstance(held.maker, Advance)):
                 if frame is not None:
-                    frame.adopt(held, tensor, base, passing=passing)
+                    frame.take_over(held, tensor, base, passing=passing)
                 elif offloading is None:
                     held.keep(base.detach())
                 elif isinstance(held.maker, ReplayFrame):
@@ -304,8 +304,8 @@ class _NotLearnt(Exception):
 def without_history(tensor: Tensor, base: Tensor, frame: ReplayFrame | None) -> Value:
     """Return the value behind a tensor that no node made: kept, unless it is an argument or result of a replay."""
     if frame is not None and not frame.is_static(base):
-        if (given := frame.arguments.given(base)) is not None:
-            return given
+        if (value := frame.arguments.value_of(base)) is not None:
+            return value
         if base.numel() * base.element_size() > SEED_BYTES:
             return frame.value(tensor, base)
     return value_without_grad_fn(base)

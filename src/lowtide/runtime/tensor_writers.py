@@ -293,7 +293,7 @@ class ReliedOn:
     def give_up(self, storage: int) -> None:
         """Stop replaying calls that read the storage, because it was written to before backward."""
         for frame in _alive(self._frames):
-            if any(storage_id(tensor) == storage for tensor, _ in frame.read(given=True)):
+            if any(storage_id(tensor) == storage for tensor, _ in frame.tensors_read(with_arguments=True)):
                 frame.interceptor.mutable_state.is_overwritten = True
 
     def __bool__(self) -> bool:
