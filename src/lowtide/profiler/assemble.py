@@ -61,7 +61,7 @@ def assemble(
     slots, calls = step.drafts.slots, step.drafts.calls
     values = _upstream_first(step.drafts)
     index = index_trace(step.stream, step.entry)
-    noted = blocks_of(values, index)
+    captured = blocks_of(values, index)
     reject_unavailable(values, slots, index)
     several = passes(index, len(step.stream.events))
     replayed = {k for k, call in enumerate(calls) if call.id in step.replayed}
@@ -69,7 +69,7 @@ def assemble(
     _one_storage_a_value(index, slots)
     groups = _groups(values, step.drafts)
     _even_out(values, calls, groups)
-    records = _Records(step, values, index, noted, several, groups, has_clocks=sections is not None)
+    records = _Records(step, values, index, captured, several, groups, has_clocks=sections is not None)
     levels = memory_levels(step.stream, records.cuts, set(records.blocks), index)
     profile = Profile(
         fingerprint=fingerprint,
@@ -102,7 +102,7 @@ class _Records:
         step: TracedStep,
         values: list[ValueDraft],
         index: TraceIndex,
-        noted: dict[int, int],
+        captured: dict[int, int],
         several: Sequence[Pass],
         groups: dict[int, str],
         *,
@@ -115,7 +115,7 @@ class _Records:
         seeds = {n for n in index.block_of_slot if values[self._slots[n].value].is_seed}
         always = {index.block_of_slot.pop(n) for n in seeds}  # present under any plan, and so part of the level
         index.block_of_input = {at: block for at, block in index.block_of_input.items() if block not in always}
-        planned = {*index.block_of_slot.values(), *index.block_of_input.values(), *noted.values()}
+        planned = {*index.block_of_slot.values(), *index.block_of_input.values(), *captured.values()}
         self.blocks = sorted(planned, key=index.allocated_at.__getitem__)
         """Blocks that a plan decides on."""
         self._number = {block: i for i, block in enumerate(self.blocks)}
@@ -137,7 +137,7 @@ class _Records:
         for (k, place), block in index.block_of_input.items():
             if place < len(self._calls[k].inputs):
                 self._name(self._calls[k].inputs[place], block)
-        for i, block in noted.items():
+        for i, block in captured.items():
             self._storage_of_value[i] = self._number[block]
             self._labels.setdefault(block, "operand")
         self._states = [i for i, draft in enumerate(values) if draft.state_of is not None]

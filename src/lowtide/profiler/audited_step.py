@@ -95,7 +95,7 @@ class AuditedStep(StepDrafts):
         saved it so far.
         """
         draft = self.values[index]
-        if index in self.saved or draft.noted is not None:
+        if index in self.saved or draft.captured_number is not None:
             return False
         return draft.recipe is None or draft.own_strides or any(map(self.only_given, draft.operands))
 

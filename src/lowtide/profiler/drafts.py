@@ -44,13 +44,13 @@ class ValueDraft:
     """For state without node or slot, such as random numbers or the bits of a mask: the call from whose beginning it is
     held.
     """
-    noted: int | None = None
+    captured_number: int | None = None
     """For an operand that autograd does not record: its number among the operands captured in the step."""
 
     @property
     def is_seed(self) -> bool:
         """Return True if replays leave the value alone."""
-        is_saved = self.state_of is None and self.noted is None
+        is_saved = self.state_of is None and self.captured_number is None
         return not self.node and is_saved and 0 < self.bytes <= SEED_BYTES
 
     def refuse(self, why: str) -> None:

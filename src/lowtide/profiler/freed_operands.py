@@ -28,7 +28,7 @@ def reject_unavailable(values: list[ValueDraft], slots: list[SlotDraft], trace: 
     @cache
     def is_there(index: int, event: int) -> bool:
         """Return True if the value is held at `event`, or can be recomputed from held values."""
-        if values[index].noted is not None:
+        if values[index].captured_number is not None:
             earlier = [n for n in claims.get(index, ()) if trace.packed[n] < event]
             return not earlier or any(event < trace.release.get(n, math.inf) for n in earlier)
         if index not in saved:
@@ -54,7 +54,7 @@ def _claims(values: list[ValueDraft], saved: dict[int, list[int]]) -> dict[int, 
     for index, slots in saved.items():
         pending = [*values[index].operands]
         for need in pending:  # grows while it runs
-            if values[need].noted is not None:
+            if values[need].captured_number is not None:
                 claims.setdefault(need, set()).update(slots)
             elif need not in saved:
                 pending += values[need].operands

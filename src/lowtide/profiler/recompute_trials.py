@@ -47,7 +47,7 @@ MIN_BYTES = 4096
 """Smallest saved tensor that may be recomputed; smaller ones are always kept."""
 
 DISTRIBUTED = "it is a distributed tensor, and operators on it may send to other processes"
-NOTED_ELSEWHERE = "it takes what an operator was given in another call than the one that saves it"
+CAPTURED_ELSEWHERE = "it takes what an operator was given in another call than the one that saves it"
 
 
 class RecomputeTrials:
@@ -142,7 +142,7 @@ class RecomputeTrials:
         """Keep a value that is saved for the first time if an operand was captured in another call."""
         step, index = self.step, self.step.index[value]
         if index not in step.saved and step.is_captured_elsewhere(self.operand_changes.sites.get(index, ())):
-            step.values[index].refuse(NOTED_ELSEWHERE)
+            step.values[index].refuse(CAPTURED_ELSEWHERE)
 
     def _try_recipe(self, known: Value, node: Node, output: int, base: Tensor) -> None:
         """Try the recipe of a value and measure its cost."""
@@ -236,7 +236,7 @@ class RecomputeTrials:
         assert isinstance(maker, Recompute)
         sites = self.operand_changes.sites[index] = self._sites_of(maker)
         if step.is_captured_elsewhere(sites):
-            draft.refused = NOTED_ELSEWHERE
+            draft.refused = CAPTURED_ELSEWHERE
             return
         if self._frugal and needs_a_replay(maker):
             draft.refused = "its operands are inside a block that is replayed to save memory"

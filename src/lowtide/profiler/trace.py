@@ -34,7 +34,7 @@ from lowtide.profiler.trace_marks import (
     GivenAway,
     Gradients,
     HeldForRecompute,
-    OperandNoted,
+    OperandCaptured,
     OptimizerStep,
     Packed,
     ReadInBackward,
@@ -195,7 +195,7 @@ class Trace(Observer):
             self._witness.saved(slot, tensor)
 
     def on_capture(self, place: CaptureSite, operand: Tensor) -> None:
-        self.mark(OperandNoted(self._open[-1], self._address(operand)))
+        self.mark(OperandCaptured(self._open[-1], self._address(operand)))
 
     def has_packed(self, handle: Handle) -> bool:
         return handle in self._slots  # other handles belong to another model or to an earlier step

@@ -48,7 +48,7 @@ class HeldForRecompute(NamedTuple):
     addresses: tuple[int, ...]
 
 
-class OperandNoted(NamedTuple):
+class OperandCaptured(NamedTuple):
     """Operand that autograd does not record, captured in a module call."""
 
     call: int
@@ -131,7 +131,7 @@ TraceMark: TypeAlias = (
     | Packed
     | Unreferenced
     | HeldForRecompute
-    | OperandNoted
+    | OperandCaptured
     | ReadInBackward
     | GivenAway
     | Released

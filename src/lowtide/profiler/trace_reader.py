@@ -14,7 +14,7 @@ from lowtide.profiler.trace_marks import (
     GivenAway,
     Gradients,
     HeldForRecompute,
-    OperandNoted,
+    OperandCaptured,
     Packed,
     ReadInBackward,
     RecomputeEnded,
@@ -31,7 +31,7 @@ class TraceIndex:
 
     block_of_slot: dict[int, int] = field(default_factory=dict)
     block_of_input: dict[tuple[int, int], int] = field(default_factory=dict)
-    noted: list[tuple[int, int | None]] = field(default_factory=list)
+    captured: list[tuple[int, int | None]] = field(default_factory=list)
     """Call and block of each operand that autograd does not record; the block is None if it was allocated before the
     step.
     """
@@ -125,8 +125,8 @@ def _add_mark(index: TraceIndex, at: dict[int, int], i: int, mark: object) -> No
         case GivenAway(slot, number, where):
             if where in at:
                 index.given[slot, number] = at[where]
-        case OperandNoted(call, where):
-            index.noted.append((call, at.get(where)))
+        case OperandCaptured(call, where):
+            index.captured.append((call, at.get(where)))
         case Released(slot):
             index.release[slot] = i
         case Entered(call, inputs):
@@ -158,9 +158,9 @@ def lifetimes_without_trace(index: TraceIndex, slots: list[SlotDraft], kept: set
     for (call, _), block in index.block_of_input.items():
         if call in replayed or block in held:
             held[block] = max(held.get(block, 0), index.leave[call])
-    for call, noted in index.noted:
-        if noted is not None:
-            held[noted] = max(held.get(noted, 0), index.leave[call])
+    for call, captured in index.captured:
+        if captured is not None:
+            held[captured] = max(held.get(captured, 0), index.leave[call])
     for block in held.keys() & index.unreferenced.keys():  # the trace did not keep the other blocks alive
         if index.freed_at.get(block, math.inf) > after_backward:
             continue

@@ -48,7 +48,7 @@ class Unrecorded:
         storage = value.tensor.untyped_storage()
         if storage.data_ptr() in self._static:
             return None
-        return ValueDraft(bytes=storage.nbytes(), node="", noted=self._number[value])
+        return ValueDraft(bytes=storage.nbytes(), node="", captured_number=self._number[value])
 
     def overwritten(self) -> set[CaptureSite]:
         """Return the sites of operands that have changed since they were captured, whether or not autograd counted a
@@ -74,10 +74,10 @@ def blocks_of(values: list[ValueDraft], trace: TraceIndex) -> dict[int, int]:
     """
     blocks = {}
     for index, draft in enumerate(values):
-        if draft.noted is None:
+        if draft.captured_number is None:
             continue
-        is_seen = draft.noted < len(trace.noted)
-        block = trace.noted[draft.noted][1] if is_seen else None
+        is_seen = draft.captured_number < len(trace.captured)
+        block = trace.captured[draft.captured_number][1] if is_seen else None
         if block is not None:
             blocks[index] = block
             continue

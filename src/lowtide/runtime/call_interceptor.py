@@ -88,7 +88,7 @@ class CallInterceptor:
             last, first = first, first.before
         self.before: Callable[..., Any] | None = first
         own = _used(first, self.module) or past_fronts(self.module)
-        self.inner = past_notes(own) if self.is_compiled else own
+        self.inner = outside_capture(own) if self.is_compiled else own
         if last is None:
             self.module.__dict__[CALL] = self
         else:
@@ -268,7 +268,7 @@ def _used(front: Callable[..., Any] | None, module: nn.Module) -> Callable[..., 
     return None if compiles_nothing(front, module) else front
 
 
-def past_notes(compiled: Callable[..., Any]) -> Callable[..., Any]:
+def outside_capture(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that runs compiled code outside `OperandCapture`, under which torch would recompile it."""
 
     def run(*args: Any, **kwargs: Any) -> Any:

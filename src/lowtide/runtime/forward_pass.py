@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 class CallScope:
     """A module call in progress."""
 
-    __slots__ = ("_id", "actions", "held", "learnt", "needed", "noted", "number", "ordinal", "path", "site")
+    __slots__ = ("_id", "actions", "held", "learnt", "n_captured", "needed", "number", "ordinal", "path", "site")
 
     def __init__(
         self,
@@ -60,7 +60,7 @@ class CallScope:
         """Site of the captured numbers, once there is one."""
         self.ordinal = 0
         """Number of tensors saved by the call itself, not by inner calls."""
-        self.noted = 0
+        self.n_captured = 0
         """Number of operands captured in the call, which autograd does not record."""
         self.held: list[Value] = []
         """Unrecorded operands that a recompute will use, held until a handle claims them."""
@@ -107,11 +107,11 @@ class ForwardPass:
         "has_hooks",
         "has_room",
         "idle",
+        "is_capturing",
         "last_packed",
         "learnt",
         "n_calls",
         "needed",
-        "notes",
         "offloads",
         "pack",
         "packer",
@@ -147,7 +147,7 @@ class ForwardPass:
         """Number of calls of each module so far."""
         self.n_calls: Mapping[CallInterceptor, int] = {}
         """Number of calls of each module in the first run with inputs of this size; empty in that run."""
-        self.notes = False
+        self.is_capturing = False
         """True while operands are being captured."""
         self.offloads = OffloadQueue()
         """Offloaded tensors that are being copied to the host."""
@@ -157,7 +157,7 @@ class ForwardPass:
     def call(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a module call under the plan."""
         needed = self.needed
-        if needed is not None and interceptor in needed.idle and not self.notes and self.frame is None:
+        if needed is not None and interceptor in needed.idle and not self.is_capturing and self.frame is None:
             is_switched = self.switch_hooks(on=False)
             try:
                 return interceptor.inner(*args, **kwargs)
@@ -193,7 +193,7 @@ class ForwardPass:
         try:
             if probe is not None:
                 probe.on_enter(interceptor, args, kwargs)
-            if (actions.notes or self.packer.captures_all) and not self.notes:
+            if (actions.captures or self.packer.captures_all) and not self.is_capturing:
                 run = self.run_replayable if interceptor.replays else self.run
                 result = self.run_capturing(run, interceptor, args, kwargs)
             elif interceptor.replays:
@@ -214,7 +214,7 @@ class ForwardPass:
             if is_pushed and (top := saved_tensor_hooks()) is not None and top[0] is self.pack:
                 pop_saved_tensor_hooks()
                 paused.pack, self.has_hooks = self.pack, False
-                self.idle = NO_INTERCEPTORS if self.notes or needed is None else needed.idle
+                self.idle = NO_INTERCEPTORS if self.is_capturing or needed is None else needed.idle
             elif is_switched:
                 self.switch_hooks(on=not self.has_hooks)
 
@@ -232,7 +232,7 @@ class ForwardPass:
             pop_saved_tensor_hooks()
             paused.pack = self.pack
         self.has_hooks = on
-        self.idle = NO_INTERCEPTORS if on or self.notes or self.needed is None else self.needed.idle
+        self.idle = NO_INTERCEPTORS if on or self.is_capturing or self.needed is None else self.needed.idle
         return True
 
     def run(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -243,12 +243,12 @@ class ForwardPass:
         self, run: Callable[..., Any], interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Run a call and capture its operands, including those of inner calls."""
-        self.notes = True
+        self.is_capturing = True
         try:
             with OperandCapture(self):
                 return run(interceptor, args, kwargs)
         finally:
-            self.notes = False
+            self.is_capturing = False
 
     def site_of_numbers(self) -> CaptureSite:
         """Return the site of the numbers that are captured in the call in progress."""
@@ -262,10 +262,10 @@ class ForwardPass:
         """Record an operand of the call in progress that autograd does not record."""
         scope = self.scope
         assert scope is not None
-        place = CaptureSite(scope.id, scope.noted)
+        place = CaptureSite(scope.id, scope.n_captured)
         if self.engine.here.handler is not self:  # a trial run inside the call
             return place, None
-        scope.noted += 1
+        scope.n_captured += 1
         value = self.packer.unrecorded(place, operand)
         if value is not None:
             scope.held.append(value)

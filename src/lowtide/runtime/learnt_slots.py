@@ -107,7 +107,7 @@ def _modules_called_by(
     interceptor: CallInterceptor, plan: int, called: Mapping[nn.Module, CallInterceptor]
 ) -> Iterator[nn.Module]:
     """Yield the modules that calls of `interceptor` may make while its hooks are in force."""
-    if interceptor.replays or any(actions.notes for actions in interceptor.actions[plan].values()):
+    if interceptor.replays or any(actions.captures for actions in interceptor.actions[plan].values()):
         yield from interceptor.module.modules()  # the hooks, or the capture, are in force in all of them
         return
     pending = [*interceptor.module.children()]

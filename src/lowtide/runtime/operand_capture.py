@@ -10,7 +10,7 @@ edge leads there. There are three ways to learn it, in each step again, as a sch
 - Observe it. A `TorchFunctionMode` sees each operator that Python calls, with its arguments: about 1.5 us an operator
   (`x + 1` takes 3), and no element is read.
 
-So the audit has such a mode in force all the time and marks the recomputes that depend on it (`actions.noted`), and a
+So the audit has such a mode in force all the time and marks the recomputes that depend on it (`Recompute.noted`), and a
 plan puts it in force only in the calls with such recomputes. A number is stored at its node. A tensor is held from then
 on, if the plan says that a recompute will use it: so it is counted as memory, and numbered, as saved tensors are. A
 captured operand counts for a node only if the node's other edges are those of the operator's other operands.
@@ -95,7 +95,7 @@ _SIZED_BY_CONTENTS: dict[Callable[..., Any], str] = {
 
 _WATCHED = frozenset({*_OPERANDS, *_SIZED_BY_CONTENTS, F.scaled_dot_product_attention})
 
-NOTED_OPERANDS = ("lowtide", "noted")
+CAPTURED_OPERANDS = ("lowtide", "noted")
 """Key of a node's metadata for captured operands."""
 
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
@@ -200,9 +200,9 @@ class OperandCapture(TorchFunctionMode):
         node = out.grad_fn if isinstance(out, Tensor) else None
         if node is not None and _is_of(node, edges):
             metadata = node_metadata(node)
-            known = metadata.get(NOTED_OPERANDS)  # captured by the plan of an outer model
+            known = metadata.get(CAPTURED_OPERANDS)  # captured by the plan of an outer model
             if known is None:
-                known = metadata[NOTED_OPERANDS] = {}
+                known = metadata[CAPTURED_OPERANDS] = {}
             for name, operand in unrecorded:
                 if (captured := self._note(operand, out)) is not None:
                     known[name] = captured
@@ -249,9 +249,9 @@ def is_sized_by_contents(func: Callable[..., Any], args: tuple[Any, ...], kwargs
     return func is not torch.where or len(args) == 1
 
 
-def noted(node: Node, name: str) -> tuple[CaptureSite, Number | Tensor | Value] | None:
+def captured_operand(node: Node, name: str) -> tuple[CaptureSite, Number | Tensor | Value] | None:
     """Return the captured operand `name` of a node with its site; None if there is none, or its value was freed."""
-    known: dict[str, CapturedOperand] | None = node_metadata(node).get(NOTED_OPERANDS)
+    known: dict[str, CapturedOperand] | None = node_metadata(node).get(CAPTURED_OPERANDS)
     captured = None if known is None else known.get(name)
     if captured is None:
         return None

@@ -8,7 +8,7 @@ import torch
 
 from lowtide._torch.nodes import RAW_SAVED, SAVED, output_metadata, saved_slot
 from lowtide.runtime.attention_scores import added_to_scores
-from lowtide.runtime.operand_capture import NUMBERS, CaptureSite, Number, noted
+from lowtide.runtime.operand_capture import NUMBERS, CaptureSite, Number, captured_operand
 from lowtide.runtime.recipes import FILLED, OUTPUT_CONSTANTS, CannotRecompute, Recipe
 from lowtide.runtime.saved_fields import changed_in_place
 from lowtide.runtime.saved_values import Handle, Value, unpack
@@ -70,7 +70,7 @@ class OperandLookup:
             value = self.builder.on_edge(self._edges[edge], self.depth)
             if value is not None:
                 return Handle(value)
-        captured = noted(self.node, name) or added_to_scores(self.node, name)
+        captured = captured_operand(self.node, name) or added_to_scores(self.node, name)
         if captured is not None:
             place, what = captured
             self.noted |= {place}

@@ -35,7 +35,7 @@ class Decision:
 class Actions:
     """Decisions of a plan for one call of one module: ordinals to recompute, and whether it is replayed or advanced."""
 
-    __slots__ = ("advance", "inputs", "noted", "notes", "recompute", "replay", "shape")
+    __slots__ = ("advance", "captured", "captures", "inputs", "recompute", "replay", "shape")
 
     def __init__(self) -> None:
         self.recompute: dict[int, Decision] = {}
@@ -43,9 +43,9 @@ class Actions:
         self.replay = False
         self.advance = False
         """True if the result is recomputed by running the call forward again."""
-        self.notes = False
+        self.captures = False
         """True if operands that autograd does not record are captured."""
-        self.noted: set[int] = set()
+        self.captured: set[int] = set()
         """Ordinals of the captured tensors that are held."""
         self.shape = False
         """True if only the shape of an input is held after the call."""
@@ -77,10 +77,10 @@ def actions_for(
 
     for address, node in {**dict.fromkeys(offload, OFFLOAD), **recompute}.items():
         call, kind, place = split_address(address)
-        name, notes, ordinals = node.partition(NOTED)
+        name, captures, ordinals = node.partition(NOTED)
         (of(call).inputs if kind == "@" else of(call).recompute)[int(place)] = Decision(name, address)
-        of(call).notes |= bool(notes)
-        of(call).noted.update(map(int, filter(None, ordinals.strip().split(","))))
+        of(call).captures |= bool(captures)
+        of(call).captured.update(map(int, filter(None, ordinals.strip().split(","))))
         of(call).shape |= node == SHAPE
     for call in replay:
         of(call).replay = True

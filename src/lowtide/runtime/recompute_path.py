@@ -12,7 +12,7 @@ import weakref
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from lowtide._torch.nodes import RAW_SAVED, SAVED, node_metadata, output_metadata
-from lowtide.runtime.operand_capture import NOTED_OPERANDS, NUMBERS, CaptureSite, noted
+from lowtide.runtime.operand_capture import CAPTURED_OPERANDS, NUMBERS, CaptureSite, captured_operand
 from lowtide.runtime.operand_lookup import AS_RECORDED, OperandLookup, leaf_behind, same, signed
 from lowtide.runtime.recompute import Recompute
 from lowtide.runtime.saved_values import KEYS, NO_NODE, Handle, Value, native, unpack
@@ -122,7 +122,7 @@ class RecomputePath:
                     return None
                 operands.append(Handle(further))
             elif kind == CAPTURED:
-                if (captured := noted(node, name)) is None or isinstance(captured[1], NUMBERS):
+                if (captured := captured_operand(node, name)) is None or isinstance(captured[1], NUMBERS):
                     return None
                 sites |= {captured[0]}
                 operands.append(Handle(captured[1] if isinstance(captured[1], Value) else Value(captured[1])))
@@ -131,7 +131,7 @@ class RecomputePath:
                     return None
                 operands.append(None)
         for name in self.numbers:
-            if (captured := noted(node, name)) is None or not isinstance(captured[1], NUMBERS):
+            if (captured := captured_operand(node, name)) is None or not isinstance(captured[1], NUMBERS):
                 return None
             sites |= {captured[0]}
             constants[name] = captured[1]
@@ -253,9 +253,9 @@ def turn_to(
             path = builder.paths[operand.value]
             return None if path is None else Turn(FURTHER, name, empty, edge, path)
         return Turn(EDGE, name, empty, edge)
-    captured = noted(node, name)
+    captured = captured_operand(node, name)
     return Turn(CAPTURED, name, empty) if captured is not None and not isinstance(captured[1], NUMBERS) else None
 
 
 if native is not None:
-    native.lend(signed_constant=signed, in_slot=in_slot, noted_key=NOTED_OPERANDS, raw_saved=RAW_SAVED, saved=SAVED)
+    native.lend(signed_constant=signed, in_slot=in_slot, noted_key=CAPTURED_OPERANDS, raw_saved=RAW_SAVED, saved=SAVED)

@@ -272,7 +272,7 @@ class SavedTensorPacker:
         """Return a value that holds `operand`, which autograd does not record for its operator, if one is needed."""
         scope = self.here.scope
         assert scope is not None
-        is_wanted = place.ordinal in scope.actions.noted and not is_overwritten(operand)
+        is_wanted = place.ordinal in scope.actions.captured and not is_overwritten(operand)
         return self.relied_on.of(Value(operand.detach()), operand) if is_wanted else None
 
     def note_drift(self, decision: Decision, node: Node | None = None) -> None:
