@@ -84,6 +84,12 @@ def test_a_page_without_a_plan_asks_what_its_command_answers() -> None:
     assert "It does not fit" in compared
 
 
+def test_a_page_says_that_memory_of_compiled_code_is_not_exact() -> None:
+    compiled = replace(PROFILE, graphs=("38bda055227f6841",))
+    assert any("peaks in the chart may be off" in line for line in record_of("", profile=compiled).predicted)
+    assert not any("may be off" in line for line in RUN.predicted)
+
+
 def test_a_page_of_a_refused_budget_shows_it_beside_the_smallest_one() -> None:
     assert RUN.frontier is not None
     least = RUN.frontier.points[0]

@@ -110,6 +110,14 @@ def test_each_category_has_its_colour(category: str) -> None:
     assert asset("page.css").count(f"--{slug(category)}: ") == 3  # light, dark by the system, dark by the button
 
 
+@pytest.mark.parametrize(("first_bytes", "is_right"), [(90, True), (10, False)])
+def test_the_label_of_the_budget_is_on_the_side_without_the_peak(first_bytes: int, is_right: bool) -> None:
+    """Labels of a peak and of a budget close to it are drawn at the same height."""
+    stream = EventStream((Allocate(1, first_bytes, 1, "a"), Free(1, first_bytes), Allocate(2, 50, 2, "b")))
+    page = picture(recorded_memory(Timeline(stream), "measured"), None, 95)
+    assert ('class="lt-budget-name is-right"' in page) == is_right
+
+
 def test_a_recording_without_events_is_shown() -> None:
     found = recorded_memory(Timeline(EventStream(())), "measured")
     assert found.peak_bytes == 0

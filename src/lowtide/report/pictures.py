@@ -157,11 +157,13 @@ def _memory_marks(
         yield (
             f'<span class="lt-phase-name" style="left:{axes.left(first)};width:{width:.2f}%">{escape(span.name)}</span>'
         )
+    peaks = [(name, memory, places(memory, base)[memory.peak_moment]) for name, memory in tracks]
     if budget_bytes is not None and budget_bytes <= axes.high:
         text = f"budget {format_bytes(budget_bytes)}"
-        yield f'<span class="lt-budget-name" style="top:{axes.top(budget_bytes)}">{text}</span>'
-    for name, memory in tracks:
-        place = places(memory, base)[memory.peak_moment]
+        is_early = axes.x(peaks[-1][2]) < WIDTH / 2  # the peak of the plan, whose label is next to the budget's
+        side = " is-right" if is_early else ""
+        yield f'<span class="lt-budget-name{side}" style="top:{axes.top(budget_bytes)}">{text}</span>'
+    for name, memory, place in peaks:
         side = " is-left" if axes.x(place) > 0.7 * WIDTH else ""
         yield (
             f'<span class="lt-peak{side}" data-track="{name}" style="left:{axes.left(place)};'

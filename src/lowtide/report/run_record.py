@@ -221,6 +221,11 @@ def record_of(
         else:
             predicted.append("peak of the plain step, which was not run")
         predicted.append("memory over the step, before and after, from the rehearsed step")
+    if profile is not None and profile.graphs:
+        predicted.append(
+            "memory inside compiled graphs, whose buffers inductor schedules itself: peaks in the chart may be off by "
+            "some percent"
+        )
     if plan is not None:
         predicted.append("extra time of the plan, from the times of the rehearsal")
         if proof is not None and proof.measured_peak_bytes is not None:
