@@ -19,7 +19,7 @@ import lowtide
 from contest.flops import Flops
 from contest.models import SEED, Batch, Contestant
 from contest.pieces import Taken, taken
-from lowtide.runtime.inplace_gradients import InPlace
+from lowtide.runtime.inplace_gradients import InPlacePermission
 from lowtide.runtime.static_memory import static_bytes
 
 
@@ -54,7 +54,7 @@ class Steps:
     def step(self, batch: Batch) -> Tensor:
         """Forward and backward. The output object, which holds the logits, is gone before backward begins."""
         loss: Tensor = self.call(**batch).loss
-        with nullcontext() if self.has_plan else InPlace("cpu", alone=True):  # and it wants nothing
+        with nullcontext() if self.has_plan else InPlacePermission("cpu", alone=True):  # and it wants nothing
             loss.backward()  # type: ignore[no-untyped-call]
         if self._look is not None:
             self._look()

@@ -206,7 +206,7 @@ def test_gradients_in_place_on_a_gpu():
             return found, torch.cuda.memory_stats()["requested_bytes.all.peak"] - before
 
         (plain, plain_bytes), wrote = gradient(), []
-        with in_place.InPlace("cuda", lambda node, n_bytes, wrote=wrote: wrote.append(node)) as writing:
+        with in_place.InPlacePermission("cuda", lambda node, n_bytes, wrote=wrote: wrote.append(node)) as writing:
             writing.least = {node: 0}
             found, found_bytes = gradient()
         assert torch.equal(found, plain)

@@ -24,7 +24,7 @@ from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner import smallest_peak
 from lowtide.runtime import inplace_gradients as in_place
 from lowtide.runtime.engine import Engine
-from lowtide.runtime.inplace_gradients import InPlace
+from lowtide.runtime.inplace_gradients import InPlacePermission
 from lowtide.runtime.inplace_kernels import OPERATORS, _pieces
 from lowtide.runtime.saved_values import native
 from lowtide.runtime.static_memory import static_bytes
@@ -33,7 +33,7 @@ NODES = sorted(OPERATORS)
 FORMATS = {"contiguous": torch.contiguous_format, "channels last": torch.channels_last}
 
 
-class Written(InPlace):
+class Written(InPlacePermission):
     """In force for every gradient from 4 KiB on; `nodes` are those that wrote one in place."""
 
     def __init__(self, *nodes: str) -> None:
@@ -481,7 +481,7 @@ def test_all_that_is_in_force_has_its_say() -> None:
 
 def test_a_measured_step_ignores_other_permissions() -> None:
     x, other = activations(), Written()
-    with InPlace("cpu", alone=True):
+    with InPlacePermission("cpu", alone=True):
         gelu(x)
     assert other.nodes == []
     gelu(x)
@@ -846,7 +846,7 @@ def test_gradients_that_are_too_small_pass_compiled_hooks_without_python(monkeyp
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)), torch.randn(4, 4)
     engine = Engine(model, {}, in_place=[{"ReluBackward0": 4096}])
     called: list[str] = []
-    monkeypatch.setattr(in_place, "_ruling", lambda name, args: called.append(name))
+    monkeypatch.setattr(in_place, "_permission_for", lambda name, args: called.append(name))
     engine.install()
     model(x).sum().backward()
     assert called == []

@@ -19,7 +19,7 @@ from lowtide.script.rehearse_steps import Rehearsing
 from lowtide.script.run_listened import run_watched
 from lowtide.script.runner import Script
 from lowtide.script.step_detector import StepDetector
-from lowtide.script.step_listener import Enough, StepListener
+from lowtide.script.step_listener import StepListener, StopScript
 
 Log = list[str]
 
@@ -569,7 +569,7 @@ def test_a_script_that_catches_every_exception_does_not_go_on() -> None:
                 yield str(error)
 
     found: list[str] = []
-    with pytest.raises(Enough):
+    with pytest.raises(StopScript):
         watched(lambda: found.extend(steps()), Failing())
     assert found == []
 

@@ -13,7 +13,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import lowtide
 from lowtide.script.apply_plan import MOST_MEASURED, Applying
 from lowtide.script.run_listened import watched
-from lowtide.script.step_listener import Enough
+from lowtide.script.step_listener import StopScript
 
 X = torch.randn(512, 64)
 
@@ -83,12 +83,12 @@ def test_a_step_whose_frees_go_unseen_is_measured_again(plan: lowtide.Plan) -> N
 
 @pytest.mark.usefixtures("two_processes")
 def test_steps_above_the_budget_are_not_measured_without_end(plan: lowtide.Plan) -> None:
-    with pytest.raises(Enough) as ended:
+    with pytest.raises(StopScript) as ended:
         run(plan, range(8))
     assert isinstance(ended.value.__cause__, lowtide.OverBudget)
 
 
 def test_a_process_alone_sees_its_frees(plan: lowtide.Plan) -> None:
-    with pytest.raises(Enough) as ended:
+    with pytest.raises(StopScript) as ended:
         run(plan, (1,))
     assert isinstance(ended.value.__cause__, lowtide.OverBudget)

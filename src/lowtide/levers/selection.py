@@ -55,7 +55,7 @@ def choose(site: StepContext, profile: Profile, plain: Prediction, budget_bytes:
 
     Runs the step a few times for each lever that is tried; all state is restored.
     """
-    best, notes = Trial(profile, budget_bytes), dict[str, str]()
+    best, notes = LeverTrial(profile, budget_bytes), dict[str, str]()
     for lever in (lever for lever in LEVERS.values() if lever.name in names):
         try:
             if best.is_free or (lever.is_last_resort and best.has_plan):
@@ -71,7 +71,7 @@ def choose(site: StepContext, profile: Profile, plain: Prediction, budget_bytes:
     return Choice(best.profile, plain, notes)
 
 
-class Trial:
+class LeverTrial:
     """A profile, and the peaks that plans made from it can reach."""
 
     def __init__(self, profile: Profile, budget_bytes: int) -> None:
@@ -99,17 +99,17 @@ class Trial:
         return smallest_peak(self.profile)[1].peak_bytes
 
 
-def _rehearse_with(site: StepContext, before: Trial, lever: Lever, settings: Settings) -> Trial:
+def _rehearse_with(site: StepContext, before: LeverTrial, lever: Lever, settings: Settings) -> LeverTrial:
     """Return `before` with one more lever. Raises LeverNotApplicable if the lever can't be enabled, or does not pay."""
     applied = AppliedLever(name=lever.name, what=lever.in_words(settings), exact=lever.exact, settings=dict(settings))
     profile = rehearse_with_levers(site, (*before.profile.levers, applied))
     more_ms = 0.0 if lever.is_free(settings) else _more_ms(site, before.profile.levers, profile.levers)
 
-    def with_saving(saved_bytes: int) -> Trial:
+    def with_saving(saved_bytes: int) -> LeverTrial:
         levers = (*before.profile.levers, replace(applied, bytes=saved_bytes, extra_ms=more_ms))
-        return Trial(replace(profile, levers=levers, step_ms=before.profile.step_ms), before.budget_bytes)
+        return LeverTrial(replace(profile, levers=levers, step_ms=before.profile.step_ms), before.budget_bytes)
 
-    after = with_saving(max(0, before.peak_bytes - Trial(profile, 0).peak_bytes))
+    after = with_saving(max(0, before.peak_bytes - LeverTrial(profile, 0).peak_bytes))
     if before.peak_bytes <= after.peak_bytes:
         after = with_saving(max(0, before.smallest_bytes - after.smallest_bytes))
     if not after.profile.levers[-1].bytes or (before.has_plan and not after.has_plan):
@@ -149,7 +149,7 @@ def _time_step(site: StepContext, snapshot: StepSnapshot) -> float:
     return now_ms(place) - began
 
 
-def _search_number(site: StepContext, before: Trial, lever: Lever) -> Trial:
+def _search_number(site: StepContext, before: LeverTrial, lever: Lever) -> LeverTrial:
     """Return `before` with `lever` for the fewest pieces that have a plan, or else for the most.
 
     Raises LeverNotApplicable as `_rehearse_with` does.

@@ -19,7 +19,7 @@ from lowtide.memory.events import peak_between
 from lowtide.planner import records
 from lowtide.profiler.measure_call import CAN_GO_WRONG
 from lowtide.profiler.trace_marks import TRACE, OwnKernelEnded, OwnKernelStarted
-from lowtide.runtime.inplace_gradients import MIN_BYTES, InPlace, available
+from lowtide.runtime.inplace_gradients import MIN_BYTES, InPlacePermission, available
 from lowtide.runtime.inplace_kernels import OPERATORS, Operator
 from lowtide.state.bitwise import identical
 
@@ -46,7 +46,7 @@ class InPlaceGroup:
     """Bytes that torch's own kernel allocates, by node and bytes of its gradient."""
 
 
-class AuditInPlace(InPlace):
+class AuditInPlace(InPlacePermission):
     """Trial of every gradient that could be written in place."""
 
     def __init__(self, device: torch.device, mark: Callable[[str, object], None]) -> None:

@@ -23,7 +23,7 @@ CLEARLY = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class ExactRun:
     """An exact run of an implementation."""
 
     spent: ValueDraft
@@ -38,14 +38,14 @@ class Trial:
 class ImplementationTrials:
     """Trials of one audit, by value and by the implementation's name; the first one has an empty name."""
 
-    by_value: dict[int, dict[str, Trial]] = field(default_factory=dict)
+    by_value: dict[int, dict[str, ExactRun]] = field(default_factory=dict)
     kinds: dict[int, str] = field(default_factory=dict)
     """Kind of autograd node of each value."""
 
-    def add(self, value: int, kind: str, name: str, trial: Trial) -> None:
+    def add(self, value: int, kind: str, name: str, run: ExactRun) -> None:
         """Record that an implementation gave the same bits for a value."""
         self.kinds[value] = kind
-        self.by_value.setdefault(value, {})[name] = trial
+        self.by_value.setdefault(value, {})[name] = run
 
     def choose(self, values: list[ValueDraft]) -> dict[str, str]:
         """Return the chosen implementation for each kind of node for which it is not the first, and set its costs in

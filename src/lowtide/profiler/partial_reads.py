@@ -32,7 +32,7 @@ PIECES = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Enough:
+class PartialRead:
     """Part of a saved tensor that backward needs from one of its slots."""
 
     draft: ValueDraft
@@ -49,7 +49,7 @@ class PartialReads:
 
     def __init__(self, recomputes: RecomputeTrials) -> None:
         self._step, self._recomputes, self._meter = recomputes.step, recomputes, recomputes.meter
-        self._enough: dict[int, Enough] = {}
+        self._part_of_slot: dict[int, PartialRead] = {}
         """The part that is enough, by slot."""
 
     def try_signs(self, known: Value, tensor: Tensor) -> None:
@@ -73,7 +73,7 @@ class PartialReads:
         bits = ValueDraft(bytes=n_bytes, node="", state_of=self._step.open_calls[-1].index)
         draft = min(drafts, key=lambda draft: draft.cost_ms)
         is_passable = self._recomputes.is_passable(known, tensor.grad_fn, tensor.output_nr)
-        self._enough[len(self._step.slots)] = Enough(draft, bits, is_passable)
+        self._part_of_slot[len(self._step.slots)] = PartialRead(draft, bits, is_passable)
 
     def try_shape(self, call: int, result: Any) -> None:
         """Record the tensor that a call, which has just returned `result`, has itself saved for its shape, if any."""
@@ -89,31 +89,31 @@ class PartialReads:
             node, output = result.grad_fn.next_functions[0]
             is_passable = view is None and self._recomputes.is_passable(value, node, output)
             is_on_edge = node is not None and registered(node, output) is value
-            self._enough[n] = Enough(draft, None, is_passable, is_on_edge)
+            self._part_of_slot[n] = PartialRead(draft, None, is_passable, is_on_edge)
 
     def shrink_slots(self) -> None:
         """Make slots hold only the part of a tensor that their readers need, where that saves memory."""
-        enough, values, slots = self._enough, self._step.values, self._step.slots
+        reads, values, slots = self._part_of_slot, self._step.values, self._step.slots
         saved_by: dict[int, set[int]] = {}
         for n, slot in enumerate(slots):
             saved_by.setdefault(slot.value, set()).add(n)
         lost = []
         for index, its in saved_by.items():
-            whole = its - enough.keys()
-            moved = {n for n in its & enough.keys() if not whole or (enough[n].bits is None and enough[n].is_on_edge)}
+            whole = its - reads.keys()
+            moved = {n for n in its & reads.keys() if not whole or (reads[n].bits is None and reads[n].is_on_edge)}
             for n in moved:
-                slots[n].value = _add(values, enough[n])
-            if moved == its and not all(enough[n].is_passable for n in moved):
+                slots[n].value = _add(values, reads[n])
+            if moved == its and not all(reads[n].is_passable for n in moved):
                 values[index].refuse("of it only the shape or the signs are read")
                 lost.append(index)
         _refuse(values, lost, {slot.value for slot in slots})
 
 
-def _add(values: list[ValueDraft], enough: Enough) -> int:
-    if enough.bits is not None:
-        enough.draft.operands = (len(values),)
-        values.append(enough.bits)
-    values.append(enough.draft)
+def _add(values: list[ValueDraft], read: PartialRead) -> int:
+    if read.bits is not None:
+        read.draft.operands = (len(values),)
+        values.append(read.bits)
+    values.append(read.draft)
     return len(values) - 1
 
 

@@ -18,7 +18,7 @@ from lowtide.planner.address_nodes import INDICES, MASK, NOTED, with_captured_op
 from lowtide.profiler.backward_timings import BackwardTimings
 from lowtide.profiler.drafts import OVERWRITTEN, ValueDraft
 from lowtide.profiler.fsdp_units import FsdpScopes, ValueNumbering
-from lowtide.profiler.implementations import ImplementationTrials, Trial, using
+from lowtide.profiler.implementations import ExactRun, ImplementationTrials, using
 from lowtide.profiler.measure_call import SHORT_MS, Meter
 from lowtide.profiler.operand_changes import OperandChanges
 from lowtide.profiler.released_tensors import FreedValues
@@ -170,7 +170,7 @@ class RecomputeTrials:
         if not self._has_contents or others is None or draft.recipe != kind or draft.node != kind:
             return
         value = registered(node, output)
-        self._implementations.add(index, kind, "", Trial(replace(draft), draft.operands))
+        self._implementations.add(index, kind, "", ExactRun(replace(draft), draft.operands))
         for name in others:
             try:
                 with using(self.builder, {kind: name}):
@@ -189,7 +189,7 @@ class RecomputeTrials:
                     register(node, output, value)
             if is_exact:
                 assert isinstance(maker, Recompute)
-                self._implementations.add(index, kind, name, Trial(self.meter.of(maker), self._operands(maker)))
+                self._implementations.add(index, kind, name, ExactRun(self.meter.of(maker), self._operands(maker)))
 
     def choose_implementations(self) -> dict[str, str]:
         """Return the implementation chosen for each kind of node, unless it is the first, and set its costs."""

@@ -29,7 +29,7 @@ from lowtide.runtime.call_interceptor import CallInterceptor, OuterInterceptor
 from lowtide.runtime.call_shapes import elements_in
 from lowtide.runtime.fingerprint import place_of
 from lowtide.runtime.forward_pass import CallHandler, ForwardPass, paused, pausing
-from lowtide.runtime.inplace_gradients import InPlace, check
+from lowtide.runtime.inplace_gradients import InPlacePermission, check
 from lowtide.runtime.learnt_slots import LearntSlots
 from lowtide.runtime.model_interceptors import ModelInterceptors
 from lowtide.runtime.saved_tensor_packer import SavedTensorPacker
@@ -73,7 +73,7 @@ class Engine:
         self.n_runs_in_eval_mode = 0
         """Number of calls from outside that were passed through because the model was in eval mode."""
         self.learning = LearntSlots(len(actions))
-        self._writing: InPlace | None = None
+        self._writing: InPlacePermission | None = None
         """The permission to write gradients in place, while it is in force."""
         self._thread: int | None = None
         """The thread of the run in progress."""
@@ -239,7 +239,7 @@ class Engine:
             front = front.before
         if self.is_measured or any(self.in_place):
             device = place_of(self.model).type
-            writing = InPlace(device, self.wrote_in_place, alone=self.is_measured)
+            writing = InPlacePermission(device, self.wrote_in_place, alone=self.is_measured)
             if nodes := {node for each in self.in_place for node in each}:
                 check(device, nodes)
             if self.is_measured:

@@ -2,8 +2,8 @@
 
 A node of autograd receives a gradient, returns another one of the same size, and releases the first when it is done. So
 for a moment both exist, in addition to the node's saved tensors: at a loss over a large vocabulary, three times the
-logits instead of twice. While `InPlace` is in force, kernels of Lowtide run before torch's for some operators of
-backward. Such a kernel lets torch's write its result over the incoming gradient, if
+logits instead of twice. While an `InPlacePermission` is in force, kernels of Lowtide run before torch's for some
+operators of backward. Such a kernel lets torch's write its result over the incoming gradient, if
 
 - autograd's own node calls it, whose formula reads the gradient once (`Operator.node`);
 - nothing else refers to the gradient, nor to its memory. References of Python and of C++ are counted, and must be as
@@ -62,7 +62,7 @@ DEVICES: Final = frozenset({"cpu", "cuda"})
 # --- in force --------------------------------------------------------------------------------------------------------
 
 
-class InPlace(Removable):
+class InPlacePermission(Removable):
     """Permission, while in force, to write gradients over the gradients that they are computed from.
 
     It is in force until `remove`, or until it is garbage collected.
@@ -152,7 +152,7 @@ class InPlace(Removable):
         _register_wanted()
 
 
-_IN_FORCE: list[weakref.ref[InPlace]] = []
+_IN_FORCE: list[weakref.ref[InPlacePermission]] = []
 """Permissions in force, by weak references, so that a dropped model is freed with its plan."""
 
 _kernels: dict[str, OverrideKernel] = {}
@@ -171,8 +171,8 @@ def _register_wanted(tried: Iterable[str] = ()) -> None:
     with _LOCK:
         wanted = dict.fromkeys(tried, 0)
         for reference in _IN_FORCE:
-            ruling = reference()
-            for node, least in () if ruling is None else ruling.least.items():
+            permission = reference()
+            for node, least in () if permission is None else permission.least.items():
                 if node in OPERATORS:
                     name, least_bytes = OPERATORS[node].name, max(least, MIN_BYTES)
                     wanted[name] = min(least_bytes, wanted.get(name, least_bytes))
@@ -209,28 +209,30 @@ def _attend() -> None:
 def _backward(
     run: Callable[..., Any], tensors: Any, gradients: Any, keep_graph: bool, *args: Any, **kwargs: Any
 ) -> Any:
-    if not (rulings := _awaiting()):
+    if not (permissions := _awaiting()):
         return run(tensors, gradients, keep_graph, *args, **kwargs)
     _begins_pass()
     try:
         with with_overrides():
             return run(tensors, gradients, keep_graph, *args, **kwargs)
     finally:
-        _has_passed(rulings, keep_graph)
+        _has_passed(permissions, keep_graph)
 
 
 @never_compiled
-def _awaiting() -> list[InPlace]:
+def _awaiting() -> list[InPlacePermission]:
     """Return the permissions that await a backward pass which begins now; none inside another backward pass."""
     global _stop_attending
     if in_backward():
         return []
-    rulings = [ruling for reference in _IN_FORCE if (ruling := reference()) is not None and ruling.is_awaiting]
+    permissions = [
+        permission for reference in _IN_FORCE if (permission := reference()) is not None and permission.is_awaiting
+    ]
     with _LOCK:
-        if not rulings and _stop_attending is not None:
+        if not permissions and _stop_attending is not None:
             _stop_attending()
             _stop_attending = None
-    return rulings
+    return permissions
 
 
 @never_compiled
@@ -241,12 +243,12 @@ def _begins_pass() -> None:
 
 
 @never_compiled
-def _has_passed(rulings: list[InPlace], keep_graph: bool) -> None:
+def _has_passed(permissions: list[InPlacePermission], keep_graph: bool) -> None:
     global _n_passes
     with _LOCK:
         _n_passes -= 1
-    for ruling in () if keep_graph else rulings:
-        ruling.has_passed()
+    for permission in () if keep_graph else permissions:
+        permission.has_passed()
     _awaiting()
 
 
@@ -260,14 +262,14 @@ def check(device: str, nodes: Iterable[str]) -> None:
         )
 
 
-def wanting(node: str, n_bytes: int) -> InPlace | None:
+def wanting(node: str, n_bytes: int) -> InPlacePermission | None:
     """Return the latest permission in force to write over a gradient of `n_bytes` that arrives at `node`; None without
     one.
     """
     for reference in _IN_FORCE[::-1] if n_bytes >= MIN_BYTES else ():
-        if (ruling := reference()) is not None and ruling.wants(node, n_bytes):
-            return ruling
-        if ruling is not None and ruling.alone:
+        if (permission := reference()) is not None and permission.wants(node, n_bytes):
+            return permission
+        if permission is not None and permission.alone:
             break
     return None
 
@@ -290,29 +292,29 @@ def _kernel(name: str) -> Callable[..., Any]:
         trial = _trial
         if trial is not None and running_node() is trial.node:
             trial.counts.append(references(args))
-        elif (permission := _ruling(name, args)) is not None:
-            ruling, operator = permission
+        elif (allowed := _permission_for(name, args)) is not None:
+            permission, operator = allowed
             with below_autograd():
-                return ruling.run(operator, past, args[:-1], kwargs)
+                return permission.run(operator, past, args[:-1], kwargs)
         return on(*args[:-1], **kwargs)
 
     return kernel
 
 
-def _ruling(name: str, args: tuple[Any, ...]) -> tuple[InPlace, Operator] | None:
+def _permission_for(name: str, args: tuple[Any, ...]) -> tuple[InPlacePermission, Operator] | None:
     """Return the permission and the operator if the first argument may and can be written over."""
     if not _IN_FORCE:
         return None
     node = running_node_name()
     if node not in OPERATORS or OPERATORS[node].name != name:
         return None
-    ruling, operator = wanting(node, args[0].numel() * args[0].element_size()), OPERATORS[node]
+    permission, operator = wanting(node, args[0].numel() * args[0].element_size()), OPERATORS[node]
     device = args[0].device.type
-    if ruling is None or not is_dispatched_plainly(args[0]) or not is_plain(args[0]):
+    if permission is None or not is_dispatched_plainly(args[0]) or not is_plain(args[0]):
         return None  # tensors of torch.func's transforms, and sparse ones, have no storage to inspect
     if references(args) != _COUNTS.get(device, {}).get(node) or is_replaced(name, device.upper()):
         return None
-    return (ruling, operator) if _writable(operator, args[:-1]) else None
+    return (permission, operator) if _writable(operator, args[:-1]) else None
 
 
 def _writable(operator: Operator, args: Sequence[Any]) -> bool:

@@ -32,7 +32,7 @@ from lowtide.script.manual_updates import has_others
 from lowtide.script.run_listened import run_watched
 from lowtide.script.runner import Script
 from lowtide.script.skipped_saves import SkippedSaves
-from lowtide.script.step_listener import Enough, StepListener
+from lowtide.script.step_listener import StepListener, StopScript
 from lowtide.state.reachable_state import ReachableState
 
 if TYPE_CHECKING:
@@ -188,7 +188,7 @@ class Estimating(StepListener):
         if is_alone and self._has_run_backward and not caller_optimizers():
             if self._n_passes == MOST_PASSES:
                 self._conclude()
-                raise Enough
+                raise StopScript
             self._next_pass(batch)
 
     def on_backward_end(self) -> None:
@@ -272,7 +272,7 @@ class Estimating(StepListener):
             self._n_steps = 1
         if self._n_steps == 2:
             self._conclude()
-            raise Enough
+            raise StopScript
         if self._n_steps == 1 and self.accepts_one_step:
             self._rehearsal.end_step()
             self._has_only = True

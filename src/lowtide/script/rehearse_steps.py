@@ -16,7 +16,7 @@ from lowtide.profiler.online import DRAWN_LAYERS, PATIENCE, OnlineProfiler
 from lowtide.profiler.preconditions import check_not_scripted, has_planned_blocks, has_torchscript
 from lowtide.runtime.composite_model import CompositeModel, name_of
 from lowtide.script.part_calls import PartCalls
-from lowtide.script.step_listener import Enough, StepListener
+from lowtide.script.step_listener import StepListener, StopScript
 from lowtide.state.process_group import several_processes
 
 if TYPE_CHECKING:
@@ -197,9 +197,9 @@ class Rehearsing(StepListener):
             self._observed.restart()
 
     def on_release(self) -> None:
-        """End the script by raising Enough, unless the listener was created with `stop=False`."""
+        """End the script by raising StopScript, unless the listener was created with `stop=False`."""
         if self._stop:
-            raise Enough
+            raise StopScript
 
     def finish(self) -> None:
         """Accept the largest size that occurred often enough, if no size has been rehearsed yet."""

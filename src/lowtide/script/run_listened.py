@@ -10,7 +10,7 @@ from lowtide.errors import LowtideError, RehearsalError
 from lowtide.runtime.composite_model import name_of
 from lowtide.script.runner import Script
 from lowtide.script.step_detector import StepDetector
-from lowtide.script.step_listener import Enough, StepListener
+from lowtide.script.step_listener import StepListener, StopScript
 from lowtide.state.watched_process import ONE_AT_A_TIME, alone, end_left_over
 from lowtide.utils.frozen_imports import imports_frozen
 from lowtide.utils.interrupts import interrupts_delayed
@@ -47,7 +47,7 @@ def run_watched(script: Script, listener: StepListener) -> int:
     Raises the listener's error, and RehearsalError if the script ended without an error before the listener was done.
     """
     code = 0
-    with imports_frozen(), watched(listener) as detector, contextlib.suppress(Enough):
+    with imports_frozen(), watched(listener) as detector, contextlib.suppress(StopScript):
         code = script.run()
         if code == 0 and detector.failed is None:
             detector.end_last_step()

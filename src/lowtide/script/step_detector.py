@@ -55,7 +55,7 @@ from lowtide.script.optimizer_updates import OptimizerUpdates
 from lowtide.script.post_plan_monitor import PostPlanMonitor
 from lowtide.script.prompt_tuning import PromptTuning
 from lowtide.script.step_in_progress import StepInProgress
-from lowtide.script.step_listener import Enough, StepListener
+from lowtide.script.step_listener import StepListener, StopScript
 from lowtide.script.training_thread import TrainingThread
 from lowtide.script.unseen_training import UnseenTraining
 
@@ -69,7 +69,7 @@ class StepDetector:
     All steps are of one thread: the one that enters the block, or one that starts inside it, whichever trains first.
     With `model` they are the steps of that model alone, also if it is called by a wrapper.
 
-    A failure of the listener is raised as Enough, which passes every `except Exception` of the program. With
+    A failure of the listener is raised as StopScript, which passes every `except Exception` of the program. With
     `when_failed`, that function is called, which ends the block, and the failure itself is raised: the program may go
     on without the listener.
 
@@ -86,7 +86,7 @@ class StepDetector:
         """Number of finished steps of the model."""
         self.model: nn.Module | None = model
         """The model, if it is known."""
-        self.failed: LowtideError | Enough | None = None
+        self.failed: LowtideError | StopScript | None = None
         """The listener's error. A script that catches it gets it again at its next step."""
         self.updates, self.by_hand = OptimizerUpdates(), ManualUpdates()
         self._step = StepInProgress(self.updates, self.by_hand)
@@ -254,7 +254,7 @@ class StepDetector:
     def _handle_outermost_call(self, module: nn.Module, batch: Any) -> None:
         """Observe that the program calls a module in training: a step may be over, and another one may begin."""
         if self.failed is not None:  # the program has caught the error and goes on
-            raise Enough from self.failed
+            raise StopScript from self.failed
         if self.is_given and not self._is_ours(module):
             return
         check_not_in_zero(module)
@@ -416,12 +416,12 @@ class StepDetector:
     def _ending_on_error(self) -> Iterator[None]:
         """End training if this block raises, and note the error as `failed`.
 
-        A loop that continues after each Exception would meet the error again and again, and train nothing, so Enough
-        ends a script.
+        A loop that continues after each Exception would meet the error again and again, and train nothing: StopScript
+        ends the script.
         """
         try:
             yield
-        except (LowtideError, Enough) as error:
+        except (LowtideError, StopScript) as error:
             traceback.clear_frames(error.__traceback__)  # a frame that refers to the error holds those of the loop
             if self.failed is None:
                 where = f"after update {self.updates.n}" if self.updates.n else "before any optimizer stepped"
@@ -430,7 +430,7 @@ class StepDetector:
             if self._when_failed is not None:
                 self._when_failed()  # it may remove hooks, because those after this one are skipped when it raises
                 raise
-            raise Enough from self.failed
+            raise StopScript from self.failed
 
     def _end_late_step(self) -> None:
         """End the step after a backward pass with updates inside, if no gradients are left.

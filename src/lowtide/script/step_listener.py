@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 
-class Enough(BaseException):
+class StopScript(BaseException):
     """Signal that ends a script when no more steps have to be observed. Not an Exception, because scripts catch
     those.
     """

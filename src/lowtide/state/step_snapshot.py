@@ -19,7 +19,7 @@ from lowtide.memory.entry_storages import exclude_from_entry
 from lowtide.runtime.batch_tensors import tensors_in
 from lowtide.runtime.fingerprint import place_of
 from lowtide.runtime.host_rng import numpy_state, python_state, set_numpy_state
-from lowtide.runtime.inplace_gradients import InPlace
+from lowtide.runtime.inplace_gradients import InPlacePermission
 from lowtide.runtime.live_optimizers import Optimizers, listed
 from lowtide.state.bitwise import has_same_contents
 from lowtide.state.containers import container_restorer
@@ -68,7 +68,7 @@ class StepSnapshot:
 
     @uninterrupted_enter
     def __enter__(self) -> Self:
-        self._in_place = InPlace(place_of(self._model).type, alone=True)
+        self._in_place = InPlacePermission(place_of(self._model).type, alone=True)
         try:
             return self._take()
         except BaseException:
