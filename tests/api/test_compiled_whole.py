@@ -197,6 +197,40 @@ def test_sums_over_rows_add_up_in_the_same_order_beside_recomputed_values_under_
     assert differing <= ({"ids.weight", "places.weight"} if n_threads > 1 else set())
 
 
+class Pooled(nn.Module):
+    """A residual block with batch norms, and a mean over the places of what its last ReLU returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block, self.head = Convolves(), nn.Linear(16, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.block(x).mean((2, 3)))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("inductor")
+def test_a_mask_that_forward_does_not_read_is_not_recomputed_under_autocast() -> None:
+    """The mean would be summed in another order, in a kernel that does not write the mask."""
+    torch.manual_seed(0)
+    model, batch = Pooled(), torch.randn(8, 16, 32, 32)
+    compiled: Any = torch.compile(model)
+
+    def step(x: Tensor) -> None:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = compiled(x).square().mean()
+        loss.backward()
+
+    expected = gradients(model, step, batch)
+    profile = lowtide.rehearse(compiled, step, batch)
+    recipes = {slot.address: profile.values[slot.value].recipe for slot in profile.slots}
+    everything = {address: recipe for address, recipe in recipes.items() if recipe is not None}
+    with lowtide.apply(compiled, replace(smallest_plan(profile, "flops"), recompute=everything)):
+        under_plan = gradients(model, step, batch)
+    assert everything
+    assert all(map(torch.equal, expected, under_plan))
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("inductor")
 @pytest.mark.parametrize("made", [transformer, convnet])

@@ -40,6 +40,15 @@ def test_what_is_computed_from_an_output_of_convolutions_is_always_saved(target:
     assert slots.without({slots.slots[0].address}).given & {3} == given
 
 
+@pytest.mark.parametrize(("half", "given"), [(False, set()), (True, {3})])
+def test_with_16_bit_values_what_forward_does_not_read_is_always_saved(half: bool, given: set[int]) -> None:
+    """Without the mask, another kernel would compute what it is a mask of."""
+    joint = residual("aten.mm")
+    joint.nodes[1].is_half, joint.nodes[3].is_forward = half, False
+    slots = JointSlots(joint, frozenset({3}))
+    assert slots.without({slot.address for slot in slots.slots}).given & {3} == given
+
+
 @pytest.mark.parametrize(("view", "addresses"), [("aten.view", {"ids#0:0", "sum#0:0"}), ("aten.permute", {"norm#0:1"})])
 def test_sums_over_transposed_values_read_what_they_read_without_a_plan(view: str, addresses: set[str]) -> None:
     slots = JointSlots(over_tokens(view), frozenset({1, 5, 6}))

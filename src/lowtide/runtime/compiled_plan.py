@@ -15,7 +15,7 @@ from lowtide._torch.custom_partitioner import CustomPartitionerFn
 from lowtide._torch.joint_graph import JointGraph, partitioned, unfuse_addmm
 from lowtide.runtime.joint_slots import JointSlots
 
-SCHEME: Final = 11
+SCHEME: Final = 12
 """Version of the rules by which a plan's addresses choose values: part of the keys of inductor's caches, which outlive
 a process. Increase it with each change of the rules.
 """

@@ -11,7 +11,9 @@ On a CPU, inductor vectorises a fused loop at the width of 16-bit elements if ev
 `TilingSelect` in `torch/_inductor/codegen/cpp.py`). Sums over a row then add up in another order. A fused kernel also
 reads 16-bit values that it computes itself before they are rounded. So a graph with 16-bit values, as under autocast,
 keeps the kernels that it has without a plan, and what backward computes again has its own (`plain_kernels.py`).
-Forward has to write a value that is saved, so one that torch's forward does not write is no slot.
+Forward has to write a value that is saved, so one that torch's forward does not write is no slot. One that forward
+does not read itself, such as the mask of a last ReLU, is always saved: the kernel that computes it would be another
+one without it, and sum up in another order.
 
 On a CPU, a fused loop that reads a transposed value is vectorised over other dimensions than one that reads the result
 from memory, and sums up in another order. So a value that fused arithmetic computes from a transposed one, as in an MLP
@@ -106,7 +108,7 @@ class JointSlots:
         outputs = held - plain if any(node.target == "aten.convolution" for node in nodes) else set[int]()
         for node in sorted(saved | random | reduced):
             is_small = nodes[node].kind == "input" or nodes[node].bytes <= self._small
-            changes_bits = self._follows_sum(node) or self._changes_loop_of_sum(node)
+            changes_bits = self._follows_sum(node) or self._changes_loop_of_sum(node) or self._is_for_backward(node)
             if node in random or is_small or changes_bits or self._fused_into(node) & outputs:
                 self._kept.add(node)
         at = _addresses(joint, f"{joint.key}/" if is_named else "")
@@ -209,6 +211,11 @@ class JointSlots:
                 if nodes[user].kind in ("pointwise", "view"):
                     pending.append(user)
         return False
+
+    def _is_for_backward(self, slot: int) -> bool:
+        """Return True if a kernel of a graph with 16-bit values writes the slot only because it is saved."""
+        node = self.joint.nodes[slot]
+        return self._is_mixed and node.kind == "pointwise" and not node.is_forward
 
     def _is_written(self, root: int) -> bool:
         """Return True if torch's own forward writes the value to memory."""
