@@ -2,7 +2,8 @@
 
 import pytest
 
-from joint_graphs import MANY, block, classified, embedded, loss_head, masked, normalised, over_tokens, residual
+from joint_graphs import MANY, block, classified, embedded, loss_head, masked, node, normalised, over_tokens, residual
+from lowtide._torch.joint_graph import JointGraph
 from lowtide.profiler.joint_memory import backward_half, forward_half
 from lowtide.runtime.joint_slots import JointSlots
 
@@ -47,6 +48,24 @@ def test_with_16_bit_values_what_forward_does_not_read_is_always_saved(half: boo
     joint.nodes[1].is_half, joint.nodes[3].is_forward = half, False
     slots = JointSlots(joint, frozenset({3}))
     assert slots.without({slot.address for slot in slots.slots}).given & {3} == given
+
+
+@pytest.mark.parametrize(("target", "given"), [("aten.mm", set()), ("aten.convolution", {1})])
+def test_what_a_convolution_reads_is_not_computed_again_from_inputs(target: str, given: set[int]) -> None:
+    joint = JointGraph(
+        [
+            node("input", size=2 * MANY, root=0),
+            node("pointwise", (0,), root=1, target="prims.convert_element_type", half=True),
+            node("extern", (1,), root=2, target=target, half=True),
+            node("input", root=3, tangent=True),
+            node("extern", (3, 1), root=4, target="aten.mm", backward=True),
+        ],
+        [2],
+        [4],
+        "cast",
+    )
+    slots = JointSlots(joint, frozenset({1}))
+    assert slots.without({slot.address for slot in slots.slots}).given & {1} == given
 
 
 @pytest.mark.parametrize(("view", "addresses"), [("aten.view", {"ids#0:0", "sum#0:0"}), ("aten.permute", {"norm#0:1"})])

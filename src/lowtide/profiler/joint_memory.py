@@ -92,14 +92,18 @@ def scratch_of(
     orders = upstream(joint, outputs), _backward_order(joint, torchs_own.again)
     scratch = dict[int, int]()
     for order, events in zip(orders, recorded, strict=True):
-        of_target: dict[str, list[int]] = {}
+        of_operator: dict[str, list[int]] = {}
         for value in _lowered(joint, order, ()):
-            if joint.nodes[value].kind == "extern" and joint.nodes[value].is_half:
-                of_target.setdefault(joint.nodes[value].target, []).append(value)
-        for target, values in of_target.items():
-            sizes = [event.bytes for event in _transients(events) if event.op.replace("::", ".") == target]
-            if len(values) == len(sizes):
-                scratch |= dict(zip(values, sizes, strict=True))
+            node = joint.nodes[value]
+            if node.kind == "extern" and node.is_half:
+                operator = joint.nodes[node.args[0]].target if node.target == "getitem" else node.target
+                of_operator.setdefault(operator, []).append(value)
+        sizes: dict[str, list[int]] = {}
+        for event in _transients(events):
+            sizes.setdefault(event.op.replace("::", ".").replace("mkldnn_", ""), []).append(event.bytes)
+        for operator, values in of_operator.items():
+            if len(values) == len(sizes.get(operator, ())):
+                scratch |= dict(zip(values, sizes[operator], strict=True))
     return scratch
 
 

@@ -24,6 +24,8 @@ In a graph with convolutions, inductor stores values in the channels-last format
 that eager mode gives them. Several threads share a sum over a channel or not, depending on the format of what the sum
 reads (torch 2.13, `LoopNest.max_parallel_depth` in `torch/_inductor/codegen/cpp.py`). So a value that fused arithmetic
 computes from an output, such as the mask of a last ReLU, is always saved: recomputed, it would have the other format.
+So is a convolution's argument that is computed from inputs of the graph alone, such as images or weights in 16 bits:
+the inputs would be saved as copies in the channels-last format.
 
 Small reductions are always saved, except those that torch computes again in backward, such as the sums of a softmax
 over three labels. Those are fused into the loop over the labels, which is too short to be vectorised on a CPU; read
@@ -51,6 +53,8 @@ sigmoid sin sinh tan tanh
 """
 APPROXIMATED = frozenset(f"aten.{name}" for name in _NAMES.split())
 """Functions for which a vectorised loop on a CPU has other code than a scalar one, which rounds differently."""
+
+CONVOLUTION = "aten.convolution"
 
 TRANSPOSING = frozenset({"aten.permute", "aten.t", "aten.transpose"})
 
@@ -105,11 +109,11 @@ class JointSlots:
             for i, n in enumerate(nodes)
             if n.is_forward and n.kind == "reduction" and n.root == i and 0 < n.bytes <= self._small
         } - held.union(self.as_torch().again)
-        outputs = held - plain if any(node.target == "aten.convolution" for node in nodes) else set[int]()
+        outputs = held - plain if any(node.target == CONVOLUTION for node in nodes) else set[int]()
         for node in sorted(saved | random | reduced):
             is_small = nodes[node].kind == "input" or nodes[node].bytes <= self._small
             changes_bits = self._follows_sum(node) or self._changes_loop_of_sum(node) or self._is_for_backward(node)
-            if node in random or is_small or changes_bits or self._fused_into(node) & outputs:
+            if node in random or is_small or changes_bits or self._fused_into(node) & outputs or self._is_cast(node):
                 self._kept.add(node)
         at = _addresses(joint, f"{joint.key}/" if is_named else "")
         self.slots = tuple(
@@ -216,6 +220,12 @@ class JointSlots:
         """Return True if a kernel of a graph with 16-bit values writes the slot only because it is saved."""
         node = self.joint.nodes[slot]
         return self._is_mixed and node.kind == "pointwise" and not node.is_forward
+
+    def _is_cast(self, slot: int) -> bool:
+        """Return True if a convolution reads the slot, which is computed from inputs of the graph alone."""
+        nodes = self.joint.nodes
+        is_convolved = any(nodes[user].target == CONVOLUTION for user in nodes[slot].users)
+        return is_convolved and all(nodes[at].kind in ("pointwise", "view", "input") for at in self._fused_into(slot))
 
     def _is_written(self, root: int) -> bool:
         """Return True if torch's own forward writes the value to memory."""
