@@ -820,4 +820,69 @@ REPORTED = [
         "PyTorch, and 1.02 GiB is reserved by PyTorch but unallocated.",
         says="(?s)true-need.*other-process|other-process.*true-need",
     ),
+    # --- ends without words of their own
+    Reported(
+        "a fork of subprocess",
+        "host-memory",
+        "check free -h and the container's limit",
+        "Traceback (most recent call last):\n"
+        '  File "/home/u/train.py", line 14, in commit\n    return subprocess.check_output(["git", "rev-parse", "HEAD"])\n'
+        '  File "/usr/lib/python3.11/subprocess.py", line 1885, in _execute_child\n'
+        "    self.pid = _fork_exec(\n               ^^^^^^^^^^^\nOSError: [Errno 12] Cannot allocate memory",
+        says="overcommit_memory",
+        never="ulimit -v",
+    ),
+    Reported(
+        "docker inspect",
+        "host-memory",
+        "raise the limit: docker run --memory",
+        '"State": {\n  "Status": "exited",\n  "Running": false,\n  "OOMKilled": true,\n  "Dead": false,\n  "ExitCode": 137,',
+        never="kubectl|not always",
+    ),
+    Reported(
+        "a runner of GitHub that was shut down",
+        "host-memory",
+        "print the memory while the job runs",
+        "##[error]The runner has received a shutdown signal. This can happen when the runner service is stopped, or a "
+        "manually started runner is canceled.\n##[error]Process completed with exit code 137.",
+        never="kubectl",
+        certain=False,
+    ),
+    Reported(
+        "Grid Engine's mail",
+        "host-memory",
+        "request more: qsub -l h_vmem",
+        "failed assumedly after job because:\njob 912345.1 died through signal KILL (9)",
+        certain=False,
+    ),
+    Reported(
+        "TensorRT-LLM without arguments",
+        "true-need",
+        "free_gpu_memory_fraction",
+        "[TensorRT-LLM][ERROR] CUDA runtime error in cudaMallocAsync: out of memory (tllmBuffers.h:211)",
+        never=r"fit\(",
+    ),
+    Reported(
+        "a container of a service",
+        "host-memory",
+        "use a larger memory size",
+        "Runner terminated: Container exceeded its memory limit of 8192 MiB (OOM).",
+    ),
+    Reported(
+        "the kernel of WSL",
+        "host-memory",
+        "set memory=24GB and swap=16GB under",
+        "[  812.1] python invoked oom-killer: gfp_mask=0x140dca(GFP_HIGHUSER_MOVABLE|__GFP_COMP|__GFP_ZERO), order=0, "
+        "oom_score_adj=0\n[  812.1] CPU: 4 PID: 812 Comm: python Not tainted 5.15.167.4-microsoft-standard-WSL2 #1\n"
+        "[  812.3] Out of memory: Killed process 812 (python) total-vm:41234567kB, anon-rss:15123456kB, file-rss:0kB, "
+        "shmem-rss:0kB, UID:1000 pgtables:31212kB oom_score_adj:0",
+    ),
+    Reported(
+        "a small request that Linux refuses",
+        "host-memory",
+        "use fewer DataLoader workers",
+        "RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't allocate memory: you "
+        "tried to allocate 1048576 bytes. Error code 12 (Cannot allocate memory)",
+        says="check ulimit -v and vm.overcommit_memory",
+    ),
 ]

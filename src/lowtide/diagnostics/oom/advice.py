@@ -328,6 +328,8 @@ def _host(m: Message, f: Facts) -> Advice:
         yield SOURCES["Windows"].actions[0]
     yield "use fewer DataLoader workers, a smaller prefetch_factor, and no copy of the data set per worker"
     yield "use torch.load(..., mmap=True); load checkpoints on one rank; do not keep an epoch of predictions in a list"
+    if re.search(r"Errno 12\b|Error code 12\b", m.text):  # where RAM is used up, Linux ends a process instead
+        yield "check ulimit -v and vm.overcommit_memory (2 refuses early): at such limits Linux refuses memory"
     if m.kind == "cpu" and (m.tried_bytes or 0) > TINY_BYTES:
         yield from _fit(m, f)
 

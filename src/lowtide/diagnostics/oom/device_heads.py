@@ -416,7 +416,7 @@ DEVICE_HEADS: tuple[MessageHead, ...] = (
     ),
     head(
         "[TensorRT-LLM]",
-        r"\[TensorRT-LLM\].{0,200}CUDA runtime error in \S{1,60}Malloc\w{0,10}\([^\n]{0,100}\): out of memory",
+        r"\[TensorRT-LLM\].{0,200}CUDA runtime error in \S{1,60}Malloc\w{0,10}(?:\([^\n]{0,100}\))?: out of memory",
         "cuda driver",
         "TensorRT-LLM",
     ),

@@ -91,6 +91,8 @@ HOST_HEADS: tuple[MessageHead, ...] = (
     ),
     head("sent SIGKILL!", r"Worker \(pid:\d{1,10}\) was sent SIGKILL!", "system", "gunicorn", certain=False),
     head("fork: ", rf"\bfork: (?:retry: )?{_ENOMEM}", "system", "fork"),
+    # a traceback of `subprocess`, whose last frame forks
+    head("[Errno 12]", r"\b_fork_exec\(.{0,500}?OSError: \[Errno 12\]", "system", "fork"),
     head(
         "start new thread|native thread|emporarily unavailable|for OMP thread",
         r"can't start new thread|System unable to allocate necessary resources for OMP thread"
@@ -105,7 +107,7 @@ HOST_HEADS: tuple[MessageHead, ...] = (
         r"ran out-of-memory and exited with|Ran out of memory \(used over \d{1,6}[KMG]B\) while running your code"
         r"|app has gone over its resource limits|Process appears to have been OOM killed"
         r"|Memory limit of [\d.]{1,20} ?[KMG]i?B exceeded"
-        r"|Container '[^'\n]{1,80}' exceeded memory limit|Error: memory limit exceeded"
+        r"|Container (?:'[^'\n]{1,80}' exceeded|exceeded its) memory limit|Error: memory limit exceeded"
         r"|Memory limit exceeded \(\d{1,10}[KMG]i?\)|Error R1[45] \(Memory quota|hit its memory limit"
         r"|Memory Size: (\d{1,6}) MB Max Memory Used: \1 MB",
         "system",
@@ -267,12 +269,14 @@ HOST_HEADS: tuple[MessageHead, ...] = (
         "Windows",
     ),
     # programs that end a process for its memory, or report its end
+    head("microsoft-standard-WSL", r"invoked oom-killer: .{1,600}?microsoft-standard-WSL", "system", "WSL"),
     head("System OOM", r"System OOM encountered, victim process: \S", "system", "Kubernetes, the node"),
     head("MemoryPressure", r"node had condition: \[[^\]]{0,60}MemoryPressure", "system", "Kubernetes, the node"),
     head("low on resource", r"node was low on resource: memory", "system", "Kubernetes, the node"),
     head(
-        "lost communication",
-        r"(?:hosted|self-hosted) runner(?:: .{1,100}?)? lost communication with the server",
+        "lost communication|shutdown signal",
+        r"(?:hosted|self-hosted) runner(?:: .{1,100}?)? lost communication with the server"
+        r"|runner has received a shutdown signal.{0,400}?exit code 137",
         "system",
         "GitHub Actions",
         certain=False,
@@ -289,6 +293,7 @@ HOST_HEADS: tuple[MessageHead, ...] = (
         "a compiler",
     ),
     head("ninja: build", r"\bKilled ninja: build stopped", "system", "a compiler", certain=False),
+    head("OOMKilled", r"\"Status\": \"exited\".{0,200}?\"OOMKilled\": true\b", "system", "Docker"),
     head("OOMKilled", r"\bOOMKilled\b(?!\W{1,6}(?:[Ff]alse|0|null|None))", "system", "Kubernetes"),
     head("all available RAM", r"crashed after using all available RAM", "system", "Colab"),
     head(
@@ -318,6 +323,13 @@ HOST_HEADS: tuple[MessageHead, ...] = (
     ),
     head("TERM_MEMLIMIT", r"TERM_MEMLIMIT", "system", "LSF"),
     head("h_vmem", r"exceeds? job (?:hard|soft) limit .h_vmem", "system", "SGE"),
+    head(
+        "assumedly after job",
+        r"failed assumedly after job because: job \S{1,40} died through signal KILL",
+        "system",
+        "SGE",
+        certain=False,
+    ),
     head("over memory limit|over cgroup", r"Job has gone over (?:cgroup )?memory limit", "system", "HTCondor"),
     head("exceeded request_memory", r"memory usage exceeded request_memory", "system", "HTCondor"),
     head("Container killed due", r"Container killed due to memory usage", "system", "AWS Batch"),

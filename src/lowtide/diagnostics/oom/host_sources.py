@@ -48,6 +48,16 @@ HOST_SOURCES: dict[str, Source] = {
         "raise resources.limits.memory of the container; `kubectl top pod` shows the usage before the end",
         "give /dev/shm an emptyDir of medium Memory: its pages count toward the limit",
     ),
+    "Docker": host_memory(
+        "the container was ended for its memory (OOMKilled): it reached its limit, or the machine ran out",
+        "OOMKilled is the kernel's own verdict: host memory, not the GPU's",
+        "raise the limit: docker run --memory=32g, mem_limit in compose; Docker Desktop has one for all (Resources)",
+    ),
+    "WSL": host_memory(
+        "the kernel of WSL ended a process: the memory that WSL may use, half of Windows' by default, is used up",
+        "the kernel's own message: host memory, not the GPU's",
+        "set memory=24GB and swap=16GB under [wsl2] in %UserProfile%\\.wslconfig, then run wsl --shutdown",
+    ),
     "Linux": host_memory(
         "the kernel ended a process to get host memory back: the machine's, or the container's limit, is used up",
         "the kernel's own message: host memory, not the GPU's",
