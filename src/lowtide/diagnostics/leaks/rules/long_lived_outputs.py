@@ -73,5 +73,5 @@ class AliveInNextStep(Rule):
             return False  # kept over the steps on purpose
         if holder is not None and holder.gathers and len(history.held_bytes) == 1:
             return False  # may be a buffer; a list that each step creates holds outputs of one step only
-        is_needed = item.is_state or any(other.reads is Reads.NEXT_STEP for other in item.holders)
+        is_needed = item.is_state or any(h.reads is Reads.NEXT_STEP and not h.is_part for h in item.holders)
         return item.is_output and not item.is_input and not is_needed and is_large
