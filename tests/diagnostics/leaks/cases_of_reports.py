@@ -508,6 +508,45 @@ for _ in range(8):
         fix="`.detach()` what later steps use of `before",
     ),
     Case(
+        name="losses_of_a_tiny_model",
+        script="""
+model, losses = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 1)), []
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(20):
+    loss = model(torch.randn(8, 16)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append({})
+""",
+        broken=("loss",),
+        mended=("loss.item()",),
+        code="LT023",
+        holder="list 'losses' [20 entries]",
+        made="loss = model(",
+        fix="add values without a graph to `losses`",
+    ),
+    Case(
+        name="last_losses_of_a_window",
+        script="""
+model, losses = mlp(4), []
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(40):
+    loss = model(torch.randn(8, 256)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss)
+    {}
+""",
+        broken=("pass",),
+        mended=("losses = losses[-5:]",),
+        code="LT023",
+        holder="list 'losses' [40 entries]",
+        made="loss = model(",
+        fix="add values without a graph to `losses`",
+    ),
+    Case(
         name="log_probabilities_never_cleared",
         script="""
 policy, saved = nn.Sequential(*(layer for _ in range(40) for layer in (nn.Linear(32, 32), nn.Tanh()))), []

@@ -125,7 +125,7 @@ class Entry:
         self.is_cycle = main.holder is not None and main.holder.is_cycle
         if self.rule and self.is_cycle:
             return self.rule
-        if self.rule and self.rule.ends_without_growth and history.has_stopped:
+        if self.rule and self.rule.has_ended(history):
             self.rule = None  # the container is bounded after all, as a cache of masks is
         if self.rule and self.rule.claims_graph and main.has_graph:
             return self.rule

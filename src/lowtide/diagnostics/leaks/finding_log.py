@@ -14,6 +14,9 @@ from lowtide.diagnostics.leaks.retained_object import RetainedObject
 from lowtide.diagnostics.leaks.rules import RULES
 from lowtide.report.finding import Finding
 
+LEAST_BYTES = 16 * 1024
+"""Smallest number of bytes of a finding that is reported whatever its share."""
+
 
 class FindingLog:
     """Entries by holder, from inspections and from events."""
@@ -33,7 +36,8 @@ class FindingLog:
                 if subject == "carried" and others:
                     self._carried.add(key)
                     self.entries.pop(f"LT006 {key}", None)
-                if _unique_bytes(others) >= least_bytes:
+                # nodes are in host memory, whatever share of the model's memory that is
+                if _unique_bytes(others) >= (LEAST_BYTES if subject == "nodes" else least_bytes):
                     self._add(f"{subject} {key}", others, largest_graph_bytes, step)
             group = [item for item in group if item.subject == "tensors"]
             graphs = [item for item in group if item.has_graph]

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from lowtide._torch.nodes import sequence_number
 from lowtide._torch.tensors import held_by_python, storage_id
 from lowtide.diagnostics.leaks.call_log import Call, CallLog, StepNumbers, roots_among
+from lowtide.diagnostics.leaks.finding_log import LEAST_BYTES
 from lowtide.diagnostics.leaks.holders import Holder
 from lowtide.diagnostics.leaks.idle_objects import idle_copies, orphaned_parameters
 from lowtide.diagnostics.leaks.live_tensors import (
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-LEAST_NODE_BYTES = 16 * 1024
-"""Empty graphs with less host memory than this are left out."""
+LEAST_NODE_BYTES = 1024
+"""Empty graphs with less host memory than this are left out: a value and its backward pass, without any model."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -99,7 +100,8 @@ def inspect(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
         retained.append((_retained_storage(number, indices, outputs.get(number), view, live), indices))
     retained += _carried(plain & view.inputs & outputs.keys(), held, outputs, view, live)
     retained.sort(key=lambda entry: -entry[0].held_bytes)
-    if sum(item.held_bytes for item, _ in retained) >= view.least_bytes:
+    node_bytes = sum(item.held_bytes for item, _ in retained if item.subject == "nodes")
+    if node_bytes >= LEAST_BYTES or sum(item.held_bytes for item, _ in retained) >= view.least_bytes:
         find_holders(retained, view, live)
     with_graph = {index for graph in graphs if graph.unfreed for index in graph.gradient_of}
     for item, _ in retained:

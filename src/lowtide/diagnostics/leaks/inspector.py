@@ -15,7 +15,7 @@ from lowtide._torch.autograd_graph import is_numbered
 from lowtide._torch.nodes import next_sequence_number, sequence_number
 from lowtide._torch.tensors import storage_id
 from lowtide.diagnostics.leaks.call_log import CallLog, StepNumbers, is_output_of
-from lowtide.diagnostics.leaks.finding_log import FindingLog
+from lowtide.diagnostics.leaks.finding_log import LEAST_BYTES, FindingLog
 from lowtide.diagnostics.leaks.hand_updates import HandUpdates
 from lowtide.diagnostics.leaks.inspection import InspectionInput, has_made
 from lowtide.diagnostics.leaks.inspection import inspect as inspect_memory
@@ -27,9 +27,6 @@ from lowtide.diagnostics.leaks.unread_gradients import UnreadGradients
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
-
-LEAST_BYTES = 16 * 1024
-"""Smallest number of bytes of a finding that is reported whatever its share."""
 
 LEAST_SHARE = 0.01
 """Share of the largest forward's graph below which findings are not reported."""

@@ -16,17 +16,21 @@ _GATHERING = ("LT008", "LT010", "LT021", "LT029", "LT030")
 """Codes of what containers hold. One that holds graphs and values alike is reported for its graphs, so LT008 is first.
 """
 
+_BESIDE = ("LT006", "LT023")
+"""Codes that are left out for a container that has one of `_GATHERING`."""
+
 MOST_NAMES = 3
 """Largest number of parts of an entry that an advice names."""
 
 
 def joined(findings: Iterable[tuple[Entry, Finding]]) -> list[Finding]:
     """Return the findings, joining those about parts of the same container's entries, and those about graphs that one
-    call made and one backward pass retains. An output in a container that gathers outputs is no finding of its own.
+    call made and one backward pass retains. An output in a container that gathers outputs is no finding of its own, nor
+    are the empty graphs of losses beside larger tensors.
     """
     findings = list(findings)
     gathering = {entry.words.container for entry, finding in findings if finding.code in _GATHERING} - {""}
-    findings = [(e, f) for e, f in findings if f.code != "LT006" or e.words.container not in gathering]
+    findings = [(e, f) for e, f in findings if f.code not in _BESIDE or e.words.container not in gathering]
     groups: dict[object, list[tuple[Entry, Finding]]] = {}
     for number, (entry, finding) in enumerate(findings):
         key: object = number

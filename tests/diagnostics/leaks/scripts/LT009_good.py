@@ -1,4 +1,4 @@
-"""A running sum of losses that backward has freed."""
+"""A running sum of detached losses."""
 
 import torch
 from torch import nn
@@ -16,6 +16,6 @@ total = 0.0
 for x, y in data:
     optimizer.zero_grad()
     loss = F.l1_loss(model(x), y)  # made
-    total = total + loss
+    total = total + loss.detach()
     loss.backward()
     optimizer.step()

@@ -64,8 +64,8 @@ class ListOfGraphs(Rule):
     priority=90,
     name="running sum of tensors with graphs",
     what="A running total adds up outputs of several forwards, and no backward pass frees their graphs.",
-    why="The sum keeps the graphs of all its terms in memory. After an ordinary `loss.backward()` the same line costs "
-    "nothing.",
+    why="The sum keeps the graphs of all its terms in memory. After an ordinary `loss.backward()` the same line keeps "
+    "only their empty nodes (LT023).",
     bad="total = total + criterion(model(x), y)",
     good="total = total + criterion(model(x), y).detach()",
     fix="add values without a graph to `{name}`: `.detach()` or `.item()`",
@@ -195,10 +195,6 @@ def _is_added_to(item: RetainedObject, history: History) -> bool:
     )
 
 
-LEAST_HOST_BYTES = 100 * 1024
-"""Bytes of host memory a step below which empty graphs are not reported."""
-
-
 @rule(
     "LT023",
     priority=155,
@@ -214,7 +210,10 @@ LEAST_HOST_BYTES = 100 * 1024
     fix="add values without a graph to `{name}`: `loss.detach()`, or `loss.item()`",
 )
 class RunningTotalOfEmptyGraphs(Rule):
-    """Rule for the nodes of at least three steps that stay alive with next to no saved tensors."""
+    """Rule for the nodes of at least three steps that stay alive with next to no saved tensors.
+
+    A container that is full, such as a queue of the last losses, does not match.
+    """
 
     subjects = ("nodes",)
     unit = "of host memory per step"
@@ -224,7 +223,13 @@ class RunningTotalOfEmptyGraphs(Rule):
     )
 
     def matches(self, item: RetainedObject, history: History) -> bool:
-        return history.n_steps >= GROWTHS and self.reported_bytes(history) >= LEAST_HOST_BYTES
+        is_bounded = item.holder is not None and item.holder.gathers and not item.holder.containers
+        return history.n_steps >= GROWTHS and not is_bounded and not self.has_ended(history)
+
+    def has_ended(self, history: History) -> bool:
+        """Return True if a container is full: it has as many entries as before, and no more nodes."""
+        is_full = history.has_stopped and history.entries[-1] == history.entries[-2] > 0
+        return is_full and not grows(history.held_bytes, 2)
 
     def reported_bytes(self, history: History) -> int:
         return history.held_bytes[-1] // max(1, history.n_steps)

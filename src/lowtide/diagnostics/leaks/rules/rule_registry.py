@@ -79,6 +79,10 @@ class Rule:
             return self.fix_of_container
         return self.fix
 
+    def has_ended(self, history: History) -> bool:
+        """Return True if a finding of this rule is to be withdrawn, because its container no longer grows."""
+        return self.ends_without_growth and history.has_stopped
+
     def reported_bytes(self, history: History) -> int:
         """Return the bytes that a finding of this rule reports."""
         return history.held_bytes[-1]
