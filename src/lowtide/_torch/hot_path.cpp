@@ -62,7 +62,7 @@ bool is_none(PyObject* it) { return it == nullptr || it == Py_None; }
 // --- what Python lends: see `lend`
 
 #define NAMES(X)                                                                                                      \
-  X(scope) X(frame) X(probe) X(needed) X(ordinal) X(learnt) X(held) X(actions) X(recompute) X(path) X(packer)         \
+  X(scope) X(frame) X(observer) X(needed) X(ordinal) X(learnt) X(held) X(actions) X(recompute) X(path) X(packer)         \
   X(versions) X(address) X(node) X(builder) X(owners) X(relied_on) X(of_leaf)          \
   X(unless) X(data) X(unpack_hook) X(function) X(into) X(operands) X(make)       \
   X(shape) X(dtype) X(count) X(values) X(_expected) X(out) X(_frame)         \
@@ -83,14 +83,14 @@ LENT(DECLARE_LENT)
 struct Value {
   PyObject_HEAD PyObject *tensor, *maker, *leaf, *original, *places;
   long long version, output, readers, reads, last_backward;
-  char partial, passing;
+  char is_partial, is_intermediate;
 };
 struct Handle {
   PyObject_HEAD PyObject *value, *view;
   long long last_backward;
 };
 struct Recompute {
-  PyObject_HEAD PyObject *recipe, *operands, *places, *constants, *stride, *noted, *sharded, *over;
+  PyObject_HEAD PyObject *recipe, *operands, *places, *constants, *stride, *captured_sites, *sharded, *over;
   char has_passed;
 };
 
@@ -105,7 +105,7 @@ void set(PyObject*& field, PyObject* owned) {
 
 #define VISIT_VALUE(F) F(tensor) F(maker) F(leaf) F(original) F(places)
 #define VISIT_HANDLE(F) F(value) F(view)
-#define VISIT_RECOMPUTE(F) F(recipe) F(operands) F(places) F(constants) F(stride) F(noted) F(sharded) F(over)
+#define VISIT_RECOMPUTE(F) F(recipe) F(operands) F(places) F(constants) F(stride) F(captured_sites) F(sharded) F(over)
 #define TRAVERSE(name) Py_VISIT(self->name);
 #define CLEAR(name) Py_CLEAR(self->name);
 
@@ -188,29 +188,29 @@ int handle_init(Handle* self, PyObject* args, PyObject* kwargs) {
 }
 void fill(
     Recompute* self, PyObject* recipe, PyObject* operands, PyObject* places, PyObject* constants, PyObject* stride,
-    PyObject* noted, bool goes_into) {
+    PyObject* captured_sites, bool goes_into) {
   set(self->recipe, Py_NewRef(recipe));
   set(self->operands, Py_NewRef(operands));
   set(self->places, Py_NewRef(places));
   set(self->constants, Py_NewRef(constants));
   set(self->stride, Py_NewRef(stride));
-  set(self->noted, Py_NewRef(noted));
+  set(self->captured_sites, Py_NewRef(captured_sites));
   set(self->sharded, PyTuple_New(0));
   self->has_passed = 0;
   if (goes_into) {
     for (Py_ssize_t n = 0; n < PyTuple_GET_SIZE(operands); ++n) {
       PyObject* each = PyTuple_GET_ITEM(operands, n);
-      if (each != Py_None) self->has_passed |= value_of(reinterpret_cast<Handle*>(each))->passing;
+      if (each != Py_None) self->has_passed |= value_of(reinterpret_cast<Handle*>(each))->is_intermediate;
     }
   }
 }
 PyObject* no_sites;  // an empty frozenset
 int recompute_init(Recompute* self, PyObject* args, PyObject*) {
-  PyObject *recipe, *operands, *places, *constants, *stride, *noted = no_sites;
-  if (!PyArg_ParseTuple(args, "OOOOO|O", &recipe, &operands, &places, &constants, &stride, &noted)) return -1;
+  PyObject *recipe, *operands, *places, *constants, *stride, *captured_sites = no_sites;
+  if (!PyArg_ParseTuple(args, "OOOOO|O", &recipe, &operands, &places, &constants, &stride, &captured_sites)) return -1;
   Ref into(PyObject_GetAttr(recipe, s_into));
   if (!into) return -1;
-  fill(self, recipe, operands, places, constants, stride, noted, into.it == Py_True);
+  fill(self, recipe, operands, places, constants, stride, captured_sites, into.it == Py_True);
   return 0;
 }
 
@@ -254,8 +254,8 @@ Ref call(PyObject* function, std::initializer_list<PyObject*> arguments) {
   throw python_error();
 }
 bool is_observed() {
-  PyObject* probe = PyDict_GetItem(lent_observed, s_probe);
-  return !is_none(probe);
+  PyObject* observer = PyDict_GetItem(lent_observed, s_observer);
+  return !is_none(observer);
 }
 
 Ref read(Handle* handle);
@@ -320,7 +320,7 @@ Ref run_recipe(Recompute* self, Value* value) {
       Handle* handle = reinterpret_cast<Handle*>(PyTuple_GET_ITEM(self->operands, n));
       if (arguments[n] == Py_None || !is_none(handle->view)) continue;
       Value* held = value_of(handle);
-      if (!held->passing || held->readers != 1 || !is_none(held->tensor) || !can_hold_result(arguments[n], arguments)) continue;
+      if (!held->is_intermediate || held->readers != 1 || !is_none(held->tensor) || !can_hold_result(arguments[n], arguments)) continue;
       set(self->over, Py_NewRef(handle->value));
       if (PyDict_SetItem(constants.it, s_out, arguments[n])) throw python_error();
       break;
@@ -486,7 +486,7 @@ at::Tensor whole(PyObject* wrapped) {
   return is_same ? base : at::Tensor();
 }
 
-// The captured operand of a node; nothing if there is none, or its value was freed: `noted`. Adds its site.
+// The captured operand of a node; nothing if there is none, or its value was freed: `captured_operand`. Adds its site.
 Ref captured(Node& node, PyObject* name, Ref& sites) {
   PyObject* known = PyDict_GetItem(metadata(node), lent_noted_key);
   PyObject* found = known == nullptr ? nullptr : PyDict_GetItem(known, name);
@@ -552,7 +552,7 @@ Ref in_slot(PyObject* builder, PyObject* node, PyObject* name) {
   Ref data = attribute(slot.it, s_data), operand;
   if (Py_TYPE(data.it) == reinterpret_cast<PyTypeObject*>(lent_Handle)) {
     Handle* handle = reinterpret_cast<Handle*>(data.it);
-    if (value_of(handle)->partial) return Ref();
+    if (value_of(handle)->is_partial) return Ref();
     if (value_of(handle)->output != NO_NODE) return new_handle(handle->value, handle->view);
   } else if (THPVariable_Check(data.it) && is_none(attribute(slot.it, s_unpack_hook).it)) {
     place = checked(PyUnicode_Concat(lent_saved, name));
@@ -672,13 +672,13 @@ Ref follow(
     if (call(attribute(path, s_look_up).it, {builder, as_object(), number.it, original.it, constants.it}).it != Py_True) return Ref();
   }
   Ref stride = like == nullptr ? borrowed(Py_None) : strides_of(*like);
-  Ref noted = sites ? checked(PyFrozenSet_New(sites.it)) : borrowed(no_sites);
+  Ref captured_sites = sites ? checked(PyFrozenSet_New(sites.it)) : borrowed(no_sites);
   Ref maker(reinterpret_cast<PyObject*>(fresh<Recompute>(lent_Recompute)));
   if (!maker) throw python_error();
-  fill(reinterpret_cast<Recompute*>(maker.it), recipe, operands.it, column(PLACES), constants.it, stride.it, noted.it,
+  fill(reinterpret_cast<Recompute*>(maker.it), recipe, operands.it, column(PLACES), constants.it, stride.it, captured_sites.it,
        column(INTO) == Py_True);
   Ref value = new_value(nullptr, maker.it, output);
-  reinterpret_cast<Value*>(value.it)->passing = like == nullptr;
+  reinterpret_cast<Value*>(value.it)->is_intermediate = like == nullptr;
   enter(node, output, value.it);
   return value;
 }
@@ -699,7 +699,7 @@ Ref recomputed_earlier(PyObject* wrapped, Value* value, long long version) {
   if (!is_recomputed || !is_none(value->places)) return Ref();
   bool is_certain = !is_none(reinterpret_cast<Recompute*>(value->maker)->stride);
   if (!is_certain || (value->version != version && value->version != -1)) return Ref();
-  value->passing = 0;
+  value->is_intermediate = 0;
   return handle_for(wrapped, reinterpret_cast<PyObject*>(value));
 }
 
@@ -766,7 +766,7 @@ Ref left(PyObject* frame, PyObject* wrapped) {
   Ref next = checked(PyLong_FromLongLong(PyLong_AsLongLong(place.it) + 1));
   if (value) {
     Value* found = reinterpret_cast<Value*>(value.it);
-    bool is_usable = (found->version == version || found->version == -1) && !found->passing && is_none(found->places);
+    bool is_usable = (found->version == version || found->version == -1) && !found->is_intermediate && is_none(found->places);
     if (!is_usable || !(is_none(found->maker) || found->maker == frame)) return Ref();
   } else {
     value = new_value(nullptr, frame, output);
@@ -808,8 +808,8 @@ PyObject* pack_call(PyObject* callable, PyObject* const* arguments, size_t, PyOb
     PyTuple_SET_ITEM(handle.it, 0, is_parameter ? Py_NewRef(tensor) : checked(THPVariable_Wrap(saved.detach())).release());
     PyTuple_SET_ITEM(handle.it, 1, PyLong_FromLongLong(static_cast<long long>(saved._version())));
   } else {
-    Ref probe = attribute(run.it, s_probe), learnt = attribute(scope.it, s_learnt), held = attribute(scope.it, s_held);
-    if (!is_none(probe.it) || !is_none(learnt.it) || PyList_GET_SIZE(held.it))
+    Ref observer = attribute(run.it, s_observer), learnt = attribute(scope.it, s_learnt), held = attribute(scope.it, s_held);
+    if (!is_none(observer.it) || !is_none(learnt.it) || PyList_GET_SIZE(held.it))
       return call(self->in_python, {tensor}).release();
     Ref actions = attribute(scope.it, s_actions), decisions = attribute(actions.it, s_recompute);
     PyObject* decision = PyDict_GetItem(decisions.it, ordinal.it);
@@ -1009,12 +1009,12 @@ int gate_set_least(Gate* self, PyObject* value, void*) {
 PyMemberDef value_members[] = {
     OBJECT(Value, tensor), OBJECT(Value, maker), OBJECT(Value, leaf), OBJECT(Value, original), OBJECT(Value, places),
     NUMBER(Value, version), NUMBER(Value, output), NUMBER(Value, readers), NUMBER(Value, reads), NUMBER(Value, last_backward),
-    FLAG(Value, partial), FLAG(Value, passing), {nullptr}};
+    FLAG(Value, is_partial), FLAG(Value, is_intermediate), {nullptr}};
 PyMemberDef handle_members[] = {
     OBJECT(Handle, value), OBJECT(Handle, view), NUMBER(Handle, last_backward), {nullptr}};
 PyMemberDef recompute_members[] = {
     OBJECT(Recompute, recipe), OBJECT(Recompute, operands), OBJECT(Recompute, places), OBJECT(Recompute, constants),
-    OBJECT(Recompute, stride), OBJECT(Recompute, noted), OBJECT(Recompute, sharded), OBJECT(Recompute, over),
+    OBJECT(Recompute, stride), OBJECT(Recompute, captured_sites), OBJECT(Recompute, sharded), OBJECT(Recompute, over),
     FLAG(Recompute, has_passed), {nullptr}};
 PyMethodDef handle_methods[] = {{"get", handle_get, METH_NOARGS, nullptr}, {nullptr}};
 PyTypeObject value_type = {PyVarObject_HEAD_INIT(nullptr, 0)}, handle_type = {PyVarObject_HEAD_INIT(nullptr, 0)},

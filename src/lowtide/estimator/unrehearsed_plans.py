@@ -79,8 +79,8 @@ class CheapRecomputes(SavedTensorPacker):
                 decision = Decision(recipe.node, f"{scope.id}:{scope.ordinal}")
                 scope.ordinal += 1
                 handle = self.hold(tensor, decision, None, scope)
-                if run.probe is not None:
-                    run.probe.on_pack(handle, tensor)
+                if run.observer is not None:
+                    run.observer.on_pack(handle, tensor)
                 return handle
         return super().pack(run, tensor)
 
@@ -159,7 +159,7 @@ def _takes_a_product(maker: object) -> bool:
     """Return True if a recompute, or another one that it needs, takes a matrix product."""
     if not isinstance(maker, Recompute):
         return False
-    passed = (handle.value for handle in maker.operands if handle is not None and handle.value.passing)
+    passed = (handle.value for handle in maker.operands if handle is not None and handle.value.is_intermediate)
     return maker.recipe.expensive or any(_takes_a_product(value.maker) for value in passed)
 
 

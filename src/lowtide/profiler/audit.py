@@ -146,14 +146,14 @@ class Audit(SavedTensorPacker, Observer):
     def running(self) -> Iterator[None]:
         """Audit the model's calls inside this `with` block."""
         self.engine.install()
-        values.probe = self
+        values.observer = self
         try:
             with self._units.watched(), observe_checkpointed_calls(self._checkpoints), contextlib.ExitStack() as stack:
                 if self.allows_in_place:
                     self._tried_in_place = stack.enter_context(AuditInPlace(self._place, self._mark))
                 yield
         finally:
-            values.probe = None
+            values.observer = None
             self.engine.remove()
             del self.engine  # it refers to the audit, and to the model
             self.step.open_calls.clear()

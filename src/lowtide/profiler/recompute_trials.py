@@ -177,7 +177,7 @@ class RecomputeTrials:
                     other = self.builder.recompute(node, output, base)
                 maker = other.maker
                 assert isinstance(maker, Recompute)
-                is_exact = not maker.noted
+                is_exact = not maker.captured_sites
                 for _ in range(2):  # the first run may pay for new pages, or compile its kernel
                     is_exact = is_exact and identical(maker.make(other), base)
             except Exception as error:  # a kernel may fail in any way: it is left out
@@ -291,7 +291,7 @@ class RecomputeTrials:
 
     def _sites_of(self, maker: Recompute) -> set[CaptureSite]:
         """Return the sites of captured operands of a recompute and of the recomputes that it may pass through."""
-        sites = set(maker.noted)
+        sites = set(maker.captured_sites)
         for value in (handle.value for handle in maker.operands if handle is not None):
             index = self.step.index.get(value)
             if isinstance(value.maker, Recompute):

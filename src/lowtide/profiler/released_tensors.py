@@ -118,7 +118,7 @@ class FreedValues:
         return (
             value.kept
             and value.readers >= 1
-            and not maker.noted
+            and not maker.captured_sites
             and all(
                 (operand.kept and (operand.leaf or self._step.is_saved(operand)))
                 or (is_made_here and operand in self._values)

@@ -104,17 +104,17 @@ class ReplayChecker(Observer):
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Compare tensors saved inside this `with` block with those that backward reads in it."""
-        values.probe = self
+        values.observer = self
         try:
             yield
         finally:
-            values.probe = None
+            values.observer = None
 
     def has_packed(self, handle: Handle) -> bool:
         return handle in self._slots
 
     def on_pack(self, handle: Handle, tensor: Tensor) -> None:
-        if not (handle.value.kept or handle.value.partial):
+        if not (handle.value.kept or handle.value.is_partial):
             self._slots[handle] = slot = next(self._numbers)
             self._witness.saved(slot, tensor)
 

@@ -89,7 +89,7 @@ class MaxSavingEngine(Engine):
 
 
 class Trace(Observer):
-    """The probe that marks the events of a step (`profiler/trace_marks.py`) between its allocations."""
+    """The observer that marks the events of a step (`profiler/trace_marks.py`) between its allocations."""
 
     def __init__(self, engine: Engine, mark: Mark) -> None:
         self.engine = engine
@@ -122,13 +122,13 @@ class Trace(Observer):
             register_optimizer_step_post_hook(this_thread_only(lambda *_: self.mark(OptimizerStep(has_ended=True)))),
         )
         self.engine.install()
-        values.probe = self
+        values.observer = self
         self._gradients(at_entry=True)
         try:
             yield
             self._gradients()
         finally:
-            values.probe = None
+            values.observer = None
             self.engine.remove()
             self._deaths.clear()
             self._arguments.clear()
@@ -183,7 +183,7 @@ class Trace(Observer):
         self.packs += 1
         self.calls[self._open[-1]].n_saved += 1
         self.elements.append(tensor.numel())
-        if handle.value.kept and not handle.value.partial:  # tensors kept in part are freed when their call ends
+        if handle.value.kept and not handle.value.is_partial:  # tensors kept in part are freed when their call ends
             self.kept.add(slot)
         self._slots[handle] = slot
         self._deaths[slot] = weakref.ref(handle, lambda _: self.mark(Released(slot)))
@@ -191,7 +191,7 @@ class Trace(Observer):
         self.mark(Packed(slot, 0 if is_gathered else self._address(tensor)))
         self._holding.watch(handle)
         self.mark(HeldForRecompute(tuple(map(self._address, states_of(handle.value.maker)))))
-        if not (handle.value.kept or handle.value.partial):
+        if not (handle.value.kept or handle.value.is_partial):
             self._witness.saved(slot, tensor)
 
     def on_capture(self, place: CaptureSite, operand: Tensor) -> None:

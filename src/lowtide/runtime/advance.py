@@ -39,11 +39,11 @@ class Advance:
         with one_at_a_time:
             if value.tensor is not None:  # another thread has made it in the meantime
                 return value.tensor
-            if values.probe is not None:
-                values.probe.on_recompute_begin(self)
+            if values.observer is not None:
+                values.observer.on_recompute_begin(self)
             made = self.forward()
-            if values.probe is not None:
-                values.probe.on_recompute_end(self, (made,))
+            if values.observer is not None:
+                values.observer.on_recompute_end(self, (made,))
             value.store_recomputed(made)
             return made
 

@@ -252,8 +252,8 @@ class Engine:
 
     def wrote_in_place(self, node: str, n_bytes: int) -> None:
         """Tell the observer that a gradient will be written over the one that arrived at a node of kind `node`."""
-        if (probe := values.observer_of(self)) is not None:
-            probe.on_write_in_place(node, n_bytes)
+        if (observer := values.observer_of(self)) is not None:
+            observer.on_write_in_place(node, n_bytes)
 
     def remove(self) -> None:
         """Remove every interceptor. Handles that a running backward still holds keep working."""

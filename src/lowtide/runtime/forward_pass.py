@@ -112,11 +112,11 @@ class ForwardPass:
         "learnt",
         "n_calls",
         "needed",
+        "observer",
         "offloads",
         "pack",
         "packer",
         "plan",
-        "probe",
         "results",
         "scope",
         "times",
@@ -135,7 +135,7 @@ class ForwardPass:
         self.learnt: list[tuple[CallInterceptor, CallScope]] | None = [] if learns else None
         """Calls whose needed saved tensors are learnt."""
         self.last_packed: Callable[[], Handle | None] = lambda: None
-        self.probe = values.observer_of(engine)
+        self.observer = values.observer_of(engine)
         self.pack = make_pack_hook(self)
         self.idle = NO_INTERCEPTORS if needed is None else needed.idle
         self.has_hooks = False
@@ -189,10 +189,10 @@ class ForwardPass:
                 paused.pack, self.has_hooks, self.idle, is_pushed = None, True, NO_INTERCEPTORS, True
             else:
                 is_switched = wants is not self.has_hooks and self.switch_hooks(on=wants)
-        probe = self.probe
+        observer = self.observer
         try:
-            if probe is not None:
-                probe.on_enter(interceptor, args, kwargs)
+            if observer is not None:
+                observer.on_enter(interceptor, args, kwargs)
             if (actions.captures or self.packer.captures_all) and not self.is_capturing:
                 run = self.run_replayable if interceptor.replays else self.run
                 result = self.run_capturing(run, interceptor, args, kwargs)
@@ -202,12 +202,12 @@ class ForwardPass:
                 result = interceptor.inner(*args, **kwargs)
             if actions.shape:
                 self.packer.free_values(scope, result)
-            if probe is not None:
-                probe.on_return(interceptor, result)
+            if observer is not None:
+                observer.on_return(interceptor, result)
             return result
         finally:
-            if probe is not None:
-                probe.on_exit(interceptor)
+            if observer is not None:
+                observer.on_exit(interceptor)
             if ordinals and needed is not None and scope.ordinal > needed.n_saved[interceptor][number]:
                 needed.unneeded = None  # it may have called a module that has no interceptor
             self.scope = outer
@@ -269,14 +269,14 @@ class ForwardPass:
         value = self.packer.unrecorded(place, operand)
         if value is not None:
             scope.held.append(value)
-        if (probe := values.observer_of(self.engine)) is not None:
-            probe.on_capture(place, operand)
+        if (observer := values.observer_of(self.engine)) is not None:
+            observer.on_capture(place, operand)
         return place, value
 
     def sized_by_contents(self, operator: str) -> None:
         """Report an operator whose memory depends on the contents of a tensor."""
-        if (probe := values.observer_of(self.engine)) is not None:
-            probe.on_sized_by_contents(operator)
+        if (observer := values.observer_of(self.engine)) is not None:
+            observer.on_sized_by_contents(operator)
 
     def run_replayable(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call that the plan may replay in backward, for all its saved tensors, or advance, for its result."""
@@ -393,7 +393,9 @@ def make_pack_hook(run: ForwardPass) -> Callable[[Tensor], Handle | KeptTensor]:
                 scope.ordinal = ordinal + 1
                 is_parameter = tensor.requires_grad and tensor.grad_fn is None
                 return tensor if is_parameter else tensor.detach(), tensor._version
-        elif scope.learnt is None and run.probe is None and not scope.held and ordinal not in scope.actions.recompute:
+        elif (
+            scope.learnt is None and run.observer is None and not scope.held and ordinal not in scope.actions.recompute
+        ):
             handle = frame.pack_result(tensor)
             if handle is not None:
                 scope.ordinal = ordinal + 1

@@ -191,12 +191,12 @@ class Offloaded:
         with _one_at_a_time:
             if value.tensor is not None:  # another thread has fetched it in the meantime
                 return value.tensor
-            if values.probe is not None:
-                values.probe.on_recompute_begin(self)
+            if values.observer is not None:
+                values.observer.on_recompute_begin(self)
             data = self._storage.bring_back()
             tensor = view_in(data, self._layout)
-            if values.probe is not None:
-                values.probe.on_recompute_end(self, (tensor,))
+            if values.observer is not None:
+                values.observer.on_recompute_end(self, (tensor,))
             return tensor
 
 

@@ -10,10 +10,11 @@ edge leads there. There are three ways to learn it, in each step again, as a sch
 - Observe it. A `TorchFunctionMode` sees each operator that Python calls, with its arguments: about 1.5 us an operator
   (`x + 1` takes 3), and no element is read.
 
-So the audit has such a mode in force all the time and marks the recomputes that depend on it (`Recompute.noted`), and a
-plan puts it in force only in the calls with such recomputes. A number is stored at its node. A tensor is held from then
-on, if the plan says that a recompute will use it: so it is counted as memory, and numbered, as saved tensors are. A
-captured operand counts for a node only if the node's other edges are those of the operator's other operands.
+So the audit has such a mode in force all the time and marks the recomputes that depend on it
+(`Recompute.captured_sites`), and a plan puts it in force only in the calls with such recomputes. A number is stored at
+its node. A tensor is held from then on, if the plan says that a recompute will use it: so it is counted as memory, and
+numbered, as saved tensors are. A captured operand counts for a node only if the node's other edges are those of the
+operator's other operands.
 
 The mode does not see operators that are called from C++, as in scripted modules: their results are kept. There is one
 exception: attention without a fused kernel adds its mask inside, to scores that nothing saves. That mask is taken from
@@ -95,7 +96,7 @@ _SIZED_BY_CONTENTS: dict[Callable[..., Any], str] = {
 
 _WATCHED = frozenset({*_OPERANDS, *_SIZED_BY_CONTENTS, F.scaled_dot_product_attention})
 
-CAPTURED_OPERANDS = ("lowtide", "noted")
+CAPTURED_OPERANDS = ("lowtide", "captured")
 """Key of a node's metadata for captured operands."""
 
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")

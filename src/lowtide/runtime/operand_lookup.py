@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class OperandLookup:
     """Lookup of the operands and constants of one node's recipe."""
 
-    __slots__ = ("_edges", "builder", "depth", "like", "node", "noted", "output", "recipe")
+    __slots__ = ("_edges", "builder", "captured_sites", "depth", "like", "node", "output", "recipe")
 
     def __init__(
         self, builder: Builder, node: Node, recipe: Recipe, output: int, like: Tensor | None, depth: int
@@ -33,7 +33,7 @@ class OperandLookup:
         self.builder, self.node, self.recipe, self.depth = builder, node, recipe, depth
         self.output, self.like = output, like
         self._edges: tuple[tuple[Node | None, int], ...] | None = None
-        self.noted: frozenset[CaptureSite] = frozenset()
+        self.captured_sites: frozenset[CaptureSite] = frozenset()
         """Sites of the captured operands that the recompute needs."""
 
     @property
@@ -52,7 +52,7 @@ class OperandLookup:
         if slot is not None:
             data = slot.data
             if isinstance(data, Handle):
-                if not data.value.partial:
+                if not data.value.is_partial:
                     return self.relied_on.of_slot(data)
             elif data is not None and slot.unpack_hook is None:
                 # a tensor that autograd holds, as backward will read it
@@ -73,7 +73,7 @@ class OperandLookup:
         captured = captured_operand(self.node, name) or added_to_scores(self.node, name)
         if captured is not None:
             place, what = captured
-            self.noted |= {place}
+            self.captured_sites |= {place}
             return what if isinstance(what, NUMBERS) else Handle(what if isinstance(what, Value) else Value(what))
         owned = self.owned(name)
         if isinstance(owned, torch.Tensor):
@@ -184,7 +184,7 @@ def ours(slot: Any) -> Any:
     """
     data = slot.data
     if isinstance(data, Handle):
-        return None if data.value.partial else data
+        return None if data.value.is_partial else data
     hook = slot.unpack_hook
     if hook is None:
         return None if data is None else _AUTOGRAD_S

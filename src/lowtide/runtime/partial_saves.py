@@ -72,7 +72,7 @@ def packed(kind: str, tensor: Tensor) -> Value:
     recipe, constants = PACKINGS[kind]
     is_whole = kind in (MASK, INDICES)
     value = Value(maker=Recompute(recipe, (), None, constants(tensor), tensor.stride() if is_whole else None))
-    value.partial = not is_whole
+    value.is_partial = not is_whole
     return value
 
 

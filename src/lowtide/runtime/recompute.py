@@ -30,9 +30,9 @@ class _FieldsInPython:
     """Fields of a `Recompute`."""
 
     __slots__ = (
+        "captured_sites",
         "constants",
         "has_passed",
-        "noted",
         "operands",
         "over",
         "places",
@@ -48,7 +48,7 @@ class _FieldsInPython:
         places: dict[str, int | slice] | None,
         constants: dict[str, Any],
         stride: tuple[int, ...] | None,
-        noted: frozenset[CaptureSite] = frozenset(),
+        captured_sites: frozenset[CaptureSite] = frozenset(),
     ) -> None:
         self.recipe = recipe
         self.operands = operands
@@ -59,7 +59,7 @@ class _FieldsInPython:
         self.constants = constants
         self.stride = stride
         """Strides that the result must have; None if no view of it is read."""
-        self.noted = noted
+        self.captured_sites = captured_sites
         """Sites of the captured operands, which autograd does not record."""
         self.sharded: tuple[Handle, ...] = ()
         """Operands that are parameters, if these may be sharded over processes."""
@@ -69,7 +69,7 @@ class _FieldsInPython:
         """True if the result may be written over an operand that is recomputed only for it."""
         if recipe.into:
             for handle in operands:
-                self.has_passed |= handle is not None and handle.value.passing
+                self.has_passed |= handle is not None and handle.value.is_intermediate
 
 
 if TYPE_CHECKING or values.native is None:
@@ -117,8 +117,8 @@ class Recompute(RecomputeFields):
                 tensors.append(held.tensor if is_whole else operand.get())
         for parameter in self.sharded:
             check_is_whole(parameter.get())
-        if values.probe is not None:
-            values.probe.on_recompute_begin(self)
+        if values.observer is not None:
+            values.observer.on_recompute_begin(self)
         constants, positional = self.constants, tensors
         if self.places is not None:
             constants = constants | {name: tensors[place] for name, place in self.places.items()}
@@ -136,8 +136,8 @@ class Recompute(RecomputeFields):
         if value.version not in (-1, result._version):
             # the reader may save the result again, as a backward with create_graph does
             set_version(result, value.version)
-        if values.probe is not None:
-            values.probe.on_recompute_end(self, (result,))
+        if values.observer is not None:
+            values.observer.on_recompute_end(self, (result,))
         number = backward_number()  # as `Value.store_recomputed`
         if value.last_backward != number:
             value.last_backward, value.reads = number, 0
@@ -156,7 +156,12 @@ class Recompute(RecomputeFields):
             if handle is None or tensor is None or handle.view is not None:
                 continue
             value = handle.value
-            if value.passing and value.readers == 1 and value.tensor is None and can_hold_result(tensor, tensors):
+            if (
+                value.is_intermediate
+                and value.readers == 1
+                and value.tensor is None
+                and can_hold_result(tensor, tensors)
+            ):
                 self.over = value
                 return {OUT: tensor}
         return {}

@@ -151,7 +151,7 @@ class Builder:
                 arguments[name] = None
                 continue
             data = getattr(getattr(node, attribute, None), "data", None)
-            if type(data) is Handle and not data.value.partial:
+            if type(data) is Handle and not data.value.is_partial:
                 arguments[name] = self.owners.relied_on.of_slot(data)
                 continue
             operand = source.operands(name) if name in recipe.lists else source.operand(name)
@@ -161,11 +161,11 @@ class Builder:
                 arguments[name] = operand
         stride = None if like is None else like.stride()
         operands, places = in_order(recipe, arguments)
-        recompute = Recompute(recipe, operands, places, constants, stride, source.noted)
+        recompute = Recompute(recipe, operands, places, constants, stride, source.captured_sites)
         if self.owners.sharded:
             recompute.sharded = tuple(h for h in recompute.operands if h is not None and h.value.leaf)
         value = Value(maker=recompute, output=output)
-        value.passing = like is None
+        value.is_intermediate = like is None
         if self.describes:
             self.paths[value] = describe(self, node, recipe, arguments, constants, places)
         register(node, output, value)

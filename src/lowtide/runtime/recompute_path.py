@@ -139,7 +139,7 @@ class RecomputePath:
             return None
         stride = None if like is None else like.stride()
         value = Value(maker=Recompute(recipe, tuple(operands), self.places, constants, stride, sites), output=output)
-        value.passing = like is None
+        value.is_intermediate = like is None
         node_metadata(node)[KEYS[output]] = weakref.ref(value)  # as `register`
         return value
 
@@ -166,7 +166,7 @@ def in_slot(builder: Builder, node: Node, name: str) -> Handle | None:
     slot = getattr(node, RAW_SAVED + name)
     data = slot.data
     if type(data) is Handle:
-        return None if data.value.partial else builder.owners.relied_on.of_slot(data)
+        return None if data.value.is_partial else builder.owners.relied_on.of_slot(data)
     if data is None:
         return None
     if slot.unpack_hook is None:

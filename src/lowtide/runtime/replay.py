@@ -162,7 +162,7 @@ class ReplayFrame:
         reference = metadata.get(key)
         value = None if reference is None else reference()
         if value is not None:
-            is_usable = value.version in (version, -1) and not value.passing and value.places is None
+            is_usable = value.version in (version, -1) and not value.is_intermediate and value.places is None
             if not (is_usable and (value.maker is None or value.maker is self)):
                 return None
             self.count += 1
@@ -182,13 +182,13 @@ class ReplayFrame:
         self._take(value, tensor, base)
         return value
 
-    def take_over(self, value: Value, tensor: Tensor, base: Tensor, *, passing: bool) -> None:
+    def take_over(self, value: Value, tensor: Tensor, base: Tensor, *, is_intermediate: bool) -> None:
         """Take over a value from an inner call's replay, because the value is now saved outside that call.
 
-        With `passing` the value was only an intermediate of other recomputes so far.
+        With `is_intermediate` the value was only an intermediate of other recomputes so far.
         """
         inside = isinstance(value.maker, ReplayFrame) and value.maker is not self and self.encloses(value.maker)
-        if passing or inside:
+        if is_intermediate or inside:
             value.version = base._version
             self._take(value, tensor, base)
 
@@ -216,12 +216,12 @@ class ReplayFrame:
         with one_at_a_time:
             if value.tensor is not None:  # another thread has made it in the meantime
                 return value.tensor
-            if values.probe is not None:
-                values.probe.on_recompute_begin(self)
+            if values.observer is not None:
+                values.observer.on_recompute_begin(self)
             tensors: dict[int, Tensor] = {}
             self.visit_saved(tensors.__setitem__, is_only_missing=True)
-            if values.probe is not None:
-                values.probe.on_recompute_end(self, tuple(tensors.values()))
+            if values.observer is not None:
+                values.observer.on_recompute_end(self, tuple(tensors.values()))
             for place, tensor in tensors.items():
                 there = self.values[place]()
                 if there is value:

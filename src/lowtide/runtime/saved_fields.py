@@ -26,13 +26,13 @@ class ValueFields:
     """Fields of a `Value`."""
 
     __slots__ = (
+        "is_intermediate",
+        "is_partial",
         "last_backward",
         "leaf",
         "maker",
         "original",
         "output",
-        "partial",
-        "passing",
         "places",
         "readers",
         "reads",
@@ -46,9 +46,9 @@ class ValueFields:
         """The tensor's version when it was saved; -1 without a tensor."""
         self.maker = maker
         self.output = output
-        self.passing = False
+        self.is_intermediate = False
         """True if only recomputes, never autograd, have read this value."""
-        self.partial = False
+        self.is_partial = False
         """True if the value holds only the part of the tensor that its reader needs, so that no recompute can use
         it.
         """

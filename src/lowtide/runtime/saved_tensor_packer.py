@@ -84,8 +84,8 @@ class SavedTensorPacker:
             handle = self.hold(tensor, decision, frame, scope)
         if scope.held:
             scope.held = [value for value in scope.held if not value.readers]
-        if run.probe is not None:
-            run.probe.on_pack(handle, tensor)
+        if run.observer is not None:
+            run.observer.on_pack(handle, tensor)
         if scope.learnt is not None:
             run.last_packed = weakref.ref(handle)
         return handle
@@ -125,10 +125,10 @@ class SavedTensorPacker:
         if held is not None and shared(held, base, frame) and (decision is None or certain(held)):
             if held.places is not None:
                 held.need()
-            passing, held.passing = held.passing, False
+            is_intermediate, held.is_intermediate = held.is_intermediate, False
             if decision is None and not (held.kept or isinstance(held.maker, Advance)):
                 if frame is not None:
-                    frame.take_over(held, tensor, base, passing=passing)
+                    frame.take_over(held, tensor, base, is_intermediate=is_intermediate)
                 elif offloading is None:
                     held.keep(base.detach())
                 elif isinstance(held.maker, ReplayFrame):
@@ -180,8 +180,8 @@ class SavedTensorPacker:
         if self.versions.setdefault(decision.address, base._version) != base._version:
             raise CannotRecompute("it is written to without autograd, and was not before")
         value = self.recompute_by_search(node, output, base, decision, scope)
-        if earlier is not None and earlier.passing:
-            earlier.maker, earlier.passing, value = value.maker, False, earlier
+        if earlier is not None and earlier.is_intermediate:
+            earlier.maker, earlier.is_intermediate, value = value.maker, False, earlier
             register(node, output, earlier)
         value.version = base._version
         return value
@@ -237,7 +237,7 @@ class SavedTensorPacker:
         """
         if decision.node == SHAPE:
             value = Value(tensor.detach())  # held until the call ends (`free_values`)
-            value.partial = True
+            value.is_partial = True
             return Handle(value)
         if decision.node != SIGNS or saves_signs(tensor):
             try:

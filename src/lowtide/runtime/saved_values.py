@@ -179,24 +179,24 @@ def registered(node: Node, output: int) -> Value | None:
 @never_compiled
 def unpack_in_python(handle: Handle | KeptTensor) -> Tensor:
     """Unpack hook: return the tensor saved as `handle`."""
-    global probe
+    global observer
     if isinstance(handle, tuple):
         tensor, version = handle
         if tensor._version != version:
             raise RuntimeError(changed_in_place(tensor, version))
         return tensor
-    observer = probe
-    if observer is None:
+    present = observer
+    if present is None:
         return handle.get()
-    if not observer.has_packed(handle):
-        probe = None  # it does not observe recomputes for this handle either
+    if not present.has_packed(handle):
+        observer = None  # it does not observe recomputes for this handle either
         try:
             return handle.get()
         finally:
-            probe = observer
-    observer.on_read(handle)
+            observer = present
+    present.on_read(handle)
     tensor = handle.get()
-    observer.on_unpack(handle, tensor)
+    present.on_unpack(handle, tensor)
     return tensor
 
 
@@ -283,9 +283,9 @@ class Observer:
         """Observe that a gradient will be written over one of `n_bytes` that arrived at a node of kind `node`."""
 
 
-probe: Observer | None = None
+observer: Observer | None = None
 
 
 def observer_of(engine: Engine) -> Observer | None:
     """Return the observer of the plan of `engine`; None if there is none."""
-    return probe if probe is not None and probe.engine is engine else None
+    return observer if observer is not None and observer.engine is engine else None
