@@ -62,6 +62,23 @@ class _Recorded:
         return elements(shapes_in(self.size.batch)), self.is_clean
 
 
+@dataclass(slots=True, kw_only=True)
+class _RunningStep:
+    """A step that is being recorded."""
+
+    recording: contextlib.ExitStack
+    recorder: Recorder
+    size: Fingerprint
+    static: Static
+    addresses: frozenset[int]
+    """Addresses of the static memory."""
+    n_compiled: int
+    """Number of compilations before the step."""
+    n_inputs: int
+    """Number of calls before the step."""
+    began_ms: float = 0.0
+
+
 class OnlineCompiledProfiler:
     """Profiler of compiled code that trains `model`, with the interface of `OnlineProfiler`."""
 
@@ -85,8 +102,7 @@ class OnlineCompiledProfiler:
         self._stack = contextlib.ExitStack()
         """Partitioner and patches, in force from the first step on."""
         self._is_on = False
-        self._open: tuple[contextlib.ExitStack, Recorder] | None = None
-        """Recording of the step that runs."""
+        self._running: _RunningStep | None = None
 
     @property
     def model(self) -> nn.Module:
@@ -111,13 +127,19 @@ class OnlineCompiledProfiler:
         if self._steps_of:
             waiting = [o for o in optimizers_of(self.model, optimizers) if all(o is not known for known in optimizers)]
             self._to_come = Update.tried(self.model, waiting) if waiting else None
-        self._size = fingerprint(self.model, batch)
-        self._static, self._addresses = static_bytes(self.model, batch, optimizers)
-        self._n_compiled, self._n_inputs = n_compiled(), len(self._inputs)
-        place = place_of(self.model)
-        recording = contextlib.ExitStack()
-        self._open = recording, recording.enter_context(recorder_for(place))
-        self._began = now_ms(place)
+        size, place = fingerprint(self.model, batch), place_of(self.model)
+        static, addresses = static_bytes(self.model, batch, optimizers)
+        n_before, recording = n_compiled(), contextlib.ExitStack()
+        self._running = running = _RunningStep(
+            recording=recording,
+            recorder=recording.enter_context(recorder_for(place)),
+            size=size,
+            static=static,
+            addresses=addresses,
+            n_compiled=n_before,
+            n_inputs=len(self._inputs),
+        )
+        running.began_ms = now_ms(place)
 
     def _put_on(self) -> None:
         check_compiled(self.model)
@@ -131,25 +153,25 @@ class OnlineCompiledProfiler:
             self._stack, self._is_on = stack.pop_all(), True
 
     def _mark(self, *data: object) -> None:
-        if self._open is not None:
-            self._open[1].mark(CALL, data)
+        if self._running is not None:
+            self._running.recorder.mark(CALL, data)
 
     def end(self) -> None:
         """End the step. Hooks of the optimizer may call it: it changes no hooks. Raises RehearsalError."""
-        if self._open is None:
+        if self._running is None:
             return
-        (recording, recorder), self._open = self._open, None
-        took_ms = now_ms(place_of(self.model)) - self._began
-        recording.close()
+        running, self._running = self._running, None
+        took_ms = now_ms(place_of(self.model)) - running.began_ms
+        running.recording.close()
         self.n_steps += 1
-        self._steps_of[self._size] += 1
+        self._steps_of[running.size] += 1
         recorded = _Recorded(
-            size=self._size,
-            stream=recorder.stream,
-            static=with_others(self._static, self._addresses, recorder),
+            size=running.size,
+            stream=running.recorder.stream,
+            static=with_others(running.static, running.addresses, running.recorder),
             ms=took_ms,
-            inputs=tuple(dict.fromkeys(self._inputs[self._n_inputs :])),
-            is_clean=n_compiled() == self._n_compiled,
+            inputs=tuple(dict.fromkeys(self._inputs[running.n_inputs :])),
+            is_clean=n_compiled() == running.n_compiled,
         )
         if not self._graphs:
             assembled((), recorded.stream, 0.0)  # raises RehearsalError
@@ -179,9 +201,9 @@ class OnlineCompiledProfiler:
 
     def give_up(self) -> None:
         """Stop recording. Hooks of the optimizer may call it; `leave` must still be called afterwards."""
-        if self._open is not None:
-            (recording, _), self._open = self._open, None
-            recording.close()
+        if self._running is not None:
+            running, self._running = self._running, None
+            running.recording.close()
 
     def leave(self) -> None:
         """Remove the partitioner. Must not be called from hooks of the optimizer."""
