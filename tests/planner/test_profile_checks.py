@@ -89,7 +89,7 @@ def test_what_is_just_possible_passes(possible: Callable[[Profile], Profile]) ->
         (first("calls", flops=2 * MOST), "FLOPs at a place"),
         (of(static=Static(parameters=MOST, buffers=1)), "bytes at a place"),
         (of(static=Static(inputs=-1)), "it has from -1 to .* bytes at a place"),
-        (first("storages", allocated_at=-1), "storage 0 has 10 bytes and is born at -1"),
+        (first("storages", allocated_at=-1), "storage 0 has 10 bytes and is allocated at -1"),
         (first("values", operands=(0,)), r"value 0 needs \(0,\), and not only values before it"),
         (first("values", storage=N_STORAGES), f"value 0 is in storage {N_STORAGES} of {N_STORAGES}"),
         (first("values", storage=-1), "value 0 is in storage -1"),

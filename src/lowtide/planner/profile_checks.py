@@ -27,12 +27,18 @@ def check(profile: Profile) -> None:
         raise contradiction(f"{len(clocks.host_ms)} and {len(clocks.device_ms)} of {end} positions have times")
     for index, storage in enumerate(profile.storages):
         if storage.allocated_at < 0 or storage.bytes < 0:
-            raise contradiction(f"storage {index} has {storage.bytes} bytes and is born at {storage.allocated_at}")
+            raise contradiction(f"storage {index} has {storage.bytes} bytes and is allocated at {storage.allocated_at}")
     for index, value in enumerate(profile.values):
         if not all(0 <= need < index for need in value.operands):
             raise contradiction(f"value {index} needs {value.operands}, and not only values before it")
         if value.storage is not None and not 0 <= value.storage < n_storages:
             raise contradiction(f"value {index} is in storage {value.storage} of {n_storages}")
+    _check_calls(profile, end)
+    _check_slots(profile, end)
+
+
+def _check_calls(profile: Profile, end: int) -> None:
+    """Check that calls are nested, and span positions before `end`."""
     depth: list[int] = []
     for index, call in enumerate(profile.calls):
         if call.parent is not None and not 0 <= call.parent < index:
@@ -44,6 +50,11 @@ def check(profile: Profile) -> None:
             raise contradiction(f"call {index} ({call.id}) gives value {call.result_value} of {len(profile.values)}")
         if not 0 <= call.enter <= call.exit <= end:
             raise contradiction(f"call {index} ({call.id}) spans [{call.enter}, {call.exit}) of {end} positions")
+
+
+def _check_slots(profile: Profile, end: int) -> None:
+    """Check that slots refer to parts of the profile, and to positions before `end`."""
+    n_storages = len(profile.storages)
     for slot in profile.slots:
         if not (0 <= slot.value < len(profile.values) and 0 <= slot.call < len(profile.calls)):
             raise contradiction(f"slot {slot.address} has value {slot.value} and call {slot.call}")
