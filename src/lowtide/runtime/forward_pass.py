@@ -194,8 +194,7 @@ class ForwardPass:
             if observer is not None:
                 observer.on_enter(interceptor, args, kwargs)
             if (actions.captures or self.packer.captures_all) and not self.is_capturing:
-                run = self.run_replayable if interceptor.replays else self.run
-                result = self.run_capturing(run, interceptor, args, kwargs)
+                result = self.run_capturing(interceptor, args, kwargs)
             elif interceptor.replays:
                 result = self.run_replayable(interceptor, args, kwargs)
             else:
@@ -235,18 +234,14 @@ class ForwardPass:
         self.idle = NO_INTERCEPTORS if on or self.is_capturing or self.needed is None else self.needed.idle
         return True
 
-    def run(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the module's implementation."""
-        return interceptor.inner(*args, **kwargs)
-
-    def run_capturing(
-        self, run: Callable[..., Any], interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Any:
+    def run_capturing(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run a call and capture its operands, including those of inner calls."""
         self.is_capturing = True
         try:
             with OperandCapture(self):
-                return run(interceptor, args, kwargs)
+                if interceptor.replays:
+                    return self.run_replayable(interceptor, args, kwargs)
+                return interceptor.inner(*args, **kwargs)
         finally:
             self.is_capturing = False
 
