@@ -362,7 +362,7 @@ for n in range(9):
         mended=("del loss, output",),
         code="LT001",
         holder="'kept'",
-        fix="`del kept`",
+        fix="store `.detach()`ed tensors in `kept`",
     ),
     # --- gradients of a part that losses cancel out
     Case(

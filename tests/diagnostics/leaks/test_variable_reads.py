@@ -24,6 +24,7 @@ LOOPS = {
     "printed after a while": ("while b:\n  v = f(b)\n  v.backward()\nprint(v)", Reads.AFTER_THE_LOOP),
     "the condition of a while": ("v = 9\nwhile v > 0:\n  v = f(b)\n  v.backward()", Reads.NEXT_STEP),
     "a step that breaks": ("for x in b:\n  v = f(x)\n  if v < 1: break\nprint(v)", Reads.AFTER_THE_LOOP),
+    "assigned before the loop": ("v = g(0)\nfor x in b:\n  w = f(x)", Reads.NONE),
     "deleted": ("for x in b:\n  v = f(x)\n  del v", Reads.NONE),
     "summed": ("v = 0\nfor x in b:\n  v += f(x)", Reads.NEXT_STEP),
     "read by a function": ("def h(): return v\nfor x in b:\n  v = f(x)", Reads.NEXT_STEP),

@@ -114,7 +114,9 @@ def _is_read(flow: _Flow, name: str, begin: Iterable[int], within: range | None 
 
 
 def _is_kept(flow: _Flow, name: str, loop: range, ends: Iterable[int]) -> bool:
-    """Return True if a path through the body of `loop` does not access the variable."""
+    """Return True if the body of `loop` assigns the variable, but not on each path."""
+    if not any("STORE" in (kind for kind, of in flow[at].accesses if of == name) for at in flow if at in loop):
+        return False
     return not _until_access(flow, name, (loop.start,), loop).isdisjoint(ends)
 
 
