@@ -236,7 +236,7 @@ def _resized(part: Any, dim: int, given: int, size: int, *, is_whole: bool = Tru
 
 
 def _is_long(obj: Any, given: int) -> bool:
-    """Return True if `thing` has one entry for each row, and is not itself the entry of one row."""
+    """Return True if `obj` is an array with one entry for each of the `given` rows."""
     return isinstance(obj, torch.Tensor | np.ndarray) and obj.ndim > 0 and obj.shape[0] == given
 
 

@@ -48,7 +48,7 @@ class Reducers:
 
     @property
     def buckets(self) -> list[Tensor]:
-        """Flat tensors into which DDP copies gradients, and its maps of used parameters."""
+        """Tensors of DDP: the buckets into which it copies gradients, and its maps of the parameters that were used."""
         return [tensor for reducer in self._reducers for tensor in (*reducer.buckets, *reducer.maps)]
 
     @property

@@ -188,7 +188,7 @@ def unknown_array(array: np.ndarray[Any, Any], answers: Assumptions) -> UnknownA
 
 
 def is_unknown(obj: Any, depth: int = 3) -> bool:
-    """Return True if `thing` is unknown or contains an unknown; C++ code would read its placeholder values."""
+    """Return True if `obj` is unknown or contains an unknown; C++ code would read its placeholder values."""
     if type(obj) in (Unknown, UnknownArray):
         return True
     return depth > 0 and type(obj) in (list, tuple) and any(is_unknown(item, depth - 1) for item in obj)

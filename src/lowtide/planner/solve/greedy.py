@@ -63,7 +63,9 @@ class GreedySearch:
         return self.sweep(choice).peak <= limit
 
     def fitting_choices(self, limit: int, *starts: DecisionVector) -> Iterator[DecisionVector]:
-        """Yield choices that fit: greedy ones from `starts`; all cheap recomputes with replays of the first calls."""
+        """Yield choices that fit: what `reduce` makes of each of `starts`; then all cheap recomputes, with just enough
+        replays of the first calls of each level.
+        """
         cheap = self.moves.recompute_all(expensive=False)
         for start in starts:
             if self.fits(choice := self.reduce(start, limit), limit):
