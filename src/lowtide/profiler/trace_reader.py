@@ -66,78 +66,96 @@ class TraceIndex:
 
 def index_trace(stream: EventStream, entry: Mapping[int, int]) -> TraceIndex:
     """Build the index of a stream; `entry` has the address of each block that was allocated before the step."""
-    index = TraceIndex()
-    before = {where: block for block, where in entry.items()}
-    at: dict[int, int] = {}
-    addresses: dict[int, int] = {}
-    made: set[int] = set()
-    making = 0
-    marks = [0]
-    """Events of the marks, starting with 0."""
+    builder = _IndexBuilder(entry)
     for i, event in enumerate(stream.events):
         if type(event) is Allocate:
-            at[event.address] = event.block
-            addresses[event.block] = event.address
-            index.allocated_at[event.block], index.bytes[event.block] = i, event.bytes
-            if making:
-                made.add(event.block)
+            builder.add_allocation(i, event)
         elif type(event) is Free:
-            index.freed_at[event.block] = i
-            where = addresses.get(event.block)
-            if where is not None and at.get(where) == event.block:
-                del at[where]
+            builder.add_free(i, event)
         elif type(event) is Mark:
-            match event.data:
-                case Unreferenced(ended):
-                    for where, n_marks in ended:
-                        if where in at:
-                            index.unreferenced.setdefault(at[where], (marks[-min(n_marks, len(marks))], i))
-                    continue
-                case RecomputeStarted():
-                    making += 1
-                case RecomputeEnded():
-                    making -= 1
-                case Gradients(addresses_then, at_entry):
-                    blocks = before if at_entry else at
-                    index.gradients.update(blocks[where] for where in addresses_then if where in blocks)
-                case mark:
-                    _add_mark(index, at, i, mark)
-            marks.append(i)
-    # blocks that are never freed belong to a library, such as cuBLAS's workspace
-    index.copies |= made & index.freed_at.keys()
-    for (slot, _), block in index.given.items():
-        if slot in index.release:
-            index.release[slot] = max(index.release[slot], index.freed_at.get(block, 0))
-    return index
+            builder.add_mark(i, event.data)
+    return builder.finish()
 
 
-def _add_mark(index: TraceIndex, at: dict[int, int], i: int, mark: object) -> None:
-    match mark:
-        case Packed(slot, where):
-            index.packed[slot] = i
-            if where in at:
-                index.block_of_slot[slot] = at[where]
-        case HeldForRecompute(states):
-            index.copies.update(at[where] for where in states if where in at)
-        case ReadInBackward(slot, number, node):
-            index.read.setdefault(slot, i)
-            index.reads.append((i, slot, number, node))
-        case GivenAway(slot, number, where):
-            if where in at:
-                index.given[slot, number] = at[where]
-        case OperandCaptured(call, where):
-            index.captured.append((call, at.get(where)))
-        case Released(slot):
-            index.release[slot] = i
-        case Entered(call, inputs):
-            index.enter[call] = i
-            for place, where in enumerate(inputs):
-                if where in at:
-                    index.block_of_input[call, place] = at[where]
-        case Exited(call):
-            index.leave[call] = i
-        case WrittenInPlace(kind, n_bytes):
-            index.in_place.append((i, kind, n_bytes))
+class _IndexBuilder:
+    """Builder of a trace's index from its events, in their order."""
+
+    def __init__(self, entry: Mapping[int, int]) -> None:
+        self._index = TraceIndex()
+        self._before = {address: block for block, address in entry.items()}
+        """Blocks of the time before the step, by address."""
+        self._at: dict[int, int] = {}
+        """Blocks that are alive, by address."""
+        self._addresses: dict[int, int] = {}
+        self._recomputed: set[int] = set()
+        """Blocks that recomputes and replays have allocated."""
+        self._n_running = 0
+        """Number of recomputes and replays that are running."""
+        self._marks = [0]
+        """Events of the marks, starting with 0."""
+
+    def add_allocation(self, i: int, event: Allocate) -> None:
+        self._at[event.address] = event.block
+        self._addresses[event.block] = event.address
+        self._index.allocated_at[event.block], self._index.bytes[event.block] = i, event.bytes
+        if self._n_running:
+            self._recomputed.add(event.block)
+
+    def add_free(self, i: int, event: Free) -> None:
+        self._index.freed_at[event.block] = i
+        address = self._addresses.get(event.block)
+        if address is not None and self._at.get(address) == event.block:
+            del self._at[address]
+
+    def add_mark(self, i: int, mark: object) -> None:
+        index, at = self._index, self._at
+        match mark:
+            case Unreferenced(blocks):
+                for address, n_marks in blocks:
+                    if address in at:
+                        last_seen = self._marks[-min(n_marks, len(self._marks))]
+                        index.unreferenced.setdefault(at[address], (last_seen, i))
+                return  # not counted: `n_marks` is the number of all other marks
+            case RecomputeStarted():
+                self._n_running += 1
+            case RecomputeEnded():
+                self._n_running -= 1
+            case Gradients(addresses, at_entry):
+                there = self._before if at_entry else at
+                index.gradients.update(there[address] for address in addresses if address in there)
+            case HeldForRecompute(addresses):
+                index.copies.update(at[address] for address in addresses if address in at)
+            case Packed(slot, address):
+                index.packed[slot] = i
+                if address in at:
+                    index.block_of_slot[slot] = at[address]
+            case ReadInBackward(slot, number, node):
+                index.read.setdefault(slot, i)
+                index.reads.append((i, slot, number, node))
+            case GivenAway(slot, number, address):
+                if address in at:
+                    index.given[slot, number] = at[address]
+            case Released(slot):
+                index.release[slot] = i
+            case OperandCaptured(call, address):
+                index.captured.append((call, at.get(address)))
+            case Entered(call, addresses):
+                index.enter[call] = i
+                index.block_of_input |= {(call, n): at[address] for n, address in enumerate(addresses) if address in at}
+            case Exited(call):
+                index.leave[call] = i
+            case WrittenInPlace(kind, n_bytes):
+                index.in_place.append((i, kind, n_bytes))
+        self._marks.append(i)
+
+    def finish(self) -> TraceIndex:
+        index = self._index
+        # blocks that are never freed belong to a library, such as cuBLAS's workspace
+        index.copies |= self._recomputed & index.freed_at.keys()
+        for (slot, _), block in index.given.items():
+            if slot in index.release:
+                index.release[slot] = max(index.release[slot], index.freed_at.get(block, 0))
+        return index
 
 
 def lifetimes_without_trace(index: TraceIndex, slots: list[SlotDraft], kept: set[int], replayed: set[int]) -> None:
