@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lowtide.errors import LowtideError
-from lowtide.planner.profile_checks import check
+from lowtide.planner.profile_checks import check_profile
 from lowtide.planner.records import Call, InPlace, Profile, Static, StepClocks
 from planner.profiles import chain
 
@@ -68,7 +68,7 @@ def in_place(n: int) -> tuple[InPlace, ...]:
     ],
 )
 def test_what_is_just_possible_passes(possible: Callable[[Profile], Profile]) -> None:
-    check(possible(PROFILE))
+    check_profile(possible(PROFILE))
 
 
 @pytest.mark.parametrize(
@@ -111,4 +111,4 @@ def test_what_is_just_possible_passes(possible: Callable[[Profile], Profile]) ->
 )
 def test_what_does_not_fit_is_named(impossible: Callable[[Profile], Profile], why: str) -> None:
     with pytest.raises(LowtideError, match=why):
-        check(impossible(PROFILE))
+        check_profile(impossible(PROFILE))

@@ -16,7 +16,7 @@ from lowtide.runtime.recompute import Recompute, certain
 from lowtide.runtime.recompute_builder import Builder, ParameterOwners
 from lowtide.runtime.saved_values import Handle, Value, register, registered, unpack
 from lowtide.runtime.tensor_writers import ReliedOn
-from lowtide.runtime.view_geometry import producer
+from lowtide.runtime.view_geometry import base_node_and_view
 
 
 class Everything:
@@ -72,7 +72,7 @@ class Dropping:
         self._hooks.__exit__(kind, error, trace)
 
     def pack(self, tensor: Tensor) -> Handle:
-        base, node, output, view = producer(tensor)
+        base, node, output, view = base_node_and_view(tensor)
         name = "" if node is None else node.name()
         value = None if node is None else registered(node, output)
         if value is not None and not certain(value):

@@ -19,7 +19,7 @@ from lowtide.runtime.recipes import CannotRecompute
 from lowtide.runtime.recompute_builder import Builder
 from lowtide.runtime.saved_tensor_packer import SavedTensorPacker
 from lowtide.runtime.saved_values import Value
-from lowtide.runtime.view_geometry import producer
+from lowtide.runtime.view_geometry import base_node_and_view
 from parts import Block
 
 WAYS = ("keep", "recompute", "replay", "nest", "both")
@@ -44,7 +44,7 @@ class RecomputesAll(SavedTensorPacker):
     """Tries a recipe for every saved tensor, and to keep the bits of every mask outside replays."""
 
     def hold(self, tensor, decision, frame, scope):
-        node = producer(tensor)[1]
+        node = base_node_and_view(tensor)[1]
         name = node.name() if node is not None else MASK if frame is None else ""
         return super().hold(tensor, Decision(name, ""), frame, scope)
 

@@ -95,18 +95,18 @@ def fails_in_backward(model):
 
 def fails_in_a_recompute(model):
     loss = model(IDS).square().sum()
-    plain, forward = recompute.plain, model.blocks[1].mlp.forward
+    plain, forward = recompute.without_grad_and_autocast, model.blocks[1].mlp.forward
 
     def fail(*args):
         raise ValueError("in a recompute")
 
-    recompute.plain = model.blocks[1].mlp.forward = fail
+    recompute.without_grad_and_autocast = model.blocks[1].mlp.forward = fail
     try:
         loss.backward()
     except ValueError:
         pass
     finally:
-        recompute.plain, model.blocks[1].mlp.forward = plain, forward
+        recompute.without_grad_and_autocast, model.blocks[1].mlp.forward = plain, forward
 
 
 def looked_at(model):

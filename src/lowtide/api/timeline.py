@@ -10,7 +10,7 @@ from lowtide.memory.measure import recorder_for
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner.records import Plan
 from lowtide.profiler.block_labels import LabelledTrace, labels
-from lowtide.profiler.preconditions import check
+from lowtide.profiler.preconditions import check_can_rehearse
 from lowtide.profiler.trace import address
 from lowtide.profiler.trace_marks import TRACE, OptimizerState
 from lowtide.runtime.batch_tensors import tensors_in
@@ -65,7 +65,7 @@ def timeline(
         491784
     """
     step = accept_batch(step, batch)
-    check(model, step, batch)
+    check_can_rehearse(model, step, batch)
     if plan is not None:
         Plan.expect(plan, "timeline")
         check_made_for(plan.fingerprint, model)

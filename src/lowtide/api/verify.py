@@ -15,7 +15,7 @@ from lowtide.memory.device_budget import check_on_device
 from lowtide.planner.records import Plan
 from lowtide.planner.serialization import Record
 from lowtide.profiler.peak_margin import peaks_with_all_blocks, recorded_peak
-from lowtide.profiler.preconditions import check
+from lowtide.profiler.preconditions import check_can_rehearse
 from lowtide.profiler.trial_updates import Updates
 from lowtide.report.run_record import Proof
 from lowtide.report.text_table import listed
@@ -248,7 +248,7 @@ def compare_with_plain(
     With `copies`, or with inexact levers, it has relative differences, for which results are copied.
     """
     step = accept_batch(step, batch)
-    check(model, step, batch)
+    check_can_rehearse(model, step, batch)
     check_on_device(plan.budget_bytes, place_of(model), plan.budget_for)
     check_made_for(plan.fingerprint, model, batch)
     inexact = tuple(lever for lever in plan.levers if not lever.exact)

@@ -25,7 +25,7 @@ from lowtide._torch.fsdp import (
 from lowtide.errors import RehearsalError
 from lowtide.estimator.collectives import replacements
 from lowtide.estimator.values.known_values import value
-from lowtide.runtime.fsdp_scopes import units
+from lowtide.runtime.fsdp_scopes import units_in
 from lowtide.state.process_group import check_at_rest, several_processes
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def units_on(device: torch.device, modules: Iterable[Any], fake_of: Callable[[Te
     groups = list(_groups(modules))
     with contextlib.ExitStack() as stack:
         stack.enter_context(meshes_on(device.type))
-        for unit in units(modules):
+        for unit in units_in(modules):
             for owner, name, value in devices_of_states(unit, device):
                 stack.enter_context(patch.object(owner, name, value))
         del modules  # one that the program drops is to be freed
@@ -129,7 +129,7 @@ def _refuse_rings(*args: Any, **kwargs: Any) -> NoReturn:
 
 def _groups(modules: Iterable[nn.Module]) -> Iterator[ShardGroup]:
     numbers: set[int] = set()
-    for unit in units(modules):
+    for unit in units_in(modules):
         for group in shard_groups(unit):
             if group.number not in numbers:
                 numbers.add(group.number)

@@ -26,7 +26,7 @@ from lowtide.runtime.plan_table import Decision, actions_for
 from lowtide.runtime.recipes import RECIPES, CannotRecompute
 from lowtide.runtime.recompute import Recompute
 from lowtide.runtime.saved_tensor_packer import SavedTensorPacker
-from lowtide.runtime.view_geometry import producer
+from lowtide.runtime.view_geometry import base_node_and_view
 from lowtide.state.process_group import check_sharding
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class CheapRecomputes(SavedTensorPacker):
         scope = run.scope
         assert scope is not None
         if run.frame is None and tensor.nbytes >= MIN_BYTES and not is_wrapping(type(tensor)):
-            node = producer(tensor)[1]
+            node = base_node_and_view(tensor)[1]
             recipe = None if node is None else RECIPES.get(node.name())
             if recipe is not None and not recipe.expensive:
                 decision = Decision(recipe.node, f"{scope.id}:{scope.ordinal}")

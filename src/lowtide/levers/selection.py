@@ -22,7 +22,7 @@ from lowtide.levers.released_fields import Refused
 from lowtide.planner.planning import in_place_peak_bytes, plain_peak_bytes, plan, smallest_peak
 from lowtide.planner.records import AppliedLever, Prediction, Profile
 from lowtide.profiler import rehearse
-from lowtide.profiler.preconditions import check
+from lowtide.profiler.preconditions import check_can_rehearse
 from lowtide.runtime.fingerprint import place_of
 from lowtide.state.step_outcome import is_out_of_memory
 from lowtide.state.step_snapshot import StepSnapshot
@@ -234,7 +234,7 @@ def _is_applicable(site: StepContext, lever: Lever) -> bool:
 
 def optimizer_of(model: nn.Module, step: Callable[[Any], Any], batch: Any) -> Optimizer | None:
     """Find the one optimizer that steps on parameters of `model` in `step(batch)`, which is run once and undone."""
-    check(model, step, batch)
+    check_can_rehearse(model, step, batch)
     with StepSnapshot(model, batch, step=step) as snapshot:
         step(batch)
         parameter_ids = {id(parameter) for parameter in model.parameters()}

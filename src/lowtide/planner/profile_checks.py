@@ -11,7 +11,7 @@ MOST = 2**60
 """Upper limit for the sum of all bytes, FLOPs or milliseconds of a step."""
 
 
-def check(profile: Profile) -> None:
+def check_profile(profile: Profile) -> None:
     """Raise LowtideError unless indices, positions and the parts of `profile` fit each other."""
     end, n_storages = len(profile.base_bytes), len(profile.storages)
     if not end or len(profile.gradient_bytes) != end:

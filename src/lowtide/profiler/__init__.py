@@ -13,7 +13,7 @@ from lowtide.planner.simulate.simulator import predict
 from lowtide.profiler.checkpointed_blocks import can_do_without, with_checkpoint_notes
 from lowtide.profiler.peak_margin import DRAWS, with_margin
 from lowtide.profiler.preconditions import (
-    check,
+    check_can_rehearse,
     check_not_scripted,
     has_planned_blocks,
     is_planned_by_its_compiler,
@@ -71,7 +71,7 @@ def rehearse(
     With `inside_blocks`, plans decide which tensors are saved inside blocks that inductor compiles, and leave other
     modules alone. Without it, such blocks can only be replayed as a whole.
     """
-    check(model, step, batch, optimizer)
+    check_can_rehearse(model, step, batch, optimizer)
     check_not_scripted(model)
     is_whole = is_planned_by_its_compiler(model, step)
     if is_whole or (inside_blocks and has_planned_blocks(model)):

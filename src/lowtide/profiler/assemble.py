@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from lowtide.memory.events import EventStream, peak_between
 from lowtide.planner.records import Call, Fingerprint, Profile, Slot, Static, StepClocks, Storage, Value
 from lowtide.profiler.audit_inplace import InPlaceGroup, in_place, with_their_own
-from lowtide.profiler.backward_passes import Pass, in_passes, passes
+from lowtide.profiler.backward_passes import Pass, shared_passes, with_passes
 from lowtide.profiler.drafts import CallDraft, SlotDraft, StepDrafts, ValueDraft
 from lowtide.profiler.freed_operands import reject_unavailable
 from lowtide.profiler.step_sections import TimedSections
@@ -63,7 +63,7 @@ def assemble(
     index = index_trace(step.stream, step.entry)
     captured = blocks_of(values, index)
     reject_unavailable(values, slots, index)
-    several = passes(index, len(step.stream.events))
+    several = shared_passes(index, len(step.stream.events))
     replayed = {k for k, call in enumerate(calls) if call.id in step.replayed}
     lifetimes_without_trace(index, slots, step.kept, replayed)
     _one_storage_a_value(index, slots)
@@ -91,7 +91,7 @@ def assemble(
         offload_bytes_per_ms=offload_bytes_per_ms,
         notes=notes,
     )
-    return in_passes(profile, several, records.position)
+    return with_passes(profile, several, records.position)
 
 
 class _Records:

@@ -18,7 +18,7 @@ Pass = dict[int, tuple[int, int]]
 """For each slot that a pass reads: the event of its first read, and the event by which its reader has run."""
 
 
-def passes(index: TraceIndex, end: int) -> list[Pass]:
+def shared_passes(index: TraceIndex, end: int) -> list[Pass]:
     """Return the passes that share a slot with another pass, in order; none if each slot is read in one pass.
 
     A tensor read by a node stays until the node releases it; or, if backward is to run again, until another node reads;
@@ -44,7 +44,7 @@ def passes(index: TraceIndex, end: int) -> list[Pass]:
     return several
 
 
-def in_passes(profile: Profile, several: Sequence[Pass], position: Callable[[int], int]) -> Profile:
+def with_passes(profile: Profile, several: Sequence[Pass], position: Callable[[int], int]) -> Profile:
     """Return `profile`, whose first slots are the saved tensors in order, with values for each of `several` passes."""
     if not several:
         return profile

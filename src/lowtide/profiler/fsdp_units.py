@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide._torch.distributed import n_collectives
 from lowtide._torch.fsdp import ShardGroup, has_default_resharding, shard_groups
 from lowtide._torch.nodes import next_sequence_number, sequence_number
-from lowtide.runtime.fsdp_scopes import units
+from lowtide.runtime.fsdp_scopes import units_in
 from lowtide.runtime.recompute_builder import Builder, ParameterOwners
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ class FsdpUnits:
     """Units of an audited model that are resharded between their forward and their backward."""
 
     def __init__(self, model: nn.Module) -> None:
-        all_units = units(model.modules())
+        all_units = units_in(model.modules())
         inside = {below for unit in all_units for below in unit.modules() if below is not unit}
         resharding = (unit for unit in all_units if unit in inside or not has_default_resharding(unit))
         self.resharded = frozenset(

@@ -46,7 +46,7 @@ def check_is_module(model: Any, error: type[LowtideError] = LowtideError) -> Non
         raise error(f"model must be a torch.nn.Module, found {type(model).__name__}.")
 
 
-def check(model: Any, step: Any, batch: Any, optimizer: Any = None) -> None:
+def check_can_rehearse(model: Any, step: Any, batch: Any, optimizer: Any = None) -> None:
     """Refuse models, steps and optimizers that can't be rehearsed. Raises RehearsalError."""
     check_step(model, step, batch, optimizer)
     check_sharding(model.modules())

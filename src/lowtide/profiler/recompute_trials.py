@@ -28,7 +28,7 @@ from lowtide.runtime.recipes import IMPLEMENTATIONS, CannotRecompute
 from lowtide.runtime.recompute import Recompute, certain
 from lowtide.runtime.replay import ReplayFrame
 from lowtide.runtime.saved_values import Handle, Value, register, registered, value_without_grad_fn
-from lowtide.runtime.view_geometry import producer
+from lowtide.runtime.view_geometry import base_node_and_view
 from lowtide.state.bitwise import identical
 from lowtide.state.step_outcome import is_out_of_memory
 
@@ -81,7 +81,7 @@ class RecomputeTrials:
     def value_of(self, tensor: Tensor) -> tuple[Value, Geometry | None]:
         """Return the kept value of a tensor and the tensor's view of it. A value is tried when it is first seen."""
         step = self.step
-        base, node, output, view = producer(tensor)
+        base, node, output, view = base_node_and_view(tensor)
         if node is None:
             leaf = value_without_grad_fn(base)
             self._add(leaf, base, "")
@@ -112,7 +112,7 @@ class RecomputeTrials:
         """
         value, view = self.value_of(tensor)
         if value in self.freed and self.step.is_in_freed_block:
-            self.freed.give_back(value, producer(tensor)[0])
+            self.freed.give_back(value, base_node_and_view(tensor)[0])
         return value, view
 
     def _add(self, value: Value, base: Tensor, node: str) -> int:

@@ -14,7 +14,7 @@ from lowtide.runtime import saved_values as values
 from lowtide.runtime.call_arguments import tensors_in_call
 from lowtide.runtime.replay import ReplayFrame, one_at_a_time
 from lowtide.runtime.saved_values import Handle, Value, register, registered
-from lowtide.runtime.view_geometry import producer
+from lowtide.runtime.view_geometry import base_node_and_view
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -73,7 +73,7 @@ def result_node(frame: ReplayFrame, returned: Any) -> tuple[Tensor, Tensor, Node
     tensor = result_of(returned)
     if tensor is None:
         return None
-    base, node, output, _ = producer(tensor)
+    base, node, output, _ = base_node_and_view(tensor)
     if node is None:
         return None
     value = registered(node, output)

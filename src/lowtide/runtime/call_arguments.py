@@ -25,7 +25,7 @@ import torch
 from lowtide._torch.pytree import SUPPORTED_NODES
 from lowtide._torch.tensors import base_of
 from lowtide.runtime.exposed_memory import EXPOSED
-from lowtide.runtime.view_geometry import producer
+from lowtide.runtime.view_geometry import base_node_and_view
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -85,7 +85,7 @@ class Arguments:
         self.handles = (*map(hold, tensors),)
         self._values = {}
         for tensor, handle in zip(tensors, self.handles, strict=True):
-            self._values[id(tensor if base_of(tensor) is None else producer(tensor)[0])] = handle.value
+            self._values[id(tensor if base_of(tensor) is None else base_node_and_view(tensor)[0])] = handle.value
         self._grads = [*map(_REQUIRES_GRAD, tensors)]
         self.devices = None if all(map(_IS_CPU, tensors)) else {tensor.device for tensor in tensors}
         """Devices of the tensors; None if that is the CPU alone."""

@@ -23,7 +23,7 @@ from lowtide._torch.tensors import as_kind, is_plain, storage_id
 from lowtide.runtime import exposed_memory
 from lowtide.runtime import module_hooks as hooks
 from lowtide.runtime.compute_modes import compute_modes, restore_modes
-from lowtide.runtime.fsdp_scopes import units
+from lowtide.runtime.fsdp_scopes import units_in
 from lowtide.runtime.known_modules import KnownModules, bindings, can_be_known, rebind
 from lowtide.runtime.module_attributes import Attributes
 from lowtide.runtime.random_states import RandomStates, with_generators
@@ -62,7 +62,7 @@ class MutableState:
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = tuple(module.modules())
-        self.units = tuple(units(self.modules))
+        self.units = tuple(units_in(self.modules))
         """Modules whose parameters are different tensors while they run."""
         self.gpus = with_generators(tensor.device for tensor in (*module.parameters(), *module.buffers()))
         attributes = (item for part in self.modules for item in vars(part).values())

@@ -29,7 +29,7 @@ from lowtide.runtime.call_interceptor import CallInterceptor, OuterInterceptor
 from lowtide.runtime.call_shapes import elements_in
 from lowtide.runtime.fingerprint import place_of
 from lowtide.runtime.forward_pass import CallHandler, ForwardPass, paused, pausing
-from lowtide.runtime.inplace_gradients import InPlacePermission, check
+from lowtide.runtime.inplace_gradients import InPlacePermission, check_writable
 from lowtide.runtime.learnt_slots import LearntSlots
 from lowtide.runtime.model_interceptors import ModelInterceptors
 from lowtide.runtime.saved_tensor_packer import SavedTensorPacker
@@ -241,7 +241,7 @@ class Engine:
             device = place_of(self.model).type
             writing = InPlacePermission(device, self.wrote_in_place, alone=self.is_measured)
             if nodes := {node for each in self.in_place for node in each}:
-                check(device, nodes)
+                check_writable(device, nodes)
             if self.is_measured:
                 writing.of_all(self.in_place[0])
             self._writing = writing

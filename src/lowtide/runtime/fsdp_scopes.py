@@ -22,7 +22,7 @@ APART = (
 )
 
 
-def units(modules: Iterable[nn.Module]) -> list[nn.Module]:
+def units_in(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the modules that `fully_shard` was called on."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported here: that takes a second
     return [] if fsdp is None else [module for module in modules if isinstance(module, fsdp.FSDPModule)]
@@ -30,7 +30,7 @@ def units(modules: Iterable[nn.Module]) -> list[nn.Module]:
 
 def own_parameters(model: nn.Module) -> list[Tensor]:
     """Return the parameters of a model that an optimizer updates: the shards, even while modules have them gathered."""
-    groups = (group for unit in units(model.modules()) for group in shard_groups(unit))
+    groups = (group for unit in units_in(model.modules()) for group in shard_groups(unit))
     sharded = {key: shard for group in groups for key, shard in group.sharded_by_gathered.items()}
     return [sharded.get(id(parameter), parameter) for parameter in model.parameters()]
 

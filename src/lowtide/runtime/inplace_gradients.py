@@ -252,7 +252,7 @@ def _has_passed(permissions: list[InPlacePermission], keep_graph: bool) -> None:
     _awaiting()
 
 
-def check(device: str, nodes: Iterable[str]) -> None:
+def check_writable(device: str, nodes: Iterable[str]) -> None:
     """Raise LowtideError if these nodes' gradients can't be written in place on that type of device."""
     missing = sorted(set(nodes) - set(available(device)))
     if missing and device in DEVICES:
@@ -262,7 +262,7 @@ def check(device: str, nodes: Iterable[str]) -> None:
         )
 
 
-def wanting(node: str, n_bytes: int) -> InPlacePermission | None:
+def permission_for(node: str, n_bytes: int) -> InPlacePermission | None:
     """Return the latest permission in force to write over a gradient of `n_bytes` that arrives at `node`; None without
     one.
     """
@@ -279,7 +279,8 @@ def wanted_from(operator: Any, args: Sequence[Any]) -> bool:
     node = running_node_name()
     if node not in OPERATORS or operator.name().partition(".")[0] != f"aten::{OPERATORS[node].name}":
         return False
-    return wanting(node, args[0].numel() * args[0].element_size()) is not None and _writable(OPERATORS[node], args)
+    n_bytes = args[0].numel() * args[0].element_size()
+    return permission_for(node, n_bytes) is not None and _writable(OPERATORS[node], args)
 
 
 def _kernel(name: str) -> Callable[..., Any]:
@@ -292,7 +293,7 @@ def _kernel(name: str) -> Callable[..., Any]:
         trial = _trial
         if trial is not None and running_node() is trial.node:
             trial.counts.append(references(args))
-        elif (allowed := _permission_for(name, args)) is not None:
+        elif (allowed := _permission_to_write(name, args)) is not None:
             permission, operator = allowed
             with below_autograd():
                 return permission.run(operator, past, args[:-1], kwargs)
@@ -301,14 +302,14 @@ def _kernel(name: str) -> Callable[..., Any]:
     return kernel
 
 
-def _permission_for(name: str, args: tuple[Any, ...]) -> tuple[InPlacePermission, Operator] | None:
+def _permission_to_write(name: str, args: tuple[Any, ...]) -> tuple[InPlacePermission, Operator] | None:
     """Return the permission and the operator if the first argument may and can be written over."""
     if not _IN_FORCE:
         return None
     node = running_node_name()
     if node not in OPERATORS or OPERATORS[node].name != name:
         return None
-    permission, operator = wanting(node, args[0].numel() * args[0].element_size()), OPERATORS[node]
+    permission, operator = permission_for(node, args[0].numel() * args[0].element_size()), OPERATORS[node]
     device = args[0].device.type
     if permission is None or not is_dispatched_plainly(args[0]) or not is_plain(args[0]):
         return None  # tensors of torch.func's transforms, and sparse ones, have no storage to inspect

@@ -150,7 +150,7 @@ class OperandLookup:
             return None
         modules = self.builder.owners.of(self.parameter(self.recipe.owner))
         attributes = [attribute for module in modules if (attribute := getattr(module, name, None)) is not None]
-        return attributes[0] if attributes and all(same(other, attributes[0]) for other in attributes) else None
+        return attributes[0] if attributes and all(are_same(other, attributes[0]) for other in attributes) else None
 
     def parameter(self, name: str) -> int:
         """Return the `id` of the parameter that is the operand `name`; 0 if the operand is no parameter."""
@@ -196,7 +196,7 @@ def ours(slot: Any) -> Any:
     raise CannotRecompute("its inputs were packed by other hooks, or have been freed")
 
 
-def same(one: Any, other: Any) -> bool:
+def are_same(one: Any, other: Any) -> bool:
     return one is other or (not isinstance(one, torch.Tensor) and bool(one == other))
 
 

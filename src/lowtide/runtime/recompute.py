@@ -126,7 +126,7 @@ class Recompute(RecomputeFields):
         if self.has_passed:
             constants = constants | self.spare(tensors)
         if torch.is_grad_enabled() or any_autocast():
-            with plain():
+            with without_grad_and_autocast():
                 made = self.recipe.function(*positional, **constants)
         else:
             made = self.recipe.function(*positional, **constants)
@@ -191,7 +191,7 @@ def can_hold_result(tensor: Tensor, operands: list[Tensor | None]) -> bool:
     owns.
     """
     for other in operands:
-        if not (other is None or other is tensor or goes_into(other, tensor)):
+        if not (other is None or other is tensor or fits_into(other, tensor)):
             return False
     return (
         tensor.is_floating_point()
@@ -202,7 +202,7 @@ def can_hold_result(tensor: Tensor, operands: list[Tensor | None]) -> bool:
     )
 
 
-def goes_into(other: Tensor, tensor: Tensor) -> bool:
+def fits_into(other: Tensor, tensor: Tensor) -> bool:
     """Return True if an elementwise op of both returns the shape, strides and type of `tensor`."""
     if other.dim() == 0:
         return not other.is_complex()
@@ -218,7 +218,7 @@ def goes_into(other: Tensor, tensor: Tensor) -> bool:
 
 def lay_out(result: Tensor, stride: tuple[int, ...]) -> Tensor:
     """Return a recipe's result with the strides of the original tensor."""
-    with plain():
+    with without_grad_and_autocast():
         return laid_out(result, stride)
 
 
@@ -227,7 +227,7 @@ def certain(value: Value) -> bool:
     return not isinstance(value.maker, Recompute) or value.maker.certain
 
 
-def plain() -> contextlib.AbstractContextManager[Any]:
+def without_grad_and_autocast() -> contextlib.AbstractContextManager[Any]:
     """Turn gradients and autocast off inside this `with` block: recorded operators already include autocast's casts."""
     if not torch.is_grad_enabled() and not any_autocast():
         return _NOTHING

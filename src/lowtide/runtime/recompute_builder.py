@@ -12,7 +12,7 @@ import torch
 from lowtide._torch.distributed import is_wrapping, own_part
 from lowtide._torch.nodes import output_metadata
 from lowtide._torch.tensors import is_plain, parts_of, storage_id
-from lowtide.runtime.fsdp_scopes import units
+from lowtide.runtime.fsdp_scopes import units_in
 from lowtide.runtime.operand_capture import NUMBERS
 from lowtide.runtime.operand_lookup import AS_RECORDED, OperandLookup, signed
 from lowtide.runtime.recipes import IMPLEMENTATIONS, RECIPES, CannotRecompute, Recipe
@@ -38,7 +38,7 @@ class ParameterOwners:
     def __init__(self, model: torch.nn.Module, relied_on: ReliedOn) -> None:
         self._model = model
         self.relied_on = relied_on
-        self.sharded = bool(units(model.modules()))
+        self.sharded = bool(units_in(model.modules()))
         """True if parameters may be different tensors while a module runs."""
         self._owners: dict[int, tuple[torch.nn.Module, ...]] = {}
         self._look()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from lowtide._torch.nodes import RAW_SAVED, SAVED, node_metadata, output_metadata
 from lowtide.runtime.operand_capture import CAPTURED_OPERANDS, NUMBERS, CaptureSite, captured_operand
-from lowtide.runtime.operand_lookup import AS_RECORDED, OperandLookup, leaf_behind, same, signed
+from lowtide.runtime.operand_lookup import AS_RECORDED, OperandLookup, are_same, leaf_behind, signed
 from lowtide.runtime.recompute import Recompute
 from lowtide.runtime.saved_values import KEYS, NO_NODE, Handle, Value, native, unpack
 
@@ -151,7 +151,7 @@ class RecomputePath:
             if leaf_behind(node.next_functions[edge][0]) != key:
                 return False
             owned = [it for module in modules if (it := getattr(module, name, None)) is not None]
-            if not owned or not all(same(it, owned[0]) for it in owned):
+            if not owned or not all(are_same(it, owned[0]) for it in owned):
                 return False
             constants[name] = owned[0]
         if self.computed:

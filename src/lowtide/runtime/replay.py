@@ -39,7 +39,7 @@ from lowtide.runtime.replay_run import AdvanceRun, NestedBackward, ReplayRun, St
 from lowtide.runtime.saved_fields import Geometry
 from lowtide.runtime.saved_values import KEYS, Handle, Value
 from lowtide.runtime.tensor_writers import Overwritten
-from lowtide.runtime.view_geometry import producer
+from lowtide.runtime.view_geometry import base_node_and_view
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -323,7 +323,7 @@ class ReplayFrame:
         """Return the tensor for the value of a place, from the tensor saved there in the second run."""
         expected = self._expected.get(place)
         if expected is None:
-            return producer(tensor)[0].detach()
+            return base_node_and_view(tensor)[0].detach()
         shape, dtype, layout = expected
         if (tensor.shape, tensor.dtype) != (shape, dtype):
             raise ReplayMismatch(

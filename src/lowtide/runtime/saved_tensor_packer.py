@@ -31,7 +31,7 @@ from lowtide.runtime.saved_values import (
     value_without_grad_fn,
 )
 from lowtide.runtime.tensor_writers import ReliedOn, is_overwritten
-from lowtide.runtime.view_geometry import producer, whole
+from lowtide.runtime.view_geometry import base_and_node, base_node_and_view
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -102,10 +102,10 @@ class SavedTensorPacker:
             return handle
         if scope.learnt is not None:
             scope.learnt.add(scope.ordinal - 1)
-        if base_of(tensor) is None:  # as `whole` does
+        if base_of(tensor) is None:  # as `base_and_node` does
             base, node, output, view = tensor, tensor.grad_fn, tensor.output_nr, None
         else:
-            base, node, output, view = producer(tensor)
+            base, node, output, view = base_node_and_view(tensor)
         offloading = None
         """The decision to offload the tensor, which no replay around the call would restore."""
         if decision is not None and decision.node in PACKINGS:
@@ -122,7 +122,7 @@ class SavedTensorPacker:
                 return Handle(value, tensor)
             return Handle(value if offloading is None else self.offload(value, base, offloading), view)
         held = registered(node, output)
-        if held is not None and shared(held, base, frame) and (decision is None or certain(held)):
+        if held is not None and can_share(held, base, frame) and (decision is None or certain(held)):
             if held.places is not None:
                 held.need()
             is_intermediate, held.is_intermediate = held.is_intermediate, False
@@ -157,7 +157,7 @@ class SavedTensorPacker:
         """
         if native is not None and (handle := native.kept(tensor)) is not None:
             return handle  # type: ignore[no-any-return]
-        base, node, output = whole(tensor)
+        base, node, output = base_and_node(tensor)
         value = without_history(tensor, base, None) if node is None else registered(node, output)
         if value is not None and not value.kept:
             return None
@@ -193,7 +193,7 @@ class SavedTensorPacker:
         """
         base, view = tensor, None
         if base_of(tensor) is not None:
-            base, _, _, view = producer(tensor)
+            base, _, _, view = base_node_and_view(tensor)
         node, output, version = base.grad_fn, base.output_nr, base._version
         if node is None or node.name() != decision.node or self.versions.get(decision.address) != version:
             return None
@@ -311,7 +311,7 @@ def without_history(tensor: Tensor, base: Tensor, frame: ReplayFrame | None) -> 
     return value_without_grad_fn(base)
 
 
-def shared(value: Value, base: Tensor, frame: ReplayFrame | None) -> bool:
+def can_share(value: Value, base: Tensor, frame: ReplayFrame | None) -> bool:
     """Return True if a slot of `base` in `frame` can share the value of an earlier slot of the same output.
 
     False if the tensor was changed in between without autograd noticing. False too if it is left to the replay of a

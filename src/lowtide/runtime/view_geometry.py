@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lowtide.runtime.saved_fields import Geometry
 
 
-def whole(tensor: Tensor) -> tuple[Tensor, Node | None, int]:
+def base_and_node(tensor: Tensor) -> tuple[Tensor, Node | None, int]:
     """Return the base tensor behind views, the node that made it, and the node's output number."""
     base = base_of(tensor)
     if base is None:
@@ -25,9 +25,9 @@ def whole(tensor: Tensor) -> tuple[Tensor, Node | None, int]:
     return base, base.grad_fn, base.output_nr
 
 
-def producer(tensor: Tensor) -> tuple[Tensor, Node | None, int, Geometry | None]:
-    """Return the results of `whole`, and the geometry of `tensor` as a view of the base; None if it is not a view."""
-    base, node, output = whole(tensor)
+def base_node_and_view(tensor: Tensor) -> tuple[Tensor, Node | None, int, Geometry | None]:
+    """Return the results of `base_and_node`, and the geometry of `tensor` as a view of the base, or None."""
+    base, node, output = base_and_node(tensor)
     view = None if base is tensor else (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
     return base, node, output, view
 

@@ -21,7 +21,7 @@ from lowtide.estimator.fake_step import COMPILED
 from lowtide.estimator.packed_sequences import sizes_in
 from lowtide.estimator.two_step_run import TwoStepRun
 from lowtide.runtime.batch_tensors import tensors_in
-from lowtide.runtime.fsdp_scopes import own_parameters, units
+from lowtide.runtime.fsdp_scopes import own_parameters, units_in
 from lowtide.runtime.live_optimizers import optimizers_of
 from lowtide.script.alternating_models import PATIENCE, caller_has_other_optimizers, held_by, ids, parameter_ids
 from lowtide.script.calling_code import caller_optimizers, caller_variables
@@ -234,7 +234,7 @@ class Estimating(StepListener):
 
     def _enter(self, model: nn.Module, batch: Any, resizing: Sequence[Tensor] = ()) -> None:
         """Put the model and reachable tensors on the GPU, except `resizing`, which get another size first."""
-        for unit in units(model.modules()):
+        for unit in units_in(model.modules()):
             unit.reshard()  # type: ignore[operator]  # whole after an evaluation, and gathered again by the next forward
         state = ReachableState(*caller_variables())
         later = (*resizing, *sizes_in(batch))

@@ -27,7 +27,7 @@ from lowtide._torch.distributed import (
 )
 from lowtide._torch.fsdp import ShardGroup, forget_step, shard_groups
 from lowtide.errors import RehearsalError
-from lowtide.runtime.fsdp_scopes import units
+from lowtide.runtime.fsdp_scopes import units_in
 
 
 def several_processes() -> bool:
@@ -59,7 +59,7 @@ def check_sharding(modules: Iterable[torch.nn.Module]) -> None:
                 "a call that one process replays, all processes would have to replay. Shard with "
                 "torch.distributed.fsdp.fully_shard (FSDP2) instead."
             )
-    for unit in units(modules):
+    for unit in units_in(modules):
         if why := _unsupported_property(unit):
             raise RehearsalError(f"{type(unit).__name__} {why}, which is not planned for.")
 
@@ -117,7 +117,7 @@ class NoSync:
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         modules = tuple(modules)
-        self._units = units(modules)
+        self._units = units_in(modules)
         groups = [group for unit in self._units for group in shard_groups(unit)]
         check_at_rest(groups)
         wrappers = ddp_wrappers(modules)

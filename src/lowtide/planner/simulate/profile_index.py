@@ -6,7 +6,7 @@ import graphlib
 
 import numpy as np
 
-from lowtide.planner.profile_checks import check, contradiction
+from lowtide.planner.profile_checks import check_profile, contradiction
 from lowtide.planner.records import Profile
 from lowtide.planner.simulate.profile_tables import CallTable, Ints, SlotTable, StorageTable
 from lowtide.planner.simulate.recompute_cost import RecomputeCost
@@ -26,7 +26,7 @@ class Index:
     """
 
     def __init__(self, profile: Profile) -> None:
-        check(profile)
+        check_profile(profile)
         self.profile = profile
         self.end = len(profile.base_bytes)
         self.base = np.array(profile.base_bytes, np.int64)
