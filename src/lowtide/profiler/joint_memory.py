@@ -26,8 +26,8 @@ from lowtide.runtime.joint_slots import SMALL, Recomputed
 NONE: Final[Mapping[int, int]] = {}
 MOST_READS: Final = 4
 """Largest number of values that reused fused arithmetic reads before inductor writes its result."""
-MOST_READS_IN_ALL: Final = 12
-"""Largest number of values that any fused arithmetic reads, on a CPU."""
+MOST_READS_IN_ALL: Final = {"cpu": 12, "gpu": 8}
+"""Largest number of values that any fused arithmetic reads."""
 HEAVY: Final = frozenset({"aten.exp", "aten.log", "aten.log10", "aten.log1p", "aten.log2", "aten.sigmoid", "aten.tanh"})
 """Functions that inductor does not compute twice on a CPU."""
 
@@ -226,6 +226,7 @@ def _reused(joint: JointGraph, order: Sequence[int], is_written: Collection[int]
     nodes, inside = joint.nodes, set(order)
     reads: dict[int, frozenset[int]] = {}
     """Values in memory that fused arithmetic reads, by its result."""
+    most_reads = MOST_READS_IN_ALL["cpu" if joint.is_on_cpu else "gpu"]
     is_heavy, candidates = set[int](), set[int]()
     for value in order:
         node, fused = nodes[value], [arg for arg in nodes[value].args if arg in reads]
@@ -233,11 +234,11 @@ def _reused(joint: JointGraph, order: Sequence[int], is_written: Collection[int]
             continue
         read = frozenset(nodes[arg].root for arg in node.args if arg not in reads)
         read = read.union(*(reads[arg] for arg in fused))
-        if node.target in HEAVY or not is_heavy.isdisjoint(fused):
+        if joint.is_on_cpu and (node.target in HEAVY or not is_heavy.isdisjoint(fused)):
             is_heavy.add(value)
         n_users = sum(user in inside for user in node.users)
         is_reused = n_users > 1 and (value in is_heavy or len(read) > MOST_READS)
-        if node.kind == "pointwise" and (is_reused or len(read) > MOST_READS_IN_ALL):
+        if node.kind == "pointwise" and (is_reused or len(read) > most_reads):
             candidates.add(value)
         else:
             reads[value] = read
