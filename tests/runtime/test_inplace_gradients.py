@@ -846,7 +846,7 @@ def test_gradients_that_are_too_small_pass_compiled_hooks_without_python(monkeyp
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)), torch.randn(4, 4)
     engine = Engine(model, {}, in_place=[{"ReluBackward0": 4096}])
     called: list[str] = []
-    monkeypatch.setattr(in_place, "_permission_for", lambda name, args: called.append(name))
+    monkeypatch.setattr(in_place, "_permission_to_write", lambda name, args: called.append(name))
     engine.install()
     model(x).sum().backward()
     assert called == []
