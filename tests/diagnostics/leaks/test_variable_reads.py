@@ -25,6 +25,8 @@ LOOPS = {
     "the condition of a while": ("v = 9\nwhile v > 0:\n  v = f(b)\n  v.backward()", Reads.NEXT_STEP),
     "a step that breaks": ("for x in b:\n  v = f(x)\n  if v < 1: break\nprint(v)", Reads.AFTER_THE_LOOP),
     "assigned before the loop": ("v = g(0)\nfor x in b:\n  w = f(x)", Reads.NONE),
+    "assigned in an inner loop": ("for e in b:\n  w = f(e)\n  for x in e:\n    v = g(w)\n    v.backward()", Reads.NONE),
+    "assigned in an inner branch": ("for e in b:\n  w = f(e)\n  for x in e:\n    if x: v = g(w)", Reads.NEXT_STEP),
     "deleted": ("for x in b:\n  v = f(x)\n  del v", Reads.NONE),
     "summed": ("v = 0\nfor x in b:\n  v += f(x)", Reads.NEXT_STEP),
     "read by a function": ("def h(): return v\nfor x in b:\n  v = f(x)", Reads.NEXT_STEP),
@@ -46,3 +48,4 @@ def test_reads_of_a_variable(loop: str, place: str) -> None:
     forward = next(number for number, one in enumerate(instructions) if one.argval == "f")
     call = next(one for one in instructions[forward:] if one.opname.startswith("CALL"))
     assert later_reads(code, "v", call.offset) is expected
+    assert later_reads(code, "v", call.offset + 1) is expected

@@ -40,7 +40,8 @@ def later_reads(code: CodeType, name: str, offset: int) -> Reads:
     if _is_read_by_others(code, name):
         return Reads.NEXT_STEP
     flow = _flow(code)
-    if offset not in flow or _is_read(flow, name, flow[offset].following):
+    offset = max((at for at in flow if at <= offset), default=0)  # a frame may be at the cache of its instruction
+    if _is_read(flow, name, flow[offset].following):
         return Reads.NEXT_STEP
     loop = _innermost_loop(flow, offset)
     if loop is None:
@@ -57,6 +58,8 @@ class _Instruction(NamedTuple):
     following: tuple[int, ...]
     """Offsets of the instructions that may follow."""
     line: int
+    is_for: bool
+    """True if it begins a round of a loop `for`, or ends the loop."""
 
     def first_access(self, name: str) -> str | None:
         """Return the kind of the first access to the variable `name`, if there is one."""
@@ -79,7 +82,7 @@ def _flow(code: CodeType) -> _Flow:
         if one.opcode in dis.hasjrel and isinstance(one.argval, int):
             following.append(one.argval)
         line = one.positions.lineno or line if one.positions else line
-        flow[one.offset] = _Instruction(tuple(_accesses(one)), tuple(following), line)
+        flow[one.offset] = _Instruction(tuple(_accesses(one)), tuple(following), line, one.opname == "FOR_ITER")
     return flow
 
 
@@ -121,16 +124,28 @@ def _is_kept(flow: _Flow, name: str, loop: range, ends: Iterable[int]) -> bool:
 
 
 def _until_access(flow: _Flow, name: str, begin: Iterable[int], within: range | None) -> set[int]:
-    """Return the offsets that are reached from `begin`, up to the first access to the variable on each path."""
-    pending, reached = list(begin), set[int]()
+    """Return the offsets that are reached from `begin`, up to the first access to the variable on each path.
+
+    A loop `for` that accesses the variable runs at least once.
+    """
+    pending, reached = [(offset, False) for offset in begin], set[tuple[int, bool]]()
     while pending:
-        offset = pending.pop()
-        if offset in reached or (within is not None and offset not in within):
+        offset, is_next_round = pending.pop()
+        if (offset, is_next_round) in reached or (within is not None and offset not in within):
             continue
-        reached.add(offset)
-        if flow[offset].first_access(name) is None:
-            pending += flow[offset].following
-    return reached
+        reached.add((offset, is_next_round))
+        one = flow[offset]
+        if one.first_access(name) is not None:
+            continue
+        following = one.following
+        if one.is_for and not is_next_round and _accesses_within(flow, name, range(*following)):
+            following = following[:1]
+        pending += [(target, target <= offset) for target in following]
+    return {offset for offset, _ in reached}
+
+
+def _accesses_within(flow: _Flow, name: str, part: range) -> bool:
+    return any(at in part and one.first_access(name) is not None for at, one in flow.items())
 
 
 def _is_read_by_others(code: CodeType, name: str) -> bool:
