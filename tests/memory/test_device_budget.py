@@ -12,7 +12,7 @@ from lowtide.cli import main
 from lowtide.memory.cpu_recorder import CpuRecorder
 from lowtide.memory.device_budget import MARGIN, automatic_budget, on_device
 from lowtide.memory.reserved_peak import reserved_excess_bytes
-from lowtide.script.apply_plan import Applying
+from lowtide.script.apply_plan import PlanApplier
 from lowtide.script.run_listened import watched
 from lowtide.utils.amounts import check_budget, share_of_gpu
 
@@ -143,7 +143,7 @@ def test_a_plan_from_a_file_is_measured_in_the_bytes_that_its_budget_is_for(monk
     reserved = lowtide.Plan.from_json(replace(requested, budget_for="reserved", budget_bytes=2**40).to_json())
     assert reserved.budget_for == "reserved"
     said: list[str] = []
-    with watched(Applying(reserved, said.append)):
+    with watched(PlanApplier(reserved, said.append)):
         for _ in range(4):
             made.step(X)
     assert "peak reserved: within the budget" in said[-1]

@@ -12,7 +12,7 @@ import lowtide
 from lowtide.errors import Infeasible
 from lowtide.planner import smallest_peak
 from lowtide.planner.records import Profile
-from lowtide.script.rehearse_steps import Rehearsing
+from lowtide.script.rehearse_steps import StepRehearser
 from lowtide.units import format_bytes
 
 X = torch.randn(64, 32)
@@ -47,7 +47,7 @@ def step_of(model: nn.Module) -> Callable[[Tensor], Tensor]:
 
 def rehearse_as_a_script(model: nn.Module, step: Callable[[Tensor], Tensor], x: Tensor) -> Profile:
     """Rehearse two steps, as `lowtide run` does."""
-    rehearsing = Rehearsing(stop=False)
+    rehearsing = StepRehearser(stop=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     while not rehearsing.done:
         rehearsing.on_step_begin(model, ((x,), {}), (optimizer,))
@@ -139,7 +139,7 @@ def counting() -> nn.Module:
 )
 def test_steps_of_a_script_keep_the_bits_of_its_checkpoints(build: Callable[[], nn.Module]) -> None:
     model, plain = build(), build()
-    rehearsing = Rehearsing(stop=False)
+    rehearsing = StepRehearser(stop=False)
     trained = []
     for each in (model, plain):
         torch.manual_seed(1)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from lowtide.planner.records import Decided, Plan
 from lowtide.runtime.call_shapes import Shapes, elements, no_larger, shapes_in, shapes_of, within
-from lowtide.runtime.planned_engine import Planned, elements_that_fit, most_elements, shared_implementations
+from lowtide.runtime.planned_engine import PlannedEngine, elements_that_fit, most_elements, shared_implementations
 from runtime.plans import installed
 from runtime.test_guards import PLAN
 
@@ -19,7 +19,7 @@ def for_rows(n_rows: int, **fields: Any) -> Plan:
     return replace(PLAN, input_shapes=(f"[{n_rows}, 6] float32",), **fields)
 
 
-class Chosen(Planned):
+class Chosen(PlannedEngine):
     """Records the number of the plan that each call gets."""
 
     def choose(self, *call: Any) -> int:
@@ -55,12 +55,12 @@ def test_from_a_size_that_ran_out_of_memory_the_smallest_peak_is_used() -> None:
 
 @pytest.mark.parametrize(("plans", "rows"), [((for_rows(4),), 3), ((for_rows(2), for_rows(4, fallback=FALLBACK)), 5)])
 def test_nothing_is_left_to_save_where_there_is_no_other_plan_or_it_is_in_use(plans: tuple[Plan, ...], rows: int):
-    assert not Planned(nn.Linear(6, 6), *plans).save_most((torch.ones(rows, 6),), {})
+    assert not PlannedEngine(nn.Linear(6, 6), *plans).save_most((torch.ones(rows, 6),), {})
 
 
 def test_calls_of_a_part_are_reported_with_their_arguments() -> None:
     model, parts = nn.Sequential(nn.Linear(6, 6), nn.Tanh()), list[Tensor]()
-    engine, x = Planned(model, PLAN), torch.ones(4, 6)
+    engine, x = PlannedEngine(model, PLAN), torch.ones(4, 6)
     engine.of_a_part = lambda args, kwargs: parts.extend(args)
     with installed(engine):
         model(x)
@@ -82,7 +82,7 @@ def test_calls_need_no_plan_up_to_the_elements_whose_activations_fit_beside_the_
     assert elements_that_fit(replace(plan, budget_for="reserved")) == 0
     assert elements_that_fit(replace(plan, input_shapes=())) == 0
     assert elements_that_fit(replace(plan, plain=replace(plain, held_bytes=0))) == 0
-    engine = Planned(nn.Linear(6, 6), replace(plan, fallback=FALLBACK))
+    engine = PlannedEngine(nn.Linear(6, 6), replace(plan, fallback=FALLBACK))
     assert [engine.has_room(0, n_elements) for n_elements in (0, 1, 12, 13)] == [False, True, True, False]
     assert not engine.has_room(1, 1)  # the fallback
 

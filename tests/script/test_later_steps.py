@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from lowtide.script import later_steps
-from lowtide.script.fit_steps import Fitting
+from lowtide.script.fit_steps import StepFitter
 from lowtide.script.later_steps import LaterSteps
 from lowtide.script.run_listened import run_watched
 from lowtide.script.runner import Script
@@ -114,14 +114,14 @@ for step in range(22):
 """
 
 
-def trained(tmp_path: Path, lines: str, budget: str) -> tuple[Fitting, list[str]]:
+def trained(tmp_path: Path, lines: str, budget: str) -> tuple[StepFitter, list[str]]:
     """Run a script plain and within a budget; return the listener and its messages. Check that the bits are equal."""
     file, kept, said = tmp_path / "train.py", tmp_path / "results.pt", list[str]()
     results = "(losses, net.state_dict(), torch.get_rng_state())"
     file.write_text(f"{BEGIN}{lines}\ntorch.save({results}, {str(kept)!r})")
     assert Script(target=str(file)).run() == 0
     losses, parameters, numbers = torch.load(kept)
-    fitting = Fitting(budget, said.append)
+    fitting = StepFitter(budget, said.append)
     assert run_watched(Script(target=str(file)), fitting) == 0
     planned_losses, planned, planned_numbers = torch.load(kept)
     assert planned_losses == losses
@@ -274,7 +274,7 @@ def test_a_model_is_freed_when_its_script_ends_before_a_later_step_is_measured(
     monkeypatch.setattr(torch, "trained", None, raising=False)
     file, said = tmp_path / "train.py", list[str]()
     file.write_text(f"{BEGIN}{NEW_OPTIMIZER}")
-    assert run_watched(Script(target=str(file)), Fitting("85%", said.append)) == 0
+    assert run_watched(Script(target=str(file)), StepFitter("85%", said.append)) == 0
     assert any("more state than is in the plan" in line for line in said)
     gc.collect()
     assert torch.trained is not None

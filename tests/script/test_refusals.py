@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lowtide.errors import RehearsalError
-from lowtide.script.fit_steps import Fitting
+from lowtide.script.fit_steps import StepFitter
 from lowtide.script.run_listened import run_watched
 from lowtide.script.runner import Script
 
@@ -61,7 +61,7 @@ def run(folder: Path, *lines: str) -> list[str]:
     """Messages while a script of these lines is fitted into 90 % of its peak."""
     file, said = folder / "train.py", list[str]()
     file.write_text("\n".join((BEGIN, *lines, f"torch.save(net.state_dict(), {str(folder / 'trained.pt')!r})")))
-    assert run_watched(Script(target=str(file)), Fitting("90%", said.append)) == 0
+    assert run_watched(Script(target=str(file)), StepFitter("90%", said.append)) == 0
     planned = torch.load(folder / "trained.pt")
     Script(target=str(file)).run()
     plain = torch.load(folder / "trained.pt")
@@ -89,7 +89,7 @@ def test_processes_that_train_without_a_plan_are_reported_when_they_start(tmp_pa
     file, said = tmp_path / "train.py", list[str]()
     file.write_text("\n".join((BEGIN, SPAWNED)))
     with pytest.raises(RehearsalError, match="nothing was watched") as refused:
-        run_watched(Script(target=str(file)), Fitting("90%", said.append))
+        run_watched(Script(target=str(file)), StepFitter("90%", said.append))
     assert "torch.multiprocessing" in str(refused.value)
     assert "torchrun" in str(refused.value)
     assert len(said) == 1

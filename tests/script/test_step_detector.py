@@ -15,7 +15,7 @@ from lowtide.errors import RehearsalError
 from lowtide.runtime.composite_model import CompositeModel
 from lowtide.script.alternating_models import PATIENCE
 from lowtide.script.manual_updates import MOST
-from lowtide.script.rehearse_steps import Rehearsing
+from lowtide.script.rehearse_steps import StepRehearser
 from lowtide.script.run_listened import run_watched
 from lowtide.script.runner import Script
 from lowtide.script.step_detector import StepDetector
@@ -588,7 +588,7 @@ def test_the_error_is_the_first_one_also_where_everything_is_caught(tmp_path: Pa
         encoding="utf-8",
     )
     with pytest.raises(RehearsalError, match="inductor compiled nothing"):
-        run_watched(Script(target=str(script)), Rehearsing())
+        run_watched(Script(target=str(script)), StepRehearser())
 
 
 def test_parameters_that_are_exchanged_for_a_call_are_not_updated_by_hand() -> None:

@@ -11,7 +11,7 @@ from torch import distributed, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import lowtide
-from lowtide.script.apply_plan import MOST_MEASURED, Applying
+from lowtide.script.apply_plan import MOST_MEASURED, PlanApplier
 from lowtide.script.run_listened import watched
 from lowtide.script.step_listener import StopScript
 
@@ -71,7 +71,7 @@ def run(plan: lowtide.Plan, unseen_in: range | tuple[int, ...]) -> str:
     model = nn.Sequential(Sending(), Sending())
     model[0].steps = unseen_in
     said: list[str] = []
-    with watched(Applying(plan, said.append)):
+    with watched(PlanApplier(plan, said.append)):
         train(model, 8)
     return said[-1]
 

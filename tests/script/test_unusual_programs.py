@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lowtide.script.fit_steps import Fitting
+from lowtide.script.fit_steps import StepFitter
 from lowtide.script.run_listened import run_watched
 from lowtide.script.runner import Script
 
@@ -169,7 +169,7 @@ def test_an_unusual_program_trains_to_the_same_bits_within_its_budget(tmp_path: 
     file.write_text(f"{BEGIN}losses = []\n{lines}\ntorch.save((losses, results), {str(kept)!r})")
     Script(target=str(file)).run()
     losses, plain = torch.load(kept)
-    fitting = Fitting(budget, said.append)
+    fitting = StepFitter(budget, said.append)
     assert run_watched(Script(target=str(file)), fitting) == 0
     planned_losses, planned = torch.load(kept)
     assert planned_losses == losses
@@ -199,7 +199,7 @@ for i in range(5):
 def test_a_step_with_more_calls_than_the_rehearsed_ones_is_reported(tmp_path: Path) -> None:
     file, said = tmp_path / "penalty.py", list[str]()
     file.write_text(BEGIN + PENALTY_AT_TIMES)
-    fitting = Fitting("85%", said.append)
+    fitting = StepFitter("85%", said.append)
     assert run_watched(Script(target=str(file)), fitting) == 0
     (text,) = [line for line in said if "calls" in line]
     assert text.startswith("Sequential: this step has 2 calls of the model, and the plan is for steps with 1 call: ")

@@ -21,7 +21,7 @@ from lowtide.runtime.call_interceptor import owners
 from lowtide.runtime.fingerprint import check_made_for
 from lowtide.runtime.guards import Changed, PlanGuard, more_state, watch_bypass
 from lowtide.runtime.live_optimizers import Optimizers
-from lowtide.runtime.planned_engine import Planned
+from lowtide.runtime.planned_engine import PlannedEngine
 from lowtide.utils.interrupts import delay_interrupts, removed_if_interrupted
 from lowtide.utils.removable import Removable
 from lowtide.utils.rendering import Displayed, short_repr
@@ -77,7 +77,7 @@ class Applied(Removable, Displayed):
             return applied is not None and applied._changed("state", "")
 
         if plan.graphs:
-            self._engine = Planned(nn.Module())  # decides nothing: the model's compiled code is planned instead
+            self._engine = PlannedEngine(nn.Module())  # decides nothing: the model's compiled code is planned instead
             with contextlib.ExitStack() as undo:
                 undo.callback(enable_plan_levers(plan, model, optimizer).remove)
                 if plan.predicted != plan.plain:
@@ -90,7 +90,7 @@ class Applied(Removable, Displayed):
                 undo.callback(more_state(model, plan, say, has_more_state).remove)
                 self._undo = undo.pop_all()
             return
-        self._engine = Planned(model, *plans)
+        self._engine = PlannedEngine(model, *plans)
         messages = self._engine.messages
         messages.tell, messages.is_taken = say, lambda: changed("step", "")
         with contextlib.ExitStack() as undo:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NoReturn
 
 from lowtide.api.apply import Applied
-from lowtide.api.shape_buckets.dispatch import Switched, Switching
+from lowtide.api.shape_buckets.dispatch import Switched, SwitchingEngine
 from lowtide.api.shape_buckets.fit_buckets import Bucket
 from lowtide.api.verify import Verdict
 from lowtide.errors import LowtideError
@@ -73,7 +73,7 @@ class FittedSizes(Fitted):
 
     def __init__(self, model: nn.Module, buckets: list[Bucket]) -> None:
         last = buckets[-1]
-        super().__init__(Switched(Switching(model, buckets)), last.profile, last.plan, last.verdict)
+        super().__init__(Switched(SwitchingEngine(model, buckets)), last.profile, last.plan, last.verdict)
         self.buckets = tuple(buckets)
         """Buckets, smallest first."""
 

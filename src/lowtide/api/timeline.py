@@ -16,7 +16,7 @@ from lowtide.profiler.trace_marks import TRACE, OptimizerState
 from lowtide.runtime.batch_tensors import tensors_in
 from lowtide.runtime.fingerprint import check_made_for, place_of
 from lowtide.runtime.live_optimizers import Optimizers
-from lowtide.runtime.planned_engine import Planned
+from lowtide.runtime.planned_engine import PlannedEngine
 from lowtide.state.step_arguments import accept_batch
 from lowtide.state.step_snapshot import StepSnapshot
 
@@ -73,7 +73,7 @@ def timeline(
         step = unchanged.run
         step(batch)
         with recorder_for(place_of(model)) as recorder:
-            trace = LabelledTrace(Planned(model, *([] if plan is None else [plan])), recorder.mark)
+            trace = LabelledTrace(PlannedEngine(model, *([] if plan is None else [plan])), recorder.mark)
             with trace.running():
                 step(batch)
             state = [t for o in unchanged.optimizers for entry in o.state.values() for t in tensors_in(entry)]

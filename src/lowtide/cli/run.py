@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from lowtide.planner.records import Plan
     from lowtide.report.run_record import RunRecord
-    from lowtide.script.fit_steps import Fitting
+    from lowtide.script.fit_steps import StepFitter
     from lowtide.script.plan_monitor import PlanMonitor
     from lowtide.script.run_verdict import RunVerdict
     from lowtide.script.runner import Script
@@ -112,18 +112,18 @@ def run(
     from lowtide.levers import parse_script_lever
     from lowtide.memory.device_budget import check_on_device
     from lowtide.planner.records import Plan
-    from lowtide.script.apply_plan import Applying
-    from lowtide.script.fit_steps import Fitting
+    from lowtide.script.apply_plan import PlanApplier
+    from lowtide.script.fit_steps import StepFitter
     from lowtide.script.runner import Script
 
     if budget is not None:
         check_on_device(budget, None, budget_for)
     script = Script(target=target, args=args, is_module=is_module)
     if plan_file is not None:
-        return _train(script, Applying(Plan.from_json(Path(plan_file)), say, retry=retry))
+        return _train(script, PlanApplier(Plan.from_json(Path(plan_file)), say, retry=retry))
     assert budget is not None
     importlib.import_module("scipy.optimize")  # load the solver before the script takes all the memory
-    monitor = Fitting(
+    monitor = StepFitter(
         budget,
         say,
         tuple(map(parse_script_lever, levers)),
@@ -160,7 +160,7 @@ def _check_options(budget: str | None, plan_file: str | None, needing_budget: Ma
 class _KeptPlan:
     """The plan that stays in force: saved at once, and reported when the script has ended."""
 
-    def __init__(self, monitor: Fitting, save_to: str | None, report_to: str | None) -> None:
+    def __init__(self, monitor: StepFitter, save_to: str | None, report_to: str | None) -> None:
         self._monitor, self._save_to, self._report_to = monitor, save_to, report_to
         self._command = command_line()
         self._record: RunRecord | None = None

@@ -194,7 +194,7 @@ class ProfileSource:
         from lowtide.estimator.absent_processes import AbsentProcesses
         from lowtide.levers import parse_script_lever
         from lowtide.script.fake_rehearsing import rehearse_script
-        from lowtide.script.rehearse_steps import Rehearsing
+        from lowtide.script.rehearse_steps import StepRehearser
         from lowtide.script.run_listened import run_watched
         from lowtide.script.runner import INTERRUPTED, Script
         from lowtide.script.simulated_group import as_one_of
@@ -205,7 +205,7 @@ class ProfileSource:
             if gpu is not None:
                 code, profile = rehearse_script(script, gpu, processes)
             else:
-                listener = Rehearsing(
+                listener = StepRehearser(
                     plain=plain, levers=tuple(map(parse_script_lever, levers)), in_place=not self.no_in_place
                 )
                 with as_one_of(processes):

@@ -31,7 +31,7 @@ from lowtide.memory.events import EventStream
 from lowtide.planner.records import Plan, Static
 from lowtide.runtime.batch_tensors import tensors_in
 from lowtide.runtime.fingerprint import check_made_for
-from lowtide.runtime.planned_engine import Planned
+from lowtide.runtime.planned_engine import PlannedEngine
 from lowtide.state.observed_changes import describe_unrestored
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ def unpatched() -> Iterator[None]:
         yield
 
 
-def planned(model: nn.Module, plan: Plan | None, device: str | None = None) -> Planned:
+def planned(model: nn.Module, plan: Plan | None, device: str | None = None) -> PlannedEngine:
     """Return the engine with a plan. Raises StalePlan for a plan of another model or, if given, device.
 
     Raises RehearsalError for tensors of custom classes.
@@ -122,14 +122,14 @@ def planned(model: nn.Module, plan: Plan | None, device: str | None = None) -> P
                 "or `lowtide run`, which take the step; or give it to the model as a plain tensor (`as_subclass`)."
             )
     if plan is None:
-        return Planned(model)
+        return PlannedEngine(model)
     if plan.graphs:
         raise RehearsalError(
             "this plan is of compiled code, which an estimate runs as it was written, without the plan. "
             "`lowtide run --plan` measures a step under it."
         )
     check_made_for(plan.fingerprint, model, device=device or plan.fingerprint.device)
-    return Planned(model, plan)
+    return PlannedEngine(model, plan)
 
 
 def adopt(tracker: AllocationTracker, tensors: Iterable[Tensor]) -> None:

@@ -19,7 +19,15 @@ from lowtide._torch.joint_graph import JointGraph, JointNode
 from lowtide.errors import RehearsalError
 from lowtide.memory.events import Allocate, Event, EventStream, Free, Mark, bytes_added
 from lowtide.planner.records import Call, Fingerprint, Profile, Slot, Static, Storage, Value
-from lowtide.profiler.joint_memory import Half, backward_half, forward_half, scratch_of, unmodelled, upstream, written
+from lowtide.profiler.joint_memory import (
+    GraphHalf,
+    backward_half,
+    forward_half,
+    scratch_of,
+    unmodelled,
+    upstream,
+    written,
+)
 from lowtide.runtime.joint_slots import SMALL, JointSlots, Recomputed
 
 CALL = "compiled call"
@@ -195,9 +203,9 @@ class _Graph:
     """A joint graph with two partitions, torch's own and one with all slots saved: each forward, then backward."""
 
     slots: JointSlots
-    plain: tuple[Half, Half]
-    saved: tuple[Half, Half]
-    unsaved: Half
+    plain: tuple[GraphHalf, GraphHalf]
+    saved: tuple[GraphHalf, GraphHalf]
+    unsaved: GraphHalf
     """Forward with no slot saved."""
     units: list[float]
     """Cost of each call, in FLOPs of a matrix product."""
@@ -234,7 +242,7 @@ class _Graph:
         return sum(nodes[n].bytes for n in read if (at <= half.last[n] if phase else at >= half.allocated_at[n]))
 
 
-def _explained(joint: JointGraph, half: Half, events: Sequence[Event]) -> dict[int, int]:
+def _explained(joint: JointGraph, half: GraphHalf, events: Sequence[Event]) -> dict[int, int]:
     """Return the `unmodelled` bytes of a half, if these explain its recorded peak; else all are 0."""
     more_bytes = unmodelled(joint, half, events)
     recorded_bytes = max(accumulate(map(bytes_added, events)), default=0)
@@ -244,7 +252,7 @@ def _explained(joint: JointGraph, half: Half, events: Sequence[Event]) -> dict[i
     return dict.fromkeys(more_bytes, 0)
 
 
-def _with_more(half: Half, more_bytes: dict[int, int]) -> list[int]:
+def _with_more(half: GraphHalf, more_bytes: dict[int, int]) -> list[int]:
     """Return the levels of a half with unmodelled bytes; values of other halves have those of the value before."""
     levels, own = list[int](), 0
     for value, level in zip((*half.order, -1), half.levels, strict=True):

@@ -33,7 +33,7 @@ HEAVY: Final = frozenset({"aten.exp", "aten.log", "aten.log10", "aten.log1p", "a
 
 
 @dataclass(frozen=True, slots=True)
-class Half:
+class GraphHalf:
     """Forward or backward half of a joint graph. Positions are its calls, and one more for its end."""
 
     order: tuple[int, ...]
@@ -54,7 +54,7 @@ class Half:
 
 def forward_half(
     joint: JointGraph, recomputed: Recomputed, scratch: Mapping[int, int] = NONE, kept_apart: Collection[int] = ()
-) -> Half:
+) -> GraphHalf:
     """Return the forward half, whose saved values are those that `recomputed` names.
 
     Args:
@@ -70,7 +70,7 @@ def forward_half(
 
 def backward_half(
     joint: JointGraph, recomputed: Recomputed, scratch: Mapping[int, int] = NONE, kept_apart: Collection[int] = ()
-) -> Half:
+) -> GraphHalf:
     """Return the backward half, which frees each saved value after its last read. Arguments as for `forward_half`."""
     nodes = joint.nodes
     given = {nodes[i].root for i in recomputed.given} | {i for i, node in enumerate(nodes) if node.is_tangent}
@@ -114,7 +114,7 @@ def _transients(events: Sequence[Event]) -> Iterator[Allocate]:
             yield event
 
 
-def unmodelled(joint: JointGraph, half: Half, events: Sequence[Event]) -> dict[int, int]:
+def unmodelled(joint: JointGraph, half: GraphHalf, events: Sequence[Event]) -> dict[int, int]:
     """Return the recorded bytes that no written value accounts for, by value computed at that time; -1 for the end.
 
     They belong to copies of arguments, and to values that inductor writes because many calls read them. Allocations
@@ -308,7 +308,7 @@ def _half(
     outputs: Collection[int],
     scratch: Mapping[int, int],
     kept_apart: Collection[int],
-) -> Half:
+) -> GraphHalf:
     order = _lowered(joint, order, outputs)
     nodes, place = joint.nodes, {value: at for at, value in enumerate(order)}
     is_written = written(joint, order, [*outputs, *kept_apart])
@@ -347,7 +347,7 @@ def _half(
         beginnings.append(begin)
         if nodes[value].kind in ("extern", "reduction"):
             begin = at + 1
-    return Half(
+    return GraphHalf(
         tuple(order), tuple(levels), allocated_at, first, last, {value: beginnings[at] for value, at in first.items()}
     )
 

@@ -12,7 +12,7 @@ from lowtide.planner.planning import smallest_plan
 from lowtide.profiler.other_memory import with_others
 from lowtide.profiler.random_work import HIGH, LOW, drawn_as
 from lowtide.runtime.fingerprint import place_of
-from lowtide.runtime.planned_engine import Planned
+from lowtide.runtime.planned_engine import PlannedEngine
 from lowtide.runtime.static_memory import static_bytes
 from lowtide.state.step_outcome import is_out_of_memory
 from lowtide.units import format_bytes
@@ -38,7 +38,7 @@ def with_margin(profile: Profile, model: nn.Module, updates: Updates, batch: Any
     Measured under the plan with the smallest peak: errors name a budget of that size, which must hold to the byte.
     """
     plan = smallest_plan(profile, "flops")
-    engine = Planned(model, plan)
+    engine = PlannedEngine(model, plan)
     engine.messages.tell = lambda said: None
     if profile.measured_plain_peak_bytes is None:  # a step that failed midway may leave any state behind
         unchanged.restore()

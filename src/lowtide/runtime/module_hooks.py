@@ -18,7 +18,7 @@ from lowtide._torch.modules import GLOBAL_FORWARD_HOOKS
 Table = dict[int, Callable[..., Any]]
 
 
-class _Noted:
+class _RecordedHook:
     """Wrapper of a hook that records whether the hook returned something."""
 
     __slots__ = ("acting", "hook", "key")
@@ -33,26 +33,26 @@ class _Noted:
         return result
 
 
-class Listening:
+class HookRecorder:
     """Recorder of the hooks of some modules that act, from now until `stop`."""
 
-    __slots__ = ("_noted", "acting")
+    __slots__ = ("_recorded", "acting")
 
     def __init__(self, modules: tuple[nn.Module, ...]) -> None:
         self.acting: set[int] = set()
         """Keys of the hooks that returned something. torch numbers all hooks of all modules in one sequence."""
-        self._noted = [
-            (table, _Noted(key, hook, self.acting)) for table in _tables(modules) for key, hook in table.items()
+        self._recorded = [
+            (table, _RecordedHook(key, hook, self.acting)) for table in _tables(modules) for key, hook in table.items()
         ]
-        for table, noted in self._noted:
-            table[noted.key] = noted
+        for table, recorded in self._recorded:
+            table[recorded.key] = recorded
 
     def stop(self) -> None:
         """Restore the original hooks, except those that were removed or replaced in the meantime."""
-        for table, noted in reversed(self._noted):
-            if table.get(noted.key) is noted:
-                table[noted.key] = noted.hook
-        self._noted.clear()
+        for table, recorded in reversed(self._recorded):
+            if table.get(recorded.key) is recorded:
+                table[recorded.key] = recorded.hook
+        self._recorded.clear()
 
 
 def silence_others(acting: Container[int], modules: tuple[nn.Module, ...], undo: list[Callable[[], object]]) -> None:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from lowtide.runtime.saved_values import Handle
 
 
-class Copying(Protocol):
+class Copier(Protocol):
     """Both directions of copies for one device. Tensors are bytes; a token marks the end of a copy."""
 
     def out(self, data: Tensor) -> tuple[Tensor, object]:
@@ -81,14 +81,14 @@ class CudaCopier:
             data.record_stream(computing)
 
 
-COPIERS: dict[torch.device, Copying] = {}
+COPIERS: dict[torch.device, Copier] = {}
 """Copiers by device, made on demand. Tests add one for the CPU, where offloading saves no memory."""
 _one_at_a_time = threading.RLock()
 """Lock for offloaded storages, because backward may run in several threads."""
 _Layout = tuple[torch.dtype, "Geometry"]
 
 
-def copying_for(device: torch.device) -> Copying | None:
+def copying_for(device: torch.device) -> Copier | None:
     """Return the copier for memory of `device`; None if offloading from it is not supported."""
     if device.type == "cuda" and device not in COPIERS:
         COPIERS[device] = CudaCopier(device)
@@ -111,7 +111,7 @@ class OffloadedStorage:
         "version",
     )
 
-    def __init__(self, base: Tensor, copying: Copying, before: weakref.ref[OffloadedStorage] | None) -> None:
+    def __init__(self, base: Tensor, copying: Copier, before: weakref.ref[OffloadedStorage] | None) -> None:
         self._copying = copying
         self._leaving: Tensor | None = None
         self._back: tuple[Tensor, object] | None = None

@@ -53,7 +53,7 @@ def shared_implementations(plans: Sequence[Plan]) -> dict[str, str]:
     }
 
 
-class Planned(Engine):
+class PlannedEngine(Engine):
     """An engine that carries out `plans`, ordered from the smallest size; nothing without plans."""
 
     def __init__(self, model: nn.Module, *plans: Plan) -> None:
@@ -119,8 +119,8 @@ class Planned(Engine):
         return not self.tables[plan] and values.observer_of(self) is None  # observers get kept tensors, too
 
 
-def planned_engine(model: nn.Module) -> Planned | None:
+def planned_engine(model: nn.Module) -> PlannedEngine | None:
     """Return the engine whose plan is in force on `model` or on a module inside it; None without a plan."""
     fronts = (front for module in model.modules() for front in interceptors_of(module))
     engines = (front.engine for front in fronts if isinstance(front, CallInterceptor))
-    return next((engine for engine in engines if isinstance(engine, Planned)), None)
+    return next((engine for engine in engines if isinstance(engine, PlannedEngine)), None)

@@ -58,7 +58,7 @@ class ReplayFrame:
     __slots__ = (
         "__weakref__",
         "_expected",
-        "_listening",
+        "_hook_recorder",
         "_static",
         "arguments",
         "around",
@@ -104,13 +104,13 @@ class ReplayFrame:
         self._expected: dict[int, tuple[torch.Size, torch.dtype, Geometry | None]] = {}
         """For each place the shape and dtype of the saved tensor, and for a view the geometry of its base."""
         self._static: frozenset[int] | None = None
-        self._listening = None if known is not None else hooks.Listening(mutable_state.modules)
+        self._hook_recorder = None if known is not None else hooks.HookRecorder(mutable_state.modules)
         """None for modules without hooks."""
 
     def close(self) -> None:
         """End the call."""
-        if self._listening is not None:
-            self._listening.stop()
+        if self._hook_recorder is not None:
+            self._hook_recorder.stop()
         self.arguments.close()
         context = self.call_context
         if context.known is None or context.mutable_state.written is None:
@@ -306,7 +306,7 @@ class ReplayFrame:
     def _run_here(self, rerun: ReplayRun | AdvanceRun, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         engine = self.interceptor.engine
         here = engine.here
-        with StateAtCall(self.call_context, () if self._listening is None else self._listening.acting):
+        with StateAtCall(self.call_context, () if self._hook_recorder is None else self._hook_recorder.acting):
             unpack = rerun.unpack  # one object, by which transforms know the hooks
             begin_off_in_transforms(unpack, engine.without_plan)
             push_saved_tensor_hooks(rerun.compiled(rerun, rerun.pack) if rerun.compiled else rerun.pack, unpack)

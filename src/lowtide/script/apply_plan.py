@@ -35,7 +35,7 @@ def plan_of_another_model(model: nn.Module, differences: tuple[str, ...]) -> Sta
     return StalePlan(what, differences=differences)
 
 
-class Applying(PlanMonitor):
+class PlanApplier(PlanMonitor):
     """A listener that puts an existing plan in force before the model's first forward, and measures a step under it.
 
     The measured step is the second on a batch of the planned size: in the first an optimizer has no state yet. A step

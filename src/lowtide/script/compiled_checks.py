@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from torch import nn
 
     from lowtide.planner.records import Plan
-    from lowtide.script.rehearse_steps import Rehearsing
+    from lowtide.script.rehearse_steps import StepRehearser
     from lowtide.state.step_outcome import Outcome
 
 
@@ -61,7 +61,7 @@ class CompiledChecks:
         return bool(plan.graphs) and plan.predicted != plan.plain and self.compared is not plan
 
     def scheduled(
-        self, plan: Plan, rehearsing: Rehearsing, model: nn.Module, code: Callable[..., Any], batch: Any
+        self, plan: Plan, rehearsing: StepRehearser, model: nn.Module, code: Callable[..., Any], batch: Any
     ) -> tuple[Plan, Infeasible | None]:
         """Return the cheapest of a few plans whose code inductor schedules within the budget.
 

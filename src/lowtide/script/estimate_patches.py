@@ -29,11 +29,11 @@ from lowtide.memory.allocator.config import AllocatorConfig
 if TYPE_CHECKING:
     from lowtide.estimator.absent_processes import AbsentProcesses
     from lowtide.memory.gpu_specs import GpuSpec
-    from lowtide.script.estimate_steps import Estimating
+    from lowtide.script.estimate_steps import StepEstimator
 
 
 @contextlib.contextmanager
-def steps_of_a_script(listener: Estimating) -> Iterator[None]:
+def steps_of_a_script(listener: StepEstimator) -> Iterator[None]:
     """Report backward passes and checkpoints to `listener` inside this block, and run compiled code uncompiled."""
 
     def compiles(model: Any = None, **options: Any) -> Any:
@@ -60,7 +60,7 @@ def steps_of_a_script(listener: Estimating) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def cuda_for_a_script(gpu: GpuSpec, listener: Estimating, processes: AbsentProcesses | None) -> Iterator[None]:
+def cuda_for_a_script(gpu: GpuSpec, listener: StepEstimator, processes: AbsentProcesses | None) -> Iterator[None]:
     """Report CUDA as available to a script before its first forward, which stays on the CPU.
 
     The script is one of `processes`, if given.
@@ -88,7 +88,7 @@ def _refuse_evaluation() -> NoReturn:
     )
 
 
-def _on_meta(to_empty: Callable[..., Any], listener: Estimating) -> Callable[..., Any]:
+def _on_meta(to_empty: Callable[..., Any], listener: StepEstimator) -> Callable[..., Any]:
     """Wrap `Module.to_empty` so that CUDA parameters stay on the meta device, and no part of a model takes memory."""
 
     @functools.wraps(to_empty)

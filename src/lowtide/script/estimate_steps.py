@@ -57,7 +57,7 @@ MOST_PASSES = 32
 """Number of forward and backward passes after which a script without an optimizer is ended."""
 
 
-class Estimating(StepListener):
+class StepEstimator(StepListener):
     """A listener that ends the script after two steps on fake tensors, from the model's first forward on. The estimate
     is of the second one, or of the only one of a script that takes one.
 
@@ -378,12 +378,12 @@ def estimate_script(
     Raises the errors of a rehearsal, with the line of the script that caused them, RehearsalError for a script that
     failed after it had saved, and StalePlan for a plan of another model or a smaller batch.
     """
-    listener = Estimating(gpu, size, on_entered, processes, how=how, plan=plan)
+    listener = StepEstimator(gpu, size, on_entered, processes, how=how, plan=plan)
     return run_on_fakes(script, listener, gpu, processes), listener.estimate
 
 
 def run_on_fakes(
-    script: Script, listener: Estimating, gpu: GpuSpec | None, processes: AbsentProcesses | None = None
+    script: Script, listener: StepEstimator, gpu: GpuSpec | None, processes: AbsentProcesses | None = None
 ) -> int:
     """Run `script` with `listener`, on `gpu` as one of `processes`; return its exit code. Raises as `estimate_script`
     does.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lowtide.estimator.fake_rehearsal import AbsentGpuRehearsal
-from lowtide.script.estimate_steps import Estimating, run_on_fakes
+from lowtide.script.estimate_steps import StepEstimator, run_on_fakes
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lowtide.script.runner import Script
 
 
-class FakeRehearsing(Estimating):
+class FakeRehearsing(StepEstimator):
     """A listener that audits the script's first step on fake tensors, traces the second one, and ends the script."""
 
     profile: Profile | None = None

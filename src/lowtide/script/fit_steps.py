@@ -5,8 +5,8 @@ peak is over the budget, another plan is made. A batch that is larger than the r
 with the smallest peak; the next batch of that size is rehearsed, and from then on has its own plan, next to the one for
 smaller batches.
 
-`Fitting` decides for each step whether it is rehearsed, measured or left alone. `ModelPlans` makes the plans and puts
-them in force; `Replanning` replaces a plan that was found to hold, for larger batches or for steps that changed.
+`StepFitter` decides for each step whether it is rehearsed, measured or left alone. `ModelPlans` makes the plans and
+puts them in force; `Replanner` replaces a plan that was found to hold, for larger batches or for steps that changed.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from lowtide.script.compiled_checks import CompiledChecks
 from lowtide.script.fit_request import FitRequest, OnInfeasible
 from lowtide.script.model_plans import BegunStep, ModelPlans, first_line
 from lowtide.script.plan_monitor import Measured, MeasuredSteps, PlanMonitor
-from lowtide.script.rehearse_steps import Rehearsing
-from lowtide.script.replanning import Replanning
+from lowtide.script.rehearse_steps import StepRehearser
+from lowtide.script.replanning import Replanner
 from lowtide.state.process_group import several_processes
 from lowtide.units import format_bytes, format_ratio
 from lowtide.utils.amounts import BudgetFor
@@ -76,7 +76,7 @@ class _Calls:
         return f"this step has {self.n} calls of the model, and the plan is for steps with {planned}"
 
 
-class Fitting(PlanMonitor):
+class StepFitter(PlanMonitor):
     """A listener that rehearses the model, then runs it under a plan for `budget`; a measured excess is repaired."""
 
     def __init__(
@@ -99,7 +99,7 @@ class Fitting(PlanMonitor):
         be measured.
         """
         self._request = FitRequest(budget=budget, budget_for=budget_for, on_infeasible=on_infeasible)
-        self._rehearsal_of_next = functools.partial(Rehearsing, stop=False, levers=levers, in_place=in_place)
+        self._rehearsal_of_next = functools.partial(StepRehearser, stop=False, levers=levers, in_place=in_place)
         self._start_with(self._rehearsal_of_next())
         self._n_short = 0
         """Number of models that were trained for fewer than PATIENCE steps under their plans, before another one."""
@@ -112,10 +112,10 @@ class Fitting(PlanMonitor):
         self._held: Plan | None = None
         """The last plan that was found to hold, also if another model is trained since."""
 
-    def _start_with(self, rehearsing: Rehearsing) -> None:
+    def _start_with(self, rehearsing: StepRehearser) -> None:
         """Start without a plan, for a model that is not known yet."""
         self.plans = ModelPlans(self._request, rehearsing, self._in_force, self.repeats, self._say)
-        self._replanning = Replanning(self.plans, self._in_force, self._request.budget_for, self._say)
+        self._replanning = Replanner(self.plans, self._in_force, self._request.budget_for, self._say)
         self._n_waited = 0
         """Number of steps after the rehearsal in which other models that take turns were waited for."""
 

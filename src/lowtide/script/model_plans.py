@@ -29,7 +29,7 @@ from lowtide.runtime.fingerprint import check_made_for, fingerprint, place_of
 from lowtide.script.compiled_checks import CompiledChecks, addresses_with_other_bits, error_of_other_bits
 from lowtide.script.larger_batches import LargerBatches
 from lowtide.script.later_steps import LaterSteps
-from lowtide.script.rehearse_steps import Rehearsing
+from lowtide.script.rehearse_steps import StepRehearser
 from lowtide.script.run_verdict import NOT_COPIED, RunVerdict
 from lowtide.units import format_bytes, format_change
 from lowtide.utils.progress import Stage
@@ -70,7 +70,7 @@ class AppliedPlans(Applied):
         say: Callable[[str], None],
         outgrown: Callable[[str], bool],
         changed: Changed,
-        rehearsing: Rehearsing,
+        rehearsing: StepRehearser,
     ) -> None:
         super().__init__(model, plans, None, say, outgrown, changed)
         self.rehearsing = rehearsing
@@ -84,7 +84,7 @@ class ModelPlans:
     def __init__(
         self,
         request: FitRequest,
-        rehearsing: Rehearsing,
+        rehearsing: StepRehearser,
         in_force: InForce,
         repeats: Repeats,
         say: Callable[[str], None],
@@ -348,7 +348,7 @@ class ModelPlans:
         if self._in_force.applied is not None:
             self.rehearsing.restart()  # frees the recording
         self._in_force.release()
-        self.rehearsing = Rehearsing()
+        self.rehearsing = StepRehearser()
 
     def resume(self) -> bool:
         """Observe more steps, for larger batches or after changes. Returns False if the model is gone."""

@@ -55,7 +55,7 @@ ONE_FORM = (
 )
 
 
-class Rehearsing(StepListener):
+class StepRehearser(StepListener):
     """A listener that rehearses the model, then ends the script unless `stop` is False."""
 
     @property

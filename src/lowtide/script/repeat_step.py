@@ -274,7 +274,7 @@ class _Call:
         self._versions = [_version(tensor) for tensor in self._tensors]
         devices = {tensor.device for tensor in self._tensors}
         self.context = CallContext(repeater.mutable_state, devices)
-        self._listening: hooks.Listening | None = None
+        self._hook_recorder: hooks.HookRecorder | None = None
         self._outputs: list[weakref.ref[Tensor]] = []
         self._places: set[int] = set()
         """Numbers of the outputs through which the backward pass in progress has entered the call."""
@@ -290,11 +290,11 @@ class _Call:
 
         One node for all outputs would also lead backward to outputs that a loss does not use.
         """
-        self._listening = hooks.Listening(self.context.mutable_state.modules)
+        self._hook_recorder = hooks.HookRecorder(self.context.mutable_state.modules)
         try:
             output = self.inner(*self.args, **self.kwargs)
         finally:
-            self._listening.stop()
+            self._hook_recorder.stop()
         self.context.learn()
         self.context.random.end_call()
         outputs = _with_graph(output)
@@ -354,8 +354,8 @@ class _Call:
 
     def again(self) -> list[tuple[Tensor, Tensor]]:
         """Run the call again from the state before it; return its outputs with the gradients received."""
-        assert self._listening is not None
-        with without_overrides(), StateAtCall(self.context, self._listening.acting):
+        assert self._hook_recorder is not None
+        with without_overrides(), StateAtCall(self.context, self._hook_recorder.acting):
             outputs = [*_with_graph(self.inner(*self.args, **self.kwargs)).values()]
         assert self.gradients is not None
         assert len(outputs) == len(self._outputs)

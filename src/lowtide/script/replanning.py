@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 SMALLEST_FROM_NOW: Final = "The plan with the smallest peak is in force from now on"
 
 
-class Replanning:
+class Replanner:
     """Measurements and rehearsals after the first plan of a model, each of which may replace the plan."""
 
     def __init__(self, plans: ModelPlans, in_force: InForce, budget_for: BudgetFor, say: Callable[[str], None]) -> None:

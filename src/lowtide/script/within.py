@@ -15,7 +15,7 @@ from lowtide.report.text_table import decisions, extra_time, lever_lines
 from lowtide.runtime.fingerprint import place_of
 from lowtide.script.calling_code import end_search_here
 from lowtide.script.fit_request import OnInfeasible, check_on_infeasible
-from lowtide.script.fit_steps import Fitting
+from lowtide.script.fit_steps import StepFitter
 from lowtide.script.repeat_step import count_in_words
 from lowtide.script.run_listened import watched, why_not
 from lowtide.script.run_verdict import RunVerdict
@@ -37,7 +37,7 @@ __all__ = ["Run", "RunVerdict", "within"]
 class Run(Displayed):
     """Training steps kept within a budget, as long as a `with` block runs. `print` it to see the decisions."""
 
-    def __init__(self, fitting: Fitting, model: nn.Module | None, say: Callable[[str], None]) -> None:
+    def __init__(self, fitting: StepFitter, model: nn.Module | None, say: Callable[[str], None]) -> None:
         self._fitting, self._model, self._say = fitting, model, say
         self._stack = contextlib.ExitStack()
         self._detector: StepDetector | None = None
@@ -227,7 +227,7 @@ def within(
     _check_trained(model)
     check_on_device(budget, None if model is None else place_of(model), budget_for)
     say = tell if progress else note
-    fitting = Fitting(
+    fitting = StepFitter(
         budget,
         say,
         tuple(map(parse_script_lever, levers)),

@@ -11,7 +11,7 @@ from torch import nn
 
 import lowtide
 from comparing import equal
-from lowtide.api.shape_buckets.dispatch import Switched, Switching
+from lowtide.api.shape_buckets.dispatch import Switched, SwitchingEngine
 from lowtide.api.shape_buckets.interpolate import PREDICTED, alike, between
 from lowtide.api.shape_buckets.shape_range import Range
 from lowtide.planner.records import Decisions
@@ -129,7 +129,7 @@ def test_each_forward_is_replayed_by_its_own_plan_whatever_came_after_it(fitted)
     ]
     lengths = [int(bucket.size.split()[1][:-1]) for bucket in buckets]
     case, plain = build("gpt2"), build("gpt2")
-    switched = Switched(Switching(case.model, buckets))
+    switched = Switched(SwitchingEngine(case.model, buckets))
     found = []
     for one in (case, plain):
         torch.manual_seed(5)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lowtide.runtime.call_interceptor import CallInterceptor
 
 
-class Switching(Engine):
+class SwitchingEngine(Engine):
     """An engine with a plan for each of `buckets`, smallest first, and one for batches larger than all of them."""
 
     def __init__(self, model: nn.Module, buckets: list[Bucket]) -> None:
@@ -74,7 +74,7 @@ class Switching(Engine):
 class Switched(Removable):
     """Plans in force on a model. `remove()`, or the end of a `with` block, restores the model."""
 
-    def __init__(self, engine: Switching) -> None:
+    def __init__(self, engine: SwitchingEngine) -> None:
         self._engine = engine
         self.holder: Removable = self
         """The object that lives as long as the plans are in force; `lowtide.fitted` returns it."""
