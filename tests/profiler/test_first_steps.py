@@ -175,7 +175,7 @@ def first_peaks(model, x, expected):
     for _ in range(2):
         model.zero_grad()
         observed.begin(x)
-        watch = observed._watch
+        watch = observed._recording
         torch.manual_seed(1)
         model(x).square().mean().backward()
         observed.end()
@@ -251,7 +251,7 @@ def test_a_trial_that_fails_midway_brings_back_what_it_has_freed():
     OWN.manual_seed(0)
     observed = OnlineProfiler(model)
     observed.begin(x)
-    calls = observed._watch.audit.step.calls
+    calls = observed._recording.audit.step.calls
     model(x).square().mean().backward()
     observed.end()
     observed.leave()
@@ -287,7 +287,7 @@ def test_a_replay_in_a_second_backward_pass_ends_before_tensors_that_are_still_t
     model.zero_grad()
     observed = OnlineProfiler(model)
     observed.begin(x)
-    watch = observed._watch
+    watch = observed._recording
     run()
     observed.end()
     observed.leave()
@@ -303,7 +303,7 @@ def test_signs_of_activations_are_tried_without_another_activation():
     x = torch.randn(rows, width)
     observed = OnlineProfiler(model)
     observed.begin(x)
-    watch = observed._watch
+    watch = observed._recording
     model(x)  # without backward, whose gradients would take more
     observed.end()
     observed.leave()
@@ -407,7 +407,7 @@ def audited_peak(model, n_rounds):
     """Return the peak of an audited step with several backward passes, each after a graph that none ran through."""
     observed = OnlineProfiler(model)
     observed.begin(torch.zeros(256, 16))
-    watch = observed._watch
+    watch = observed._recording
     for _ in range(n_rounds):
         model.critic(model.generator(torch.randn(256, 16)).detach()).mean().backward()
     observed.end()
@@ -423,7 +423,7 @@ def test_forwards_whose_graphs_are_dropped_hold_no_tensors_in_rehearsed_steps(is
         observed = OnlineProfiler(model)
         for _ in range(1 + is_traced):
             observed.begin(torch.zeros(256, 64))
-            watch = observed._watch
+            watch = observed._recording
             for _ in range(n_dropped):
                 model(torch.randn(256, 64))
             model(torch.randn(256, 64)).mean().backward()
