@@ -53,6 +53,162 @@ for _ in range(8):
         made="output = model(",
         fix="remove `retain_graph=True`",
     ),
+    # --- one mistake, one finding
+    Case(
+        name="outputs_of_a_validation_in_a_list_of_the_model",
+        script="""
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.outputs = mlp(5), []
+    def forward(self, x): return self.net(x)
+    def validation_step(self, x): self.outputs.append({})
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(4):
+    for _ in range(4):
+        model(torch.randn(64, 256)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        for _ in range(8): model.validation_step(torch.randn(256, 256))
+""",
+        broken=("self(x)",),
+        mended=("self(x).mean().item()",),
+        code="LT014",
+        holder="Net.outputs[32 entries]",
+        held_bytes=32 * 256 * 256 * FLOAT,
+        fix="store less in `self.outputs`",
+    ),
+    Case(
+        name="output_of_a_teacher_that_stays",
+        script="""
+student, teacher = mlp(3), mlp(6)
+optimizer = torch.optim.SGD(student.parameters(), lr=0.01)
+for _ in range(8):
+    x = torch.randn(128, 256)
+    with {}:
+        target = teacher(x)
+    (student(x) - target.detach()).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+        broken=("torch.enable_grad()",),
+        mended=("torch.no_grad()",),
+        code="LT002",
+        holder="'target'",
+        made="target = teacher(",
+        fix="under `torch.no_grad()`",
+    ),
+    Case(
+        name="outputs_gathered_after_backward",
+        script="""
+model, predicted = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256)), []
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(8):
+    output = model(torch.randn(64, 64))
+    loss = output.square().mean()
+    best = output.argmax(1)
+    {}
+    loss.backward()
+    predicted.append({})
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+        broken=("pass", "output.detach()"),
+        mended=("del output", "best"),
+        code="LT021",
+        holder="list 'predicted' [8 entries]",
+        made="output = model(",
+        held_bytes=8 * 64 * 256 * FLOAT,
+        fix="store less in `predicted`",
+    ),
+    Case(
+        name="outputs_of_generators_that_wait",
+        script="""
+model, kept = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256)), []
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+def step():
+    output = model(torch.randn(64, 64))
+    output.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    yield output.detach()
+for _ in range(10):
+    generator = step()
+    next(generator)
+    {}
+""",
+        broken=("kept.append(generator)",),
+        mended=("generator.close()",),
+        code="LT021",
+        holder="generator 'step', its variable 'output'",
+        fix="end the generators that hold `output`",
+    ),
+    Case(
+        name="running_center_of_a_model",
+        script="""
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net, self.center = mlp(4), torch.zeros(256)
+    def forward(self, x):
+        hidden = self.net(x)
+        self.center = 0.9 * self.center + 0.1 * {}.mean(0)
+        return hidden - self.center.detach()
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(12):
+    model(torch.randn(64, 256)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+        broken=("hidden",),
+        mended=("hidden.detach()",),
+        code="LT023",
+        holder="Net.center",
+        fix="assign values without a graph to `self.center`",
+    ),
+    Case(
+        name="two_losses_of_one_output",
+        script="""
+model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(8):
+    output = model(torch.randn(128, 64))
+    first, second = output.square().mean(), output.abs().mean()
+    first.backward(retain_graph=True)
+    second.backward({})
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+        broken=("retain_graph=True",),
+        mended=("",),
+        code="LT003",
+        holder="'second'",
+        made="output = model(",
+        fix="`del second, first, output` after the last backward pass",
+    ),
+    Case(
+        name="function_that_remembers_two_outputs",
+        script="""
+import functools
+model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+@functools.lru_cache(maxsize={})
+def target(number):
+    with torch.no_grad(): return model(torch.full((64, 64), float(number)))
+for number in range(20):
+    (model(torch.randn(64, 64)) - target(number)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+        broken=("None",),
+        mended=("2",),
+        code="LT021",
+        holder="'target' -> cache",
+        fix="limit the cache of `target`",
+    ),
     # --- variables that later code reads
     Case(
         name="best_loss_so_far",

@@ -102,9 +102,9 @@ class FindingLog:
         gathered = [e.stats for e in self.entries.values() if e.rule and e.rule.gathers and e.stats and e.finding()]
         for key, entry in self.entries.items():
             finding = entry.finding()
-            tensors = self.entries.get(key.removeprefix("nodes "), entry)
+            tensors = self.entries.get(key.removeprefix("nodes ").removeprefix("evaluation "), entry)
             if tensors is not entry and tensors.finding() is not None:
-                continue  # the graphs are empty because backward has gone through what the same holder keeps
+                continue  # the same holder keeps these tensors, or graphs that backward has gone through
             if entry.rule is not None and entry.rule.must_last and any(entry.stats is stats for stats in gathered):
                 continue  # the container is what holds the output
             if finding is None or entry.rule is None or f"{entry.rule.superseded_by} {key}" in self.entries:

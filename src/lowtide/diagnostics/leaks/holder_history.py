@@ -124,12 +124,14 @@ def storages_of(retained: Iterable[RetainedObject]) -> dict[int, int]:
 def n_entries_of(retained: Iterable[RetainedObject]) -> int:
     """Return the total number of entries of all containers through which the holder reaches the tensors.
 
-    Without containers, the number of parts of a tuple, or of attributes whose names differ in numbers, from three on.
+    Without containers, the number of parts of a tuple, of attributes whose names differ in numbers, or of generators
+    that wait at one place, from three on.
     """
     containers: dict[int, int] = {}
     parts: set[str] = set()
     for item in retained:
         if item.holder is not None:
             containers = merged(containers, item.holder.containers)
-            parts.add(item.holder.text)
+            is_of_several = item.holder.kind == "generator"  # each has a frame of its own
+            parts.add(f"{item.holder.text} {min(item.storages, default=0) if is_of_several else ''}")
     return sum(containers.values()) or (len(parts) if len(parts) >= LEAST_PARTS else 0)

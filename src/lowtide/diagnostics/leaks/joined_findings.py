@@ -30,7 +30,11 @@ def joined(findings: Iterable[tuple[Entry, Finding]]) -> list[Finding]:
     """
     findings = list(findings)
     gathering = {entry.words.container for entry, finding in findings if finding.code in _GATHERING} - {""}
+    gathered_at = {
+        finding.made_at for _, finding in findings if finding.code in _GATHERING
+    }  # alive whatever is deleted
     findings = [(e, f) for e, f in findings if f.code not in _BESIDE or e.words.container not in gathering]
+    findings = [(e, f) for e, f in findings if f.code != "LT006" or f.made_at not in gathered_at]
     groups: dict[object, list[tuple[Entry, Finding]]] = {}
     for number, (entry, finding) in enumerate(findings):
         key: object = number
@@ -73,12 +77,12 @@ def _join(group: list[tuple[Entry, Finding]]) -> Finding:
 
 def one_of_line(findings: list[Finding]) -> list[Finding]:
     """Return the findings, with a single one for each line whose forward needs no graph, even if several holders gather
-    its outputs.
+    its outputs, or one is alive during backward.
     """
     largest: dict[str | None, Finding] = {}
     for finding in findings:
         if finding.code == "LT002":
             known = largest.setdefault(finding.made_at, finding)
             largest[finding.made_at] = max(known, finding, key=lambda f: f.held_bytes)
-    gathered = {"LT002", "LT008"}
+    gathered = {"LT002", "LT006", "LT008"}
     return [f for f in findings if f.code not in gathered or largest.get(f.made_at, f) is f]

@@ -222,6 +222,13 @@ class RunningTotalOfEmptyGraphs(Rule):
         "their graphs, empty the container after that pass"
     )
 
+    fix_of_module = "assign values without a graph to `self.{name}`: `.detach()` them first"
+
+    def fix_for(self, item: RetainedObject, history: History) -> str:
+        """Return the advice; a module's running value needs no loss."""
+        is_value = item.is_held_as("module") and item.holder is not None and not item.holder.gathers
+        return self.fix_of_module if is_value else super().fix_for(item, history)
+
     def matches(self, item: RetainedObject, history: History) -> bool:
         is_bounded = item.holder is not None and item.holder.gathers and not item.holder.containers
         return history.n_steps >= GROWTHS and not is_bounded and not self.has_ended(history)

@@ -69,7 +69,7 @@ class AliveInNextStep(Rule):
     def matches(self, item: RetainedObject, history: History) -> bool:
         is_large = item.held_bytes >= SHARE * history.largest_graph_bytes
         holder = item.holder
-        if holder is not None and holder.is_part and history.n_steps > 1:
+        if holder is not None and (holder.is_cache or (holder.is_part and history.n_steps > 1)):
             return False  # kept over the steps on purpose
         if holder is not None and holder.gathers and len(history.held_bytes) == 1:
             return False  # may be a buffer; a list that each step creates holds outputs of one step only

@@ -1,5 +1,6 @@
 """Graphs that remain after a backward pass went through them."""
 
+from lowtide._torch.tensors import storage_number
 from lowtide.diagnostics.leaks.holder_history import History
 from lowtide.diagnostics.leaks.holders import Holder
 from lowtide.diagnostics.leaks.retained_object import RetainedObject
@@ -95,8 +96,13 @@ class PartialBackward(Rule):
 def is_sizable(item: RetainedObject, history: History) -> bool:
     """Return True if a large part of a forward's graph is still in memory.
 
-    Two losses that go backward in turns, the first with `retain_graph=True`, leave only the end of the first graph.
+    Two losses that go backward in turns, the first with `retain_graph=True`, leave only the end of the first graph. The
+    output that both share stays until it is assigned again, whatever its graph keeps.
     """
     passes = [call.backwards for call in item.calls if call.backwards]
     in_turns = any(sequence[0].retain_graph and not sequence[-1].retain_graph for sequence in passes)
-    return history.held_bytes[-1] >= (0.5 if in_turns else SHARE) * history.largest_graph_bytes
+    if not in_turns:
+        return history.held_bytes[-1] >= SHARE * history.largest_graph_bytes
+    outputs = {storage_number(kept) for call in item.calls for memory in call.memory if (kept := memory()) is not None}
+    held_bytes = sum(n_bytes for number, n_bytes in item.storages.items() if number not in outputs)
+    return held_bytes >= 0.5 * history.largest_graph_bytes

@@ -41,7 +41,8 @@ class UnreadGradients(Rule):
     "graph for the loss that does need it.",
     bad="fake = generator(noise)\nloss(discriminator(fake)).backward()",
     good="fake = generator(noise)\nloss(discriminator(fake.detach())).backward()",
-    fix="`.detach()` the output of `{name}` ({made}) in the loss that runs backward at {backward}{remedy}",
+    fix="`.detach()` the output of `{name}` ({made}) in the loss that runs backward at {backward}{remedy}; if no other "
+    "loss uses that output, make it under `torch.no_grad()`",
 )
 class DiscardedGradients(Rule):
     """Rule for gradients that are reset before their optimizer has read them, recorded by `zero_grad`."""
