@@ -307,6 +307,15 @@ def test_the_program_runs_as_pasted(run_python: RunPython, tmp_path: Path) -> No
     assert len(re.findall(r"^\d+\.\d+$", done.stdout, re.MULTILINE)) == 8
 
 
+def test_each_picture_of_a_page_is_small_and_shown() -> None:
+    shown = text_of(ROOT / "README.md") + "".join(text_of(page) for page in (ROOT / "docs").glob("*.md"))
+    pictures = [*(ROOT / "docs").glob("*.png")]
+    assert len(pictures) == 7
+    for picture in pictures:
+        assert picture.stat().st_size < 100_000
+        assert f"({picture.name})" in shown
+
+
 def test_the_command_for_pictures_writes_their_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "docs").mkdir()
     beside = {

@@ -1,7 +1,8 @@
 """Make the pictures of README and docs again: `python tools/doc_pictures.py`, or `make pictures`.
 
-- `docs/report.png`: the page of `lowtide demo --budget 50% --report`, as Chromium shows it; its numbers go into the
-  text beside the picture in README.md, README.ja.md and docs/reports.md
+- `docs/report*.png`, as Chromium shows them: the page of `lowtide demo --budget 50% --report`, whose numbers go into
+  the text beside the picture in README.md, README.ja.md and docs/reports.md; its frontier; the pages of two runs, of a
+  watched script and of an estimate for a GPU; the output of `largest-batch`; a notebook cell
 - `docs/frontier-*.svg`: from the results in docs/benchmarks.json (`bench/peers.py --page`)
 - `docs/graph.svg`: the graph of y = W x + b
 """
@@ -13,12 +14,16 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from PIL import Image
+from PIL import Image, ImageChops
+from torch import nn
 
 import lowtide
+from lowtide.report.page import asset
+from lowtide.report.pictures import escape
 from lowtide.report.run_record import RunRecord
 from lowtide.units import format_bytes
 
@@ -26,6 +31,26 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 WIDTH, HEIGHT = 1040, 1350
 """Pixels of the picture of a report: from its title to the end of the timeline."""
+MARGIN = 28
+"""Pixels below the last line of a shorter page."""
+SCRIPT = ROOT / "examples" / "training_loop.py"
+KEEPS_OUTPUTS = """\
+import torch
+
+model = torch.nn.Sequential(torch.nn.Linear(256, 1024), torch.nn.ReLU(), torch.nn.Linear(1024, 256))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+losses = []
+for _ in range(5):
+    loss = model(torch.randn(64, 256)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(model(torch.randn(64, 256)).square().mean())
+"""
+CELL = """\
+fitted = lowtide.fit(model, step, tokens, budget="60%")
+fitted
+"""
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 SIZE = r"\d[\d.]* .iB"
 
@@ -35,12 +60,11 @@ def main() -> None:
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         sys.exit(f"found none of {', '.join(BROWSERS)}, which show the report: apt-get install chromium")
-    with tempfile.TemporaryDirectory() as folder:
-        record, page = Path(folder, "run.json"), Path(folder, "run.html")
-        _lowtide("demo", "--budget", "50%", "--steps", "6", "--report", str(record))
-        _lowtide("report", str(record), "-o", str(page))
-        take_picture(browser, page, DOCS / "report.png")
-        run = RunRecord.from_json(record.read_text(encoding="utf-8"))
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        run = picture_report(browser, folder)
+        for name, page in pages(run, folder):
+            take_picture(browser, page, DOCS / f"report-{name}.png")
     assert run.plain_peak_bytes is not None
     assert run.peak_bytes is not None
     write_numbers(format_bytes(run.plain_peak_bytes), format_bytes(run.peak_bytes))
@@ -48,12 +72,80 @@ def main() -> None:
     (DOCS / "graph.svg").write_text(graph_picture(), encoding="utf-8")
 
 
-def _lowtide(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "lowtide", *arguments], check=True)
+def picture_report(browser: str, folder: Path) -> RunRecord:
+    """Run the demo and make the picture of its report; return its record."""
+    record, page = folder / "run.json", folder / "run.html"
+    _lowtide("demo", "--budget", "50%", "--steps", "6", "--report", str(record))
+    _lowtide("report", str(record), "-o", str(page))
+    take_picture(browser, page, DOCS / "report.png")
+    return RunRecord.from_json(record.read_text(encoding="utf-8"))
+
+
+def pages(run: RunRecord, folder: Path) -> Iterator[tuple[str, Path]]:
+    """Yield the name and the page of each further picture."""
+    assert run.frontier is not None
+    frontier, findings, gpu = (folder / f"{name}.html" for name in ("frontier", "findings", "gpu"))
+    run.frontier.to_html(frontier)
+    yield "frontier", frontier
+
+    records = [folder / f"budget-{share}.json" for share in (70, 50)]
+    for record in records:
+        share = record.stem.rpartition("-")[2]
+        _lowtide("run", "--budget", f"{share}%", "--report", record.name, str(SCRIPT), "--epochs", "1", cwd=folder)
+    _lowtide("report", *(record.name for record in records), "-o", "changes.html", cwd=folder)
+    yield "changes", folder / "changes.html"
+
+    (folder / "train.py").write_text(KEEPS_OUTPUTS, encoding="utf-8")
+    _lowtide("watch", "--report", findings.name, "train.py", cwd=folder, code=1)
+    yield "findings", findings
+
+    shutil.copy(SCRIPT, folder)
+    batches = ("--batch", "512", "--batch", "2048", "--batch", "8192")
+    _lowtide("estimate", "--device", "rtx 4090", *batches, "--report", gpu.name, SCRIPT.name, cwd=folder, code=1)
+    yield "gpu", gpu
+
+    asked = ("largest-batch", "--hf", "gpt2", "--seq", "512")
+    yield "gpus", _page(folder / "gpus.html", f"$ lowtide {' '.join(asked)}\n{_lowtide(*asked, cwd=folder)}")
+    yield "notebook", _page(folder / "notebook.html", f"In [2]: {CELL}", notebook_output())
+
+
+def _page(path: Path, text: str, html: str = "") -> Path:
+    """Write a page of text in a monospaced font, and of what follows it."""
+    shown = f'<pre class="lt-command">{escape(text)}</pre>{html}'
+    path.write_text(f'<style>{asset("page.css")}</style><body class="lt lt-page">{shown}</body>', encoding="utf-8")
+    return path
+
+
+def notebook_output() -> str:
+    """Return what a notebook shows below the cell `CELL`."""
+    torch.manual_seed(0)
+    layers = [nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True, norm_first=True) for _ in range(4)]
+    model = nn.Sequential(nn.Embedding(1000, 256), *layers, nn.Linear(256, 1000))
+    optimizer = torch.optim.AdamW(model.parameters())
+
+    def step(tokens: torch.Tensor) -> float:
+        logits = model(tokens[:, :-1]).flatten(0, 1)
+        loss = nn.functional.cross_entropy(logits, tokens[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    names = {"lowtide": lowtide, "model": model, "step": step, "tokens": torch.randint(1000, (16, 129))}
+    exec(CELL, names)
+    html: str = names["fitted"]._repr_html_()
+    return html
+
+
+def _lowtide(*arguments: str, cwd: Path = ROOT, code: int = 0) -> str:
+    """Run a command, which has to end with exit code `code`; return what it prints."""
+    done = subprocess.run([sys.executable, "-m", "lowtide", *arguments], cwd=cwd, stdout=subprocess.PIPE, text=True)
+    assert done.returncode == code, f"lowtide {' '.join(arguments)} ended with exit code {done.returncode}"
+    return done.stdout
 
 
 def take_picture(browser: str, page: Path, picture: Path) -> None:
-    """Write what `browser` shows of `page` to `picture`, in at most 256 colours."""
+    """Write what `browser` shows of the beginning of `page` to `picture`, in at most 256 colours."""
     options = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--force-device-scale-factor=1")
     size = f"--window-size={WIDTH},{HEIGHT + 200}"  # the window's own bars take a part of it
     with tempfile.TemporaryDirectory() as folder:
@@ -62,7 +154,9 @@ def take_picture(browser: str, page: Path, picture: Path) -> None:
             [browser, *options, size, f"--screenshot={shot}", page.as_uri()], check=True, capture_output=True
         )
         with Image.open(shot) as image:
-            image.convert("RGB").crop((0, 0, WIDTH, HEIGHT)).quantize(256).save(picture, optimize=True)
+            shown = image.convert("RGB").crop((0, 0, WIDTH, HEIGHT))
+    _, _, _, end = ImageChops.difference(shown, Image.new("RGB", shown.size, "white")).getbbox() or (0, 0, 0, HEIGHT)
+    shown.crop((0, 0, WIDTH, min(HEIGHT, end + MARGIN))).quantize(256).save(picture, optimize=True)
 
 
 def write_numbers(before: str, after: str) -> None:

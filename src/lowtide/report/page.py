@@ -246,7 +246,7 @@ def memory(
     if [len(m.at) for _, m in tracks] == [1]:  # a peak alone
         return f"{said}<figure>{legend(shown, 0, names)}</figure>"
     how = {
-        "predicted": "Predicted from the rehearsed step; sizes are exact unless stated otherwise below.",
+        "predicted": "Predicted from the rehearsed step; sizes are exact unless stated otherwise.",
         "measured": "Measured: every allocation of one step.",
         "estimated": "Estimated: every allocation of a step on tensors without memory.",
     }[shown.how]
