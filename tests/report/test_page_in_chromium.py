@@ -1,8 +1,5 @@
 """The page in a real browser: what it shows under the pointer, in both themes, on a phone, to a screen reader."""
 
-import json
-import os
-import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from browsers import needs_axe, needs_browser, requested_urls, running_browser, show, violations
 from lowtide.report.page import run_page
 from lowtide.report.run_comparison import RunComparison
 from lowtide.report.run_record import RunRecord
@@ -17,31 +15,15 @@ from lowtide.report.step_memory import StepMemory
 from lowtide.units import format_bytes
 from report.runs import FINDINGS, run
 
-webdriver = pytest.importorskip("selenium.webdriver", reason="needs selenium: pip install -e '.[dev]'")
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-DRIVER = shutil.which("chromedriver")
-AXE = Path(os.environ.get("AXE", "node_modules/axe-core/axe.min.js"))
-
-pytestmark = [
-    pytest.mark.skipif(
-        BROWSER is None or DRIVER is None, reason="needs a browser: apt-get install chromium chromium-driver"
-    ),
-    pytest.mark.xdist_group("chromium"),
-]
+pytestmark = [needs_browser, pytest.mark.xdist_group("chromium")]
 
 RUN = replace(run(), findings=FINDINGS, n_steps=3)
 
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
-    driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    yield driver
-    driver.quit()
+    with running_browser() as driver:
+        yield driver
 
 
 @pytest.fixture
@@ -53,13 +35,6 @@ def page(browser: Any, tmp_path: Path) -> Any:
     browser.get_log("browser"), browser.get_log("performance")
     browser.get(path.as_uri())
     return browser
-
-
-def show(browser: Any, *, width: int, dark: bool = False) -> None:
-    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
-    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [scheme]})
 
 
 def shown(page: Any) -> tuple[int, dict[str, int], list[str], str]:
@@ -212,19 +187,15 @@ def test_the_label_of_the_plan_covers_no_other_plan(page: Any, tmp_path: Path, w
 
 def test_no_error_and_no_request(page: Any) -> None:
     assert page.get_log("browser") == []
-    entries = [json.loads(entry["message"])["message"] for entry in page.get_log("performance")]
-    urls = [e["params"]["request"]["url"] for e in entries if e["method"] == "Network.requestWillBeSent"]
+    urls = requested_urls(page)
     assert urls
     assert all(url.startswith(("file:", "data:")) for url in urls)
 
 
+@needs_axe
 @pytest.mark.parametrize("kind", ["run", "watched", "compared"])
 @pytest.mark.parametrize("dark", [False, True])
 def test_axe_finds_nothing(page: Any, tmp_path: Path, kind: str, dark: bool) -> None:
-    if not AXE.is_file():
-        pytest.skip(f"needs {AXE}: npm install --no-save axe-core, or AXE=path/to/axe.min.js")
     open_kind(page, kind, tmp_path)
     show(page, width=1100, dark=dark)
-    page.execute_script(AXE.read_text(encoding="utf-8"))
-    found = page.execute_async_script("axe.run().then((found) => arguments[0](found.violations))")
-    assert [(each["id"], each["nodes"][0]["html"]) for each in found] == []
+    assert violations(page) == []
