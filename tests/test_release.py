@@ -8,6 +8,7 @@ import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
+import jinja2
 import pytest
 import yaml
 
@@ -77,7 +78,9 @@ def test_the_readme_names_the_versions_of_torch_that_were_tested(name: str) -> N
 
 def test_the_conda_recipe_requires_what_the_package_requires() -> None:
     text = (ROOT / "recipe/meta.yaml").read_text(encoding="utf-8")
-    recipe = yaml.safe_load(re.sub(r"\{%.*?%\}", "", text).replace("{{ ", "").replace(" }}", ""))
+    recipe = yaml.safe_load(jinja2.Template(text).render(environ={}, PYTHON="python"))
+    assert recipe["package"] == {"name": PROJECT["name"], "version": RELEASE}
+    assert recipe["about"]["summary"] == PROJECT["description"]
     python = f"python {PROJECT['requires-python']}"
     requirements = recipe["requirements"]
     assert requirements["run"] == [python, *(_spaced(each) for each in PROJECT["dependencies"])]

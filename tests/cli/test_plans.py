@@ -1,6 +1,7 @@
 """Plan files on the command line: shown, compared, and drawn as a frontier; without torch."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -73,6 +74,8 @@ def test_the_difference_of_two_plans(files: tuple[str, str], capsys: pytest.Capt
     assert cli.main(["plan", "diff", *files]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("budget: ")
+    (time,) = [line for line in lines if line.startswith("extra time: ")]
+    assert len(re.findall(r"\d ms a step \(\+[\d.]+ %\)", time)) == 2
     assert any(line.startswith("- re") for line in lines)
     assert cli.main(["plan", "diff", "--json", *files]) == 1
     found = json.loads(capsys.readouterr().out)

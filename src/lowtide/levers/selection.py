@@ -23,6 +23,7 @@ from lowtide.planner.planning import in_place_peak_bytes, plain_peak_bytes, plan
 from lowtide.planner.records import AppliedLever, Prediction, Profile
 from lowtide.profiler import rehearse
 from lowtide.profiler.preconditions import check_can_rehearse
+from lowtide.report.text_table import added_time
 from lowtide.runtime.fingerprint import place_of
 from lowtide.state.step_outcome import is_out_of_memory
 from lowtide.state.step_snapshot import StepSnapshot
@@ -117,14 +118,15 @@ def _rehearse_with(site: StepContext, before: LeverTrial, lever: Lever, settings
     if lever.name in DEFAULT and after.profile.levers[-1].bytes < SMALL * before.peak_bytes:
         raise LeverNotApplicable("it saves too little")
     if more_ms and before.has_plan and (saved_ms := before.extra_ms - after.extra_ms + more_ms) <= more_ms:
-        raise LeverNotApplicable(explain_not_paying(more_ms, saved_ms))
+        raise LeverNotApplicable(explain_not_paying(more_ms, saved_ms, before.profile.step_ms))
     return after
 
 
-def explain_not_paying(more_ms: float, saved_ms: float) -> str:
-    """Explain why a lever that takes `more_ms` a step is not used; `saved_ms` may be negative."""
+def explain_not_paying(more_ms: float, saved_ms: float, step_ms: float) -> str:
+    """Explain why a lever that adds `more_ms` to a step of `step_ms` is not used; `saved_ms` may be negative."""
     saved = format_time(saved_ms) if saved_ms > 0 else "nothing"
-    return f"it takes {format_time(more_ms)} a step, and saves {saved} of recomputes and replays"
+    added = added_time(more_ms, step_ms).removeprefix("+")
+    return f"it adds {added}, and saves {saved} of recomputes and replays"
 
 
 def _more_ms(site: StepContext, before: tuple[AppliedLever, ...], after: tuple[AppliedLever, ...]) -> float:

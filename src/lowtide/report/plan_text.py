@@ -10,7 +10,7 @@ from lowtide.planner.folded_decisions import KINDS, fold, join
 from lowtide.planner.records import Decided, Plan, Profile
 from lowtide.planner.serialization import Record
 from lowtide.report.text_table import added_time, decisions, lever_lines
-from lowtide.units import format_bytes, format_change, format_parts, format_ratio, format_time
+from lowtide.units import format_bytes, format_change, format_parts, format_ratio
 
 
 def show(plan: Plan) -> str:
@@ -142,7 +142,7 @@ def show_diff(first: Plan, second: Plan) -> str:
         if unit == "bytes":
             lines.append(f"{words}: {format_change(int(one), int(other))}")
         elif unit == "ms":
-            lines.append(f"{words} time: {format_time(one)} -> {format_time(other)}")
+            lines.append(f"{words} time: {added_time(one, first.step_ms)} -> {added_time(other, second.step_ms)}")
         else:
             lines.append(f"{words} FLOPs: {one:.3g} -> {other:.3g}")
     lines += [f"- {line}" for line in _folded(first, differences.only_first)]
