@@ -11,7 +11,7 @@ from lowtide.report.decision_tree import decision_tree
 from lowtide.report.page import run_page
 from lowtide.report.run_record import RunRecord, record_of, with_frontier, with_step_time
 from lowtide.report.run_text import peak_sentence, verdict
-from lowtide.units import format_bytes, format_time
+from lowtide.units import format_bytes, format_ratio, format_time
 from report.runs import FINDINGS, NEED, PLAN, PROFILE, run
 
 RUN = replace(run(), findings=FINDINGS, n_steps=3)
@@ -69,6 +69,7 @@ def test_added_times_have_shares_where_only_the_step_under_the_plan_was_timed() 
     timed = with_step_time(untimed, 11 * extra_ms)
     assert timed.extra == pytest.approx(0.1)
     assert "time of the plain step: that of a step under the plan, less the extra time" in timed.predicted
+    assert f"extra time: +{format_time(extra_ms)} a step (+10 %) predicted" in str(timed).splitlines()
     page = html.unescape(run_page(with_frontier(timed)))
     assert "<b>+10 %</b>" in page
     assert f"predicted: {format_time(extra_ms)} per step" in page
@@ -104,6 +105,10 @@ def test_a_page_of_a_refused_budget_shows_it_beside_the_smallest_one() -> None:
         "peak-of-a-step": RUN.plain_peak_bytes,
         "smallest-peak": least.peak_bytes,
     }
+    cost = f"{format_ratio((least.extra_ms or 0) / RUN.frontier.step_ms, signed=True)} time"
+    reached = f"Plans take it down to {format_bytes(least.peak_bytes, round_up=True)}, for {cost}."
+    assert f"It does not fit: no plan fits {reached}" in page
+    assert reached in str(refused)
     assert page.count(f"budget {format_bytes(budget_bytes)}") == 2  # in the step's chart, and in that of other budgets
 
 

@@ -8,7 +8,7 @@ from typing import Literal
 from lowtide.report.plan_text import extra
 from lowtide.report.run_record import RunRecord
 from lowtide.report.step_memory import StepMemory
-from lowtide.report.text_table import decisions, listed
+from lowtide.report.text_table import added_time, decisions, listed
 from lowtide.units import format_bytes, format_ratio
 
 Answer = Literal["yes", "no", "open", "plain"]
@@ -33,6 +33,7 @@ def _lines(run: RunRecord) -> Iterator[str]:
     if memory is not None:
         yield peak_sentence(memory)
     if run.plan is not None:
+        yield f"extra time: {added_time(run.plan.predicted.extra_ms, run.plan.step_ms)} predicted"
         yield decisions(run.plan)
     if run.proof is not None:
         yield run.proof.text
@@ -61,7 +62,7 @@ def verdict(run: RunRecord) -> tuple[Answer, str]:
             return "yes", f"Nothing outlives its step{steps}."
         return "no", f"{n} finding{'s' * (n > 1)}{steps}: memory that outlives its step."
     if run.refusal:
-        return "no", f"It does not fit: {run.refusal.splitlines()[0]}"
+        return "no", f"It does not fit: {run.refusal.splitlines()[0]}{_reach(run)}"
     if peak_bytes is None:
         return "open", "No step was measured."
     budget_bytes = run.budget_bytes
@@ -84,7 +85,7 @@ def verdict(run: RunRecord) -> tuple[Answer, str]:
 
 
 def _reach(run: RunRecord) -> str:
-    """Return a sentence on the smallest peak of any plan: `Plans take it down to 300 MiB (+62 % time).`"""
+    """Return a sentence on the smallest peak of any plan: `Plans take it down to 300 MiB, for +62 % time.`"""
     points = () if run.frontier is None else run.frontier.points
     if not points or run.frontier is None or points[0].peak_bytes >= run.frontier.plain_bytes:
         return ""
