@@ -209,6 +209,29 @@ for number in range(20):
         holder="'target' -> cache",
         fix="limit the cache of `target`",
     ),
+    Case(
+        name="copies_on_the_items_of_a_data_set",
+        script="""
+class Item: pass
+items = [Item() for _ in range(128)]
+model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for n in range(16):
+    hidden = model(torch.randn(8, 32, 64))
+    for item, row in zip(items[8 * n : 8 * n + 8], hidden): item.embedding = row{}
+    hidden.square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    del hidden, row
+""",
+        broken=("",),
+        mended=(".detach().clone()",),
+        code="LT029",
+        holder="list 'items' [128 entries].embedding",
+        made="hidden = model(",
+        held_bytes=128 * 32 * 256 * FLOAT,
+        fix="store a separate copy in `items[..].embedding`",
+    ),
     # --- variables that later code reads
     Case(
         name="best_loss_so_far",

@@ -30,6 +30,7 @@ class History:
     has_changed: bool = False
     """True if the holder has memory now that it did not have at the previous inspection."""
     held_bytes: Sequence[int] = ()
+    n_storages: Sequence[int] = ()
     entries: Sequence[int] = ()
     """Entries of the lists, dicts and sets through which the holder reaches the tensors."""
     has_stopped: bool = False
@@ -49,6 +50,7 @@ class Inspections:
     n: int = 0
     steps: list[int] = field(default_factory=list)
     held_bytes: list[int] = field(default_factory=list)
+    n_storages: list[int] = field(default_factory=list)
     entries: list[int] = field(default_factory=list)
     grown_at: int = 0
     """Step of the last inspection that found more entries than the one before."""
@@ -70,6 +72,7 @@ class Inspections:
         self.n += 1
         self.steps = [*self.steps[-_MOST_EARLIER:], step]
         self.held_bytes = [*self.held_bytes[-_MOST_EARLIER:], sum(storages.values())]
+        self.n_storages = [*self.n_storages[-_MOST_EARLIER:], len(storages)]
         self.entries = [*self.entries[-_MOST_EARLIER:], n_entries]
         self.n_unchanged = self.n_unchanged + 1 if storages == self.storages else 0
         self.storages = storages
@@ -77,6 +80,7 @@ class Inspections:
         return History(
             has_changed=has_changed,
             held_bytes=self.held_bytes,
+            n_storages=self.n_storages,
             entries=self.entries,
             has_stopped=has_stopped,
             n_steps=len({step for item in retained for step in item.steps or (item.made_in_step,)}),

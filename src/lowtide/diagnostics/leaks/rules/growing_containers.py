@@ -189,7 +189,8 @@ def _is_added_to(item: RetainedObject, history: History) -> bool:
     """Return True if the same number of tensors was larger at each of many inspections: outputs are joined to them."""
     is_joined_state = item.is_state and item.is_held_as("module")
     has_name = item.holder is not None and (item.holder.kind in _NAMED_KINDS or is_joined_state)
-    is_same_number = has_name and not item.is_output and len({*history.entries[-JOINS:]}) == 1
+    numbers = {*zip(history.entries[-JOINS:], history.n_storages[-JOINS:], strict=True)}
+    is_same_number = has_name and not item.is_output and len(numbers) == 1
     return (
         is_same_number and grows(history.held_bytes, JOINS) and history.held_bytes[-1] >= 2 * history.held_bytes[-JOINS]
     )
