@@ -24,8 +24,8 @@ when a model is called after an update; in a loop that calls no module, at its f
 A finding is reported if it holds at least 16 KiB and 1 % of the memory of a forward's graph; an output, 5 %.
 
 Watching takes time mainly in the first five steps, which are inspected closely: 0.35 s in all for the demo's GPT-2. Its
-later steps take as long as without the watch (within 3 %, `python bench/watch.py`). A loop of tiny steps (0.1 ms) takes
-3.0 times as long, and 10 times under `lowtide.measure` (`--tiny`).
+later steps take as long as without the watch (within 3 %, `python bench/watch.py`). A loop of tiny steps (0.2 ms) takes
+2.1 times as long, and 5.6 times under `lowtide.measure` (`--tiny`).
 
 In the fixes below, `NAME` stands for the variable, attribute or container that holds the memory, and train.py:42 for
 the line to look at. A real finding names both.

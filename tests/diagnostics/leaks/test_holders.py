@@ -6,6 +6,7 @@ import gc
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -265,3 +266,29 @@ def test_a_variable_of_an_earlier_cell_is_one_holder_whichever_cell_runs() -> No
     for number, cell in enumerate(CELLS):
         exec(compile(cell, f"<cell {number}>", "exec"), namespace)
     assert [finding.holder for finding in namespace["watched"].findings] == ["cells global variable 'loss'"]
+
+
+def test_variables_of_libraries_are_left_out_where_the_users_name_the_object(tmp_path: Path) -> None:
+    class Task:
+        def __init__(self) -> None:
+            self.outputs: list[Tensor] = []
+
+    library = tmp_path / "site-packages" / "framework.py"
+    source = "def run(own_task, step):\n    for number in range(8):\n        step(number)\n"
+    namespace: dict[str, Any] = {}
+    exec(compile(source, str(library), "exec"), namespace)
+    task, model = Task(), nn.Sequential(nn.Linear(64, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step(number: int) -> None:
+        output = model(torch.randn(ROWS, 64))
+        output.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        task.outputs.append(output.detach())
+
+    with lowtide.watch(model) as watched:
+        namespace["run"](task, step)
+    (finding,) = watched.findings
+    assert "'task'" in finding.holder
+    assert "own_task" not in finding.holder

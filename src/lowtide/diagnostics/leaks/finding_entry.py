@@ -10,6 +10,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from lowtide._torch.tensors import storage_number
+from lowtide.diagnostics.leaks.call_site import origin
 from lowtide.diagnostics.leaks.holder_history import History, Inspections
 from lowtide.diagnostics.leaks.joined_findings import MOST_NAMES
 from lowtide.diagnostics.leaks.rules import RULES, Rule
@@ -189,7 +190,10 @@ def _text(item: RetainedObject) -> str:
     assert holder is not None
     if holder.kind != "variable":
         return holder.text
-    return " and ".join(dict.fromkeys(h.text for h in item.holders if h.kind == "variable"))
+    variables = [other for other in item.holders if other.kind == "variable"]
+    # frames of libraries have names of their own for an object of the user's
+    own = [v for v in variables if v.place is not None and origin(v.place.file) == "user"] if holder.is_part else []
+    return " and ".join(dict.fromkeys(v.text for v in own or variables))
 
 
 def _name(main: RetainedObject, group: Sequence[RetainedObject]) -> str:
