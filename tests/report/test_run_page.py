@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lowtide.planner.records import Fingerprint, InPlace
-from lowtide.report.decision_tree import decision_tree
+from lowtide.report.decision_tree import Branch, decision_tree
 from lowtide.report.page import run_page
 from lowtide.report.run_record import RunRecord, record_of, with_frontier, with_step_time
 from lowtide.report.run_text import peak_sentence, verdict
@@ -124,6 +124,12 @@ def test_a_page_says_which_peak_a_gpu_is_asked_for() -> None:
     estimate = RunRecord(command="lowtide estimate", versions=RUN.versions, before=RUN.before, needs=(needs,))
     page = html.unescape(run_page(estimate))
     assert f"1 GiB requested: the peak of {needs.peak_of}." in page
+
+
+def test_a_long_list_of_modules_alike_is_shortened() -> None:
+    assert Branch("{0,2,4,6-8,10}").short_name == "{0,2,4,6-8,10}"
+    assert Branch("{0,2,4,6,8,10}").short_name == "{0,2,4,…,10}"
+    assert Branch("encoder").short_name == "encoder"
 
 
 def test_exact_bytes_of_a_proof_are_grouped() -> None:

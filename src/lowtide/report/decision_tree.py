@@ -14,6 +14,9 @@ from lowtide.report.step_memory import swept
 DECISIONS = ("kept", "recomputed", "replayed", "offloaded")
 _DECISION = {RECOMPUTED: "recomputed", REPLAYED: "replayed", ADVANCED: "replayed", OFFLOADED: "offloaded"}
 
+_MOST_RANGES = 5
+"""Number of ranges of siblings that a short name lists."""
+
 
 @dataclass(slots=True, eq=False)
 class Branch:
@@ -33,6 +36,14 @@ class Branch:
     @property
     def total(self) -> int:
         return self.bytes.total()
+
+    @property
+    def short_name(self) -> str:
+        """The name, with the first and the last ranges of a long list of siblings: `{0,2,4,…,118}`."""
+        siblings = self.name.strip("{}").split(",")
+        if len(siblings) <= _MOST_RANGES:
+            return self.name
+        return f"{{{','.join(siblings[: _MOST_RANGES - 2])},…,{siblings[-1]}}}"
 
     def _key(self) -> object:
         """Return a key that is equal for modules with equal decisions about equal bytes."""

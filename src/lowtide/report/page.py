@@ -353,7 +353,8 @@ def decided(run: RunRecord) -> str:
 
 
 def _branch(branch: Branch, whole: int, depth: int, step_ms: float) -> Iterator[str]:
-    name = f"{escape(branch.name)}"
+    name = escape(branch.short_name)
+    title = f' title="{escape(branch.name)}"' if branch.short_name != branch.name else ""
     if branch.n_alike > 1:
         name += f" <small>{branch.n_alike} alike</small>"
     bar = "".join(
@@ -366,7 +367,7 @@ def _branch(branch: Branch, whole: int, depth: int, step_ms: float) -> Iterator[
         share = f" ({format_ratio(branch.ms / step_ms, signed=True)})" if step_ms else ""
         parts.append(f"+{format_time(branch.ms)}{share}")
     row = (
-        f'<span class="lt-name">{name}</span><span class="lt-decisions" aria-hidden="true">{bar}</span>'
+        f'<span class="lt-name"{title}>{name}</span><span class="lt-decisions" aria-hidden="true">{bar}</span>'
         f'<span class="lt-detail">{" · ".join(f"<span>{part}</span>" for part in parts)}</span>'
     )
     children = [b for b in branch.branches.values() if b.total or b.ms >= 0.0005]
