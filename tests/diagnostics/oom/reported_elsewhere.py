@@ -885,4 +885,17 @@ REPORTED = [
         "tried to allocate 1048576 bytes. Error code 12 (Cannot allocate memory)",
         says="check ulimit -v and vm.overcommit_memory",
     ),
+    Reported(
+        "a service in words of its own",
+        "host-memory",
+        "use a larger memory size",
+        "Your Studio ran out of RAM and was restarted.",
+    ),
+    Reported(
+        "a launch by Triton beyond the GPU's registers",
+        "cap",
+        "",
+        "RuntimeError: Triton Error [CUDA]: too many resources requested for launch",
+        never=r"fit\(|nvidia-smi",
+    ),
 ]

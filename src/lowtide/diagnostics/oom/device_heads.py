@@ -504,7 +504,8 @@ DEVICE_HEADS: tuple[MessageHead, ...] = (
     head("Native API failed", r"Native API failed.{0,80}OUT_OF_RESOURCES", "xpu driver", "oneAPI", certain=False),
     head(
         "invalid configuration argument|too many resources",
-        r"(?:CUDA|HIP) error: (?:invalid configuration argument|too many resources requested for launch)",
+        r"(?:(?:CUDA|HIP) error|Triton Error \[(?:CUDA|HIP)\]): "
+        r"(?:invalid configuration argument|too many resources requested for launch)",
         "cuda",
         "limits of a launch",
     ),

@@ -103,12 +103,14 @@ HOST_HEADS: tuple[MessageHead, ...] = (
     ),
     # services that end a program at its memory limit
     head(
-        "out-of-memory and exited|emory limit|emory quota|Max Memory Used|Ran out of|over its resource|OOM killed",
+        "out-of-memory and exited|emory limit|emory quota|Max Memory Used|an out of|over its resource|OOM killed",
         r"ran out-of-memory and exited with|Ran out of memory \(used over \d{1,6}[KMG]B\) while running your code"
         r"|app has gone over its resource limits|Process appears to have been OOM killed"
         r"|Memory limit of [\d.]{1,20} ?[KMG]i?B exceeded"
         r"|Container (?:'[^'\n]{1,80}' exceeded|exceeded its) memory limit|Error: memory limit exceeded"
         r"|Memory limit exceeded \(\d{1,10}[KMG]i?\)|Error R1[45] \(Memory quota|hit its memory limit"
+        r"|\b(?:[Mm]achine|[Nn]otebook|[Ss]tudio|[Ss]ession|[Ii]nstance|[Ww]orkspace|[Cc]ontainer|[Kk]ernel) ran out "
+        r"of (?:memory|RAM)\b"
         r"|Memory Size: (\d{1,6}) MB Max Memory Used: \1 MB",
         "system",
         "a service's limit",
