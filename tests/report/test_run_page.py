@@ -123,7 +123,14 @@ def test_a_page_says_which_peak_a_gpu_is_asked_for() -> None:
     needs = replace(NEED, peak_of="both steps, in the second one, with 16.2 MiB of cuBLAS's workspaces")
     estimate = RunRecord(command="lowtide estimate", versions=RUN.versions, before=RUN.before, needs=(needs,))
     page = html.unescape(run_page(estimate))
-    assert f"1 GiB requested: the peak of {needs.peak_of}." in page
+    said = f"the bytes of all tensors, at the peak of {needs.peak_of}."
+    assert f"<p>Requested: {said}" in page
+    assert "Reserved: what PyTorch's allocator takes from the GPU for them." in page
+    batches = [replace(needs, batch=8), replace(needs, batch=16), replace(needs, batch=32, peak_of="the only step")]
+    page = html.unescape(run_page(replace(estimate, needs=tuple(batches))))
+    assert page.count(said) == 1
+    assert f"<p>Requested with batch 8 and 16: {said}" in page
+    assert "<p>Requested with batch 32: the bytes of all tensors, at the peak of the only step." in page
 
 
 def test_a_long_list_of_modules_alike_is_shortened() -> None:

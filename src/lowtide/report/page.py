@@ -17,7 +17,7 @@ from lowtide.report.plan_text import blocks, extra
 from lowtide.report.run_record import RunRecord
 from lowtide.report.run_text import peak_sentence, verdict
 from lowtide.report.step_memory import CATEGORIES, StepMemory
-from lowtide.report.text_table import added_time, decisions, lever_lines
+from lowtide.report.text_table import added_time, decisions, lever_lines, listed
 from lowtide.units import format_bytes, format_ratio, format_time
 from lowtide.utils.tables import Styled, Table
 
@@ -180,12 +180,19 @@ def _needs_table(run: RunRecord) -> str:
         )
     headings = ("batch", "requested", "allocated", "reserved", "bounds", "answer", "smallest GPU")
     # The page shows the last step in time, without cuBLAS's workspaces, so that peak may be lower than the table's.
-    peaks = "".join(
-        f"<p>{format_bytes(need.peak_requested_bytes)} requested: the peak of {escape(need.peak_of)}.</p>"
-        for need in run.needs
-        if need.peak_of
+    peaks: dict[str, list[str]] = {}
+    for need in run.needs:
+        peaks.setdefault(need.peak_of, []).append(str(need.batch))
+    words = "".join(
+        f"<p>Requested{f' with batch {listed(batches)}' if len(peaks) > 1 else ''}: the bytes of all tensors, "
+        f"at the peak of {escape(peak_of)}.</p>"
+        for peak_of, batches in peaks.items()
+        if peak_of
     )
-    return Table(headings=headings, rows=rows).html("Memory on the GPU") + peaks
+    words += (
+        "<p>Reserved: what PyTorch's allocator takes from the GPU for them. The answer also counts a CUDA context.</p>"
+    )
+    return Table(headings=headings, rows=rows).html("Memory on the GPU") + words
 
 
 def _trained_table(run: RunRecord) -> str:
