@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 from browsers import needs_axe, needs_browser, requested_urls, running_browser, show, violations
+from lowtide.memory.events import PHASE, Allocate, EventStream, Free, Mark
+from lowtide.memory.memory_timeline import Timeline
 from lowtide.report.page import run_page
 from lowtide.report.run_comparison import RunComparison
 from lowtide.report.run_record import RunRecord
-from lowtide.report.step_memory import StepMemory
+from lowtide.report.step_memory import StepMemory, recorded_memory
 from lowtide.units import format_bytes
 from report.runs import FINDINGS, run
 
@@ -164,6 +166,22 @@ def test_the_changes_of_a_comparison_are_in_view_on_a_phone(page: Any, tmp_path:
     )
     assert "-" in "".join(texts)
     assert max(rights) <= 360
+
+
+def test_no_name_of_a_phase_is_cut_off(page: Any, tmp_path: Path) -> None:
+    names = ("forward", "backward", "optimizer")
+    events = [event for name in names for event in (Mark(PHASE, name), *[Allocate(0, 9, 0, ""), Free(0, 9)] * 20)]
+    short = recorded_memory(Timeline(EventStream((*events[: 41 + 41 + 13],))), "measured")
+    path = tmp_path / "phases.html"
+    path.write_text(run_page(RunRecord(command="", versions={}, before=short)), encoding="utf-8")
+    page.get(path.as_uri())
+    for width, shown_names in ((1100, names), (360, names[:2])):
+        show(page, width=width)
+        labels = page.execute_script(
+            "const names = [...document.querySelectorAll('.lt-phase-name')].filter((e) => e.checkVisibility());"
+            "return names.map((e) => [e.textContent, e.scrollWidth <= e.clientWidth])"
+        )
+        assert labels == [[name, True] for name in shown_names]
 
 
 @pytest.mark.parametrize("width", [360, 1100])

@@ -24,6 +24,8 @@ HEADROOM = 1.12
 _TICKS = 6
 NARROW = 6
 """Width of a phase, in percent of the plot, below which it has no room for its name."""
+NARROW_ON_PHONES = 20
+"""The same on a phone."""
 
 
 def escape(text: object) -> str:
@@ -154,9 +156,9 @@ def _memory_marks(
         width = 100 * (axes.x(stop) - axes.x(first)) / WIDTH
         if width < NARROW:
             continue
-        yield (
-            f'<span class="lt-phase-name" style="left:{axes.left(first)};width:{width:.2f}%">{escape(span.name)}</span>'
-        )
+        narrow = " is-narrow" if width < NARROW_ON_PHONES else ""
+        style = f"left:{axes.left(first)};width:{width:.2f}%"
+        yield f'<span class="lt-phase-name{narrow}" style="{style}">{escape(span.name)}</span>'
     peaks = [(name, memory, places(memory, base)[memory.peak_moment]) for name, memory in tracks]
     if budget_bytes is not None and budget_bytes <= axes.high:
         text = f"budget {format_bytes(budget_bytes)}"
