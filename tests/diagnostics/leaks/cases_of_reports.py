@@ -232,6 +232,47 @@ for n in range(16):
         held_bytes=128 * 32 * 256 * FLOAT,
         fix="store a separate copy in `items[..].embedding`",
     ),
+    Case(
+        name="outputs_of_each_epoch",
+        script="""
+model = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(5):
+    outputs = []
+    for _ in range(15):
+        output = model(torch.randn(128, 64))
+        output.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        outputs.append({})
+        del output
+""",
+        broken=("output.detach()",),
+        mended=("output.mean().item()",),
+        code="LT021",
+        holder="list 'outputs' [",
+        made="output = model(",
+        fix="store less in `outputs`",
+    ),
+    Case(
+        name="losses_with_the_memory_of_all_elements",
+        script="""
+model, losses = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 256)), []
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+for _ in range(12):
+    loss = F.mse_loss(model(torch.randn(128, 64)), torch.randn(128, 256))
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append({})
+""",
+        broken=("loss.detach()",),
+        mended=("loss.item()",),
+        code="LT021",
+        holder="list 'losses' [12 entries]",
+        held_bytes=12 * 128 * 256 * FLOAT,
+        fix="store numbers in `losses`: `.item()`",
+    ),
     # --- variables that later code reads
     Case(
         name="best_loss_so_far",

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from lowtide._torch.tensors import storage_number
 from lowtide.diagnostics.leaks.call_site import origin
-from lowtide.diagnostics.leaks.holder_history import History, Inspections
+from lowtide.diagnostics.leaks.holder_history import History, Inspections, grows
 from lowtide.diagnostics.leaks.joined_findings import MOST_NAMES
 from lowtide.diagnostics.leaks.rules import RULES, Rule
 from lowtide.diagnostics.leaks.variable_reads import Reads
@@ -130,6 +130,8 @@ class Entry:
             self.rule = None  # the container is bounded after all, as a cache of masks is
         if self.rule and self.rule.claims_graph and main.has_graph:
             return self.rule
+        if self.rule and self.is_of_copies and grows(history.held_bytes, 2):
+            return self.rule  # the copy that was in use at the last inspection is idle now
         rules = (rule for rule in RULES.values() if main.subject in rule.subjects)
         return next((rule for rule in rules if rule.matches(main, history)), None)
 

@@ -65,7 +65,11 @@ class FindingLog:
             for entry in growing:
                 known = entry.inspections
                 is_the_same = 2 * len(known.storages.keys() & storages.keys()) >= len(known.storages)
-                if is_the_same and known.has_stopped(n_entries, step, are_copies=entry.is_of_copies):
+                if (
+                    is_the_same
+                    and not known.is_refilled(group)
+                    and known.has_stopped(n_entries, step, are_copies=entry.is_of_copies)
+                ):
                     entry.rule = None
 
     def record(

@@ -19,6 +19,9 @@ GROWTHS = 3
 LEAST_PARTS = 3
 """Smallest number of parts that counts as entries: a pair of tensors gathers nothing."""
 
+LEAST_GATHERED_BYTES = 2**20
+"""Smallest number of bytes of a container that is emptied now and then, as after each epoch, that is reported."""
+
 _MOST_EARLIER = 8
 """Number of earlier inspections of a holder that rules can look back on."""
 
@@ -64,7 +67,8 @@ class Inspections:
     ) -> History:
         """Add an inspection in `step` that found the objects `retained`; return it with the earlier ones."""
         storages, n_entries = storages_of(retained), n_entries_of(retained)
-        has_stopped = bool(self.entries) and self.has_stopped(n_entries, step, are_copies=are_copies)
+        is_to_judge = bool(self.entries) and not self.is_refilled(retained)
+        has_stopped = is_to_judge and self.has_stopped(n_entries, step, are_copies=are_copies)
         # a new storage may be at the address of one that is gone: its size tells
         has_changed = self.n > 0 and not storages.items() <= self.storages.items()
         if not self.entries or n_entries > self.entries[-1]:
@@ -87,6 +91,16 @@ class Inspections:
             n_alike=max(n_of_site.values(), default=0),
             largest_graph_bytes=largest_graph_bytes,
         )
+
+    def is_refilled(self, retained: Sequence[RetainedObject]) -> bool:
+        """Return True if a container of outputs was emptied since the last inspection, as after an epoch.
+
+        A full queue may have new entries only, too, but keeps their number.
+        """
+        is_of_outputs = any(item.calls for item in retained)
+        is_large = max(*self.held_bytes, sum(storages_of(retained).values()), 0) >= LEAST_GATHERED_BYTES
+        is_new = bool(self.steps) and min(item.made_in_step for item in retained) >= self.steps[-1]
+        return is_of_outputs and is_large and is_new and n_entries_of(retained) != self.entries[-1]
 
     def has_stopped(self, n_entries: int, step: int, *, are_copies: bool) -> bool:
         """Return True if containers that now have `n_entries` entries no longer grow.

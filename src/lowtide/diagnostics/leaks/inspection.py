@@ -225,6 +225,7 @@ def _retained_storage(
     return RetainedObject(
         held_bytes=n_bytes,
         shown_bytes=shown_bytes,
+        is_scalar=all(t.numel() == 1 for t in tensors) and 2 * shown_bytes < n_bytes,
         is_view=2 * shown_bytes < n_bytes,
         calls=[call] if call else [],
         subject="evaluation" if view.in_evaluation else "tensors",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lowtide.diagnostics.leaks.holder_history import GROWTHS, History, grows
+from lowtide.diagnostics.leaks.holder_history import GROWTHS, LEAST_GATHERED_BYTES, History, grows
 from lowtide.diagnostics.leaks.retained_object import RetainedObject
 from lowtide.diagnostics.leaks.rules.rule_registry import RULES, Rule, rule
 
@@ -110,6 +110,10 @@ class GrowingList(Rule):
     subjects = ("tensors", "carried", "gradients", "models", "optimizers", "parameters")
     gathers = True
     ends_without_growth = True
+    fix_of_numbers = (
+        "store numbers in `{name}`: `.item()` (on a CPU, a loss such as mse_loss keeps the memory of all elements that "
+        "it is the mean of)"
+    )
     fix_of_cache = "limit the cache of `{name}` (`lru_cache(maxsize=...)`), or call `{name}.cache_clear()` each epoch"
 
     fix_of_keys = (
@@ -151,6 +155,8 @@ class GrowingList(Rule):
             return self.fix_of_generators
         if item.subject in _FIX_OF_COPIES:
             return _FIX_OF_COPIES[item.subject]
+        if item.is_scalar:
+            return self.fix_of_numbers
         if item.subject == "gradients":
             return self.fix_of_gradients
         if item.subject == "carried" or (item.is_state and item.is_held_as("module")):
@@ -241,10 +247,6 @@ class RunningTotalOfEmptyGraphs(Rule):
 
     def reported_bytes(self, history: History) -> int:
         return history.held_bytes[-1] // max(1, history.n_steps)
-
-
-LEAST_GATHERED_BYTES = 2**20
-"""Bytes of outputs gathered by an evaluation below which nothing is reported."""
 
 
 @rule(
