@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -39,10 +40,11 @@ def script(tmp_path: Path) -> Path:
 def test_a_run_within_a_budget_is_a_record_and_a_page(
     script: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    record, page = tmp_path / "run.json", tmp_path / "run.html"
-    assert cli.main(["run", "--budget", "80%", "--report", str(record), str(script)]) == 0
+    record, page, written = tmp_path / "run.json", tmp_path / "run.html", tmp_path / "at once.html"
+    options = ["--budget", "80%", "--json", str(record), "--report", str(written)]
+    assert cli.main(["run", *options, str(script)]) == 0
     found = RunRecord.from_json(record)
-    assert found.command == f"lowtide run --budget 80% --report {record} {script}"
+    assert found.command == shlex.join(["lowtide", "run", *options, str(script)])
     assert found.plan is not None
     assert found.proof is not None
     assert found.proof.measured_peak_bytes is not None
@@ -54,7 +56,8 @@ def test_a_run_within_a_budget_is_a_record_and_a_page(
     assert found.proof.planned_ms is not None
     assert found.frontier is not None
     assert cli.main(["report", str(record), "-o", str(page)]) == 0
-    assert f'data-bytes="{found.proof.measured_peak_bytes}"' in page.read_text(encoding="utf-8")
+    for each in (page, written):
+        assert f'data-bytes="{found.proof.measured_peak_bytes}"' in each.read_text(encoding="utf-8")
 
 
 def test_a_budget_that_no_plan_keeps_is_reported_too(

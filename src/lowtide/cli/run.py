@@ -50,6 +50,9 @@ if TYPE_CHECKING:
     "--plan", "plan_file", type=click.Path(exists=True, dir_okay=False), help="A plan file, instead of --budget."
 )
 @output_option("--save", "save_to", "Write the plan for --budget to FILE, which --plan can read the next time.")
+@output_option(
+    "--json", "json_to", 'Write the record for `lowtide report` to FILE; "-": to stdout, after the script\'s output.'
+)
 @report_option
 @lever_option
 @in_place_option
@@ -63,6 +66,7 @@ def run(
     budget_for: BudgetFor,
     plan_file: str | None,
     save_to: str | None,
+    json_to: str | None,
     report_to: str | None,
     levers: tuple[str, ...],
     no_in_place: bool,
@@ -102,6 +106,7 @@ def run(
         plan_file,
         {
             "--report": (bool(report_to), "comes from another run's rehearsal"),
+            "--json": (bool(json_to), "comes from another run's rehearsal"),
             "--save": (bool(save_to), "is in a file already"),
             "--lever": (bool(levers), "says which levers it has"),
             "--no-in-place": (no_in_place, "says what it writes in place"),
@@ -132,7 +137,7 @@ def run(
         retry=retry,
         progress=not no_progress,
     )
-    kept = _KeptPlan(monitor, save_to, report_to)
+    kept = _KeptPlan(monitor, save_to, json_to, report_to)
     monitor.when_kept = kept.keep
     try:
         code = _train(script, monitor)
@@ -160,8 +165,8 @@ def _check_options(budget: str | None, plan_file: str | None, needing_budget: Ma
 class _KeptPlan:
     """The plan that stays in force: saved at once, and reported when the script has ended."""
 
-    def __init__(self, monitor: StepFitter, save_to: str | None, report_to: str | None) -> None:
-        self._monitor, self._save_to, self._report_to = monitor, save_to, report_to
+    def __init__(self, monitor: StepFitter, save_to: str | None, json_to: str | None, report_to: str | None) -> None:
+        self._monitor, self._save_to, self._json_to, self._report_to = monitor, save_to, json_to, report_to
         self._command = command_line()
         self._record: RunRecord | None = None
 
@@ -173,7 +178,7 @@ class _KeptPlan:
             _save(self._save_to, plan)
         if self._record is None or self._record.plan is not plan:
             self._monitor.step_ms = None  # a measured time was that of another plan
-        if self._report_to is not None and self._monitor.plans.verdict is not None:
+        if self._is_reported and self._monitor.plans.verdict is not None:
             proof = self._monitor.plans.verdict.to_proof()
             self._record = record_of(self._command, profile=self._monitor.plans.profile, plan=plan, proof=proof)
 
@@ -181,19 +186,28 @@ class _KeptPlan:
         """Write the report, if one is wanted and a plan was kept."""
         from lowtide.report.run_record import with_frontier, with_step_time
 
-        if self._report_to is not None and self._record is not None:
-            record = with_step_time(self._record, self._monitor.step_ms)
-            write_report(with_frontier(record), self._report_to)
+        if self._is_reported and self._record is not None:
+            self._write(with_frontier(with_step_time(self._record, self._monitor.step_ms)))
 
     def report_refusal(self, why: Infeasible | OverBudget, budget_for: BudgetFor) -> None:
         """Write a report of the rehearsed step and of the error, if one is wanted and a step was rehearsed."""
         from lowtide.report.run_record import record_of, with_frontier
 
-        if self._report_to is not None and self._monitor.plans.profile is not None:
+        if self._is_reported and self._monitor.plans.profile is not None:
             refused = replace(record_of(self._command, profile=self._monitor.plans.profile), refusal=str(why))
             if budget_for == "requested":  # as all memory of the record
                 refused = replace(refused, plain_budget_bytes=why.budget_bytes)
-            write_report(with_frontier(refused), self._report_to)
+            self._write(with_frontier(refused))
+
+    @property
+    def _is_reported(self) -> bool:
+        return self._json_to is not None or self._report_to is not None
+
+    def _write(self, record: RunRecord) -> None:
+        if self._json_to is not None:
+            write(record.to_json(), self._json_to)
+        if self._report_to is not None:
+            write_report(record, self._report_to)
 
 
 def _train(script: Script, monitor: PlanMonitor) -> int:
