@@ -23,8 +23,14 @@ def estimate(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Iterator[Call
         code = cli.main(("estimate", *options, str(SCRIPTS / script), *args))
         return (code, *capfd.readouterr())
 
+    _forget_accelerators()  # of tests of the Trainer
     yield command
-    if (state := sys.modules.get("accelerate.state")) is not None:  # one for the whole process
+    _forget_accelerators()
+
+
+def _forget_accelerators() -> None:
+    """Reset the state of accelerate, which has one for the whole process."""
+    if (state := sys.modules.get("accelerate.state")) is not None:
         state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
