@@ -198,14 +198,15 @@ def test_sums_over_rows_add_up_in_the_same_order_beside_recomputed_values_under_
 
 
 class Pooled(nn.Module):
-    """A residual block with batch norms, and a mean over the places of what its last ReLU returns."""
+    """A stem, a residual block with batch norms, and a mean over the places of what its last ReLU returns."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.block, self.head = Convolves(), nn.Linear(16, 4)
+        self.stem, self.norm = nn.Conv2d(3, 32, 3, padding=1, bias=False), nn.BatchNorm2d(32)
+        self.block, self.head = Convolves(32), nn.Linear(32, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.block(x).mean((2, 3)))
+        return self.head(self.block(F.relu(self.norm(self.stem(x)))).mean((2, 3)))
 
 
 @pytest.mark.slow
@@ -213,7 +214,7 @@ class Pooled(nn.Module):
 def test_a_mask_that_forward_does_not_read_is_not_recomputed_under_autocast() -> None:
     """The mean would be summed in another order, in a kernel that does not write the mask."""
     torch.manual_seed(0)
-    model, batch = Pooled(), torch.randn(8, 16, 32, 32)
+    model, batch = Pooled(), torch.randn(4, 3, 16, 16)
     compiled: Any = torch.compile(model)
 
     def step(x: Tensor) -> None:
