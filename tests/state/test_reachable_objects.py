@@ -3,9 +3,12 @@
 import array
 import contextvars
 import ctypes
+import decimal
 import functools
 import gc
 import itertools
+import mmap
+import os
 import random
 import threading
 import types
@@ -153,6 +156,61 @@ def test_everything_is_put_back_in_place() -> None:
     assert drawn.cache_info().misses == 0
     assert (n, step.__defaults__, vars(step)) == (0, ([],), {})
     assert unchanged.changes == ()
+
+
+class Whole(int):
+    """A number with attributes."""
+
+
+class Text(str):
+    """A string with attributes."""
+
+
+class Pair(tuple[int, int]):
+    """A tuple with attributes."""
+
+
+def test_attributes_of_numbers_strings_tuples_and_exceptions_are_put_back() -> None:
+    objects: tuple[Any, ...] = (Whole(3), Text("a"), Pair((1, 2)), ValueError("a"))
+    for obj in objects:
+        obj.n = 0
+
+    def step(batch: Tensor) -> None:
+        for obj in objects:
+            obj.n += 1
+            obj.more = 1
+        objects[-1].args = ("b",)
+
+    with StepSnapshot(nn.Linear(1, 1), None, None, step):
+        step(torch.ones(1))
+    assert [vars(obj) for obj in objects] == [{"n": 0}] * len(objects)
+    assert objects[-1].args == ("a",)
+
+
+def test_environment_memory_maps_and_decimal_contexts_are_put_back(tmp_path: Path) -> None:
+    file = tmp_path / "shared"
+    file.write_bytes(b"abcd")
+    own = decimal.Context(prec=5)
+    os.environ["LOWTIDE_TEST_STEP"] = "1"
+    os.environ.pop("LOWTIDE_TEST_NEW", None)
+    with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 4) as mapped:
+
+        def step(batch: Tensor) -> None:
+            os.environ["LOWTIDE_TEST_STEP"] += "1"
+            os.environ["LOWTIDE_TEST_NEW"] = "1"
+            mapped[0:2] = b"xy"
+            own.prec += 1
+            decimal.getcontext().prec += 1
+            decimal.Decimal(1) / decimal.Decimal(3)
+
+        before = decimal.getcontext().copy()
+        with StepSnapshot(nn.Linear(1, 1), None, None, step):
+            step(torch.ones(1))
+        assert mapped[:] == b"abcd"
+    assert own.prec == 5
+    assert repr(decimal.getcontext()) == repr(before)
+    assert os.environ.pop("LOWTIDE_TEST_STEP") == "1"
+    assert os.getenv("LOWTIDE_TEST_NEW") is None
 
 
 class Drawing(random.Random):
@@ -357,6 +415,25 @@ def test_unrestored_changes_are_named(tmp_path: Path) -> None:
         }
         assert next(stream) == 3  # it was never asked for more
         assert next(letters) == "c"
+
+
+def test_results_that_a_cache_gets_are_emptied_or_named() -> None:
+    """A random number that the first step draws and later ones take from a cache is drawn again in training."""
+    for is_filled in (False, True):
+        cached = functools.lru_cache(lambda n: torch.rand(8, n))
+        model = nn.Sequential(*[nn.Linear(64, 64), nn.GELU()] * 4)
+
+        def step(batch: Tensor) -> None:
+            model(batch + cached(64)).square().mean().backward()  # noqa: B023
+            model.zero_grad()  # noqa: B023
+
+        if is_filled:
+            cached(1)
+        fitted = lowtide.fit(model, step, torch.randn(8, 64), budget="100%")
+        assert fitted.verdict.identical
+        assert cached.cache_info().currsize == 2 * is_filled
+        named = "`cached` went from 1 computed result to 2 computed results"
+        assert (named in " ".join((*fitted.verdict.changes, *fitted.plan.notes))) == is_filled
 
 
 def test_fit_and_rehearse_say_so() -> None:

@@ -263,18 +263,18 @@ def compare_with_plain(
         outcome = partial(Outcome.of, model, counts=unchanged.counts)
         untouched = outcome(lambda _: None, batch)
         planned = _run_planned(model, updates, batch, plan, optimizer, unchanged, copies=copies)
-        unchanged.restore()
+        unchanged.restore(empties_caches=True)
         advance()
         plain, plain_ms = _run_plain(model, step, batch, unchanged, copies=copies)
         expected = plain
         if inexact:
-            unchanged.restore()
+            unchanged.restore(empties_caches=True)
             with enable(model, inexact, optimizer):
                 expected, _ = _run_plain(model, step, batch, unchanged)
         differences = None if expected is None else _differences(plan, untouched, planned.outcome, expected)
 
         def repeat_expected() -> Outcome:
-            unchanged.restore()
+            unchanged.restore(empties_caches=True)
             with enable(model, inexact, optimizer):
                 return outcome(step, batch)
 

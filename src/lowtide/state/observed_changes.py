@@ -7,6 +7,7 @@ never asked for their next item, and each change is reported by name.
 from __future__ import annotations
 
 import contextvars
+import functools
 import io
 import itertools
 import reprlib
@@ -33,6 +34,9 @@ SUMMED_BYTES = 2**28
 """Largest size in bytes of arrays whose contents are compared."""
 
 MOST_SHOWN = 8
+
+CACHE: Final = type(functools.lru_cache(int))
+"""Class of the functions that `functools.lru_cache` returns."""
 
 _WORDS = (int, float, complex, str, bytes, type(None), Enum)
 _FILE: Final[type[Any]] = io.IOBase.__mro__[1]  # no ABC, which would hash the class of each object
@@ -123,6 +127,9 @@ def _observable_state(obj: Any) -> Iterator[tuple[str, Any]]:
         yield "", _Unquoted(repr(obj))
     elif isinstance(obj, contextvars.ContextVar):
         yield from ((f".{obj.name}", content) for _, content in _observable_contents({"": obj.get(None)}))
+    elif isinstance(obj, CACHE):
+        n = obj.cache_info().misses
+        yield "", _Unquoted("1 computed result" if n == 1 else f"{n:,} computed results")
     elif isinstance(obj, np.random.SeedSequence):
         yield ".n_children_spawned", obj.n_children_spawned
     else:

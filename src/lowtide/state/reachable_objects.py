@@ -15,8 +15,10 @@ from __future__ import annotations
 import array
 import contextvars
 import ctypes
+import decimal
 import functools
 import gc
+import mmap
 import types
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any, Final
@@ -45,7 +47,8 @@ from lowtide.state.bindings import (
     kind_of,
 )
 from lowtide.state.introspection import is_opaque, is_user_code, names_in, variables
-from lowtide.state.observed_changes import WatchedObject, is_excluded
+from lowtide.state.observed_changes import CACHE, WatchedObject, is_excluded
+from lowtide.state.process_settings import SETTERS, decimal_restorer, settings_restorer
 from lowtide.state.reachable_state import (
     BUFFERS,
     LEAVES,
@@ -75,7 +78,6 @@ _WALKED: Final = ("torch.nn.", "torch.optim.", "torch.amp.", "torch.cuda.amp.", 
 """Packages of torch whose objects have state."""
 _WRAPPERS: Final = ("torch.nn.parallel.", "torch.distributed.", "torch._")
 """Packages of wrapper modules that have counters outside Python objects, too."""
-_CACHE: Final = type(functools.lru_cache(int))
 
 
 class ReachableObjects(ReachableState):
@@ -99,7 +101,7 @@ class ReachableObjects(ReachableState):
         self._bound: set[tuple[int, str]] = set()
         """Module-level variables that the walk has visited."""
         self._remaining_bytes = COPIED_BYTES
-        self._is_complete, self._is_late = True, False
+        self._is_complete, self._is_late, self._keeps_settings = True, False, False
         self.reached_optimizers: list[Optimizer] = []
         super().__init__(*roots)
 
@@ -280,6 +282,9 @@ class ReachableObjects(ReachableState):
         own = (function.__defaults__, function.__kwdefaults__, getattr(function, "__wrapped__", None))
         inside = [*own, *self._cells(function)]
         if is_user_code(function):
+            if not self._keeps_settings and not SETTERS.isdisjoint(names_in(function.__code__)):
+                self._keeps_settings = True
+                self._other_restores.append((function, settings_restorer()))
             return (*inside, vars(function), *self._variables(function), *self._named.add_code(function))
         return inside if is_torch_function(function) else (*inside, *self._variables(function, only=_is_data))
 
@@ -323,7 +328,13 @@ class ReachableObjects(ReachableState):
             return self._array(obj)
         if isinstance(obj, BUFFERS):
             return self._buffer(obj)
-        if isinstance(obj, _CACHE):
+        if isinstance(obj, BaseException):
+            self._other_restores.append((obj, functools.partial(setattr, obj, "args", obj.args)))
+            return (*obj.args, *self._attributes(obj))
+        if isinstance(obj, decimal.Context):
+            self._other_restores.append((obj, decimal_restorer(obj)))
+            return ()
+        if isinstance(obj, CACHE):
             return self._cache(obj)
         if is_generator(obj):
             self.generators.append(obj)
@@ -404,13 +415,20 @@ class ReachableObjects(ReachableState):
         return objects_in(before, self.largest) if before.dtype == object else ()
 
     def _buffer(self, buffer: Any) -> Iterable[Any]:
-        before = bytes(buffer)
-        if self.reserve_bytes(len(before)):
+        try:
+            with memoryview(buffer) as view:
+                n_bytes, is_written = view.nbytes, not view.readonly
+        except ValueError:  # a memory map that is closed
+            return ()
+        if is_written and self.reserve_bytes(n_bytes):
+            before = bytes(buffer)
 
             def restore() -> None:
                 if bytes(buffer) == before:
                     return
-                if isinstance(buffer, array.array):
+                if isinstance(buffer, mmap.mmap):
+                    buffer[: len(before)] = before
+                elif isinstance(buffer, array.array):
                     buffer[:] = array.array(buffer.typecode, before)
                 elif isinstance(buffer, bytearray):
                     buffer[:] = before
@@ -421,8 +439,11 @@ class ReachableObjects(ReachableState):
         return ()
 
     def _cache(self, cache: Any) -> Iterable[Any]:
-        if not cache.cache_info().currsize and is_user_code(cache.__wrapped__):
-            self._empty_caches.append(cache)
+        if is_user_code(cache.__wrapped__):
+            if cache.cache_info().currsize:
+                self.watch(cache)
+            else:
+                self._empty_caches.append(cache)
         return (cache.__wrapped__,)
 
 

@@ -15,6 +15,7 @@ import ctypes
 import functools
 import gc
 import itertools
+import mmap
 import random
 import types
 import weakref
@@ -53,7 +54,7 @@ _GENERATORS = (
 )
 
 LEAVES = (str, bytes, int, float, complex, bool, type(None), types.ModuleType, types.BuiltinFunctionType)
-BUFFERS = (bytearray, array.array, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
+BUFFERS = (bytearray, array.array, mmap.mmap, ctypes._SimpleCData, ctypes.Array, ctypes.Structure)
 """Objects whose bytes can be written."""
 DATA = {"datasets", "multiprocessing", "queue"}
 """Packages of data and of data transport, whose objects are not searched."""
@@ -82,7 +83,7 @@ class ReachableState:
             obj = pending.popleft()
             if isinstance(obj, types.BuiltinFunctionType):
                 obj = obj.__self__  # a method such as `random.Random(0).random`
-            if not isinstance(obj, LEAVES) and id(obj) not in self._seen and self._is_of_interest(obj):
+            if not is_leaf(obj) and id(obj) not in self._seen and self._is_of_interest(obj):
                 self._seen[id(obj)] = obj
                 pending.extend(self._visit(obj))
 
@@ -102,7 +103,8 @@ class ReachableState:
         if kind_of(obj) is not None:
             return self._container(obj)
         if isinstance(obj, tuple | frozenset):
-            return obj if len(obj) <= self.largest else ()
+            inside = obj if len(obj) <= self.largest else ()
+            return (*inside, *self._object(obj)) if hasattr(obj, "__dict__") else inside
         if isinstance(obj, types.FunctionType):
             return self._function(obj)
         if isinstance(obj, type):
@@ -175,6 +177,11 @@ def _contents_of_view(view: Any) -> Iterable[Any]:
     with contextlib.suppress(ValueError):  # it has been released
         return (view.obj,)
     return ()
+
+
+def is_leaf(obj: Any) -> bool:
+    """Return True if an object refers to no other: numbers and strings of user-defined classes may have attributes."""
+    return isinstance(obj, LEAVES) and (isinstance(obj, types.ModuleType) or not hasattr(obj, "__dict__"))
 
 
 def _referent(reference: weakref.ref[Any]) -> Iterable[Any]:

@@ -153,9 +153,15 @@ class StepSnapshot:
         return not self._n_updates and self.scales
 
     @uninterrupted
-    def restore(self) -> None:
-        """Restore everything for the next step."""
+    def restore(self, *, empties_caches: bool = False) -> None:
+        """Restore everything for the next step.
+
+        With `empties_caches`, caches of functions that were empty are emptied too, so that the next step draws the
+        random numbers that the first one put into them.
+        """
         self._restore_all()
+        if empties_caches:
+            self._reachable.empty_caches()
         self._set_scales_to_one()
 
     def _set_scales_to_one(self) -> None:
