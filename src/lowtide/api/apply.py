@@ -113,7 +113,7 @@ class Applied(Removable, Displayed):
         """Addresses of slots that differed from the rehearsal, and were kept instead."""
         return frozenset(self._engine.packer.drifted) | self._unknown
 
-    def checked(self) -> AbstractContextManager[None]:
+    def checked(self) -> AbstractContextManager[ReplayChecker]:
         """Return a context manager for one step: ReplayMismatch is raised if backward reads other bits than forward
         saved.
         """

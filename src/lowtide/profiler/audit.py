@@ -26,6 +26,7 @@ from lowtide.profiler.differing_modules import CallShape
 from lowtide.profiler.drafts import CallDraft, SlotDraft, describe
 from lowtide.profiler.fsdp_units import FsdpUnits, refuse_ungathered
 from lowtide.profiler.partial_reads import PartialReads
+from lowtide.profiler.pass_reads import PassReads
 from lowtide.profiler.recompute_trials import RecomputeTrials
 from lowtide.profiler.repeated_blocks import AuditedBlocks
 from lowtide.profiler.replay_trials import ReplayTrials
@@ -106,8 +107,8 @@ class Audit(SavedTensorPacker, Observer):
         self.by_contents: dict[str, str] = {}
         """Operators whose result sizes depend on a tensor's contents, and a module with each."""
         self.checkpointed = self.engine.checkpointed
-        self.reads = 0
-        """Number of saved tensors that backward has read."""
+        self.reads = PassReads()
+        """Saved tensors that backward has read."""
         self.implementations: dict[str, str] = {}
         """Implementations of recipes by kind of node, chosen once the step is over."""
         self.written_over: list[InPlaceGroup] = []
@@ -287,7 +288,7 @@ class Audit(SavedTensorPacker, Observer):
         if not self.step.open_calls:
             self._freed.free_results()
             self._release()
-        self.reads += 1
+        self.reads.add(self.step.slot_of[handle])
         self._recomputes.time_late(handle)
 
     def on_unpack(self, handle: Handle, tensor: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -111,7 +112,11 @@ class StepDrafts:
     @property
     def saved_bytes(self) -> int:
         """Bytes of all tensors saved for backward."""
-        return sum(self.values[index].bytes for index in {slot.value for slot in self.slots})
+        return self.bytes_in(range(len(self.slots)))
+
+    def bytes_in(self, slots: Iterable[int]) -> int:
+        """Return the bytes of the values in these slots, given by number."""
+        return sum(self.values[index].bytes for index in {self.slots[n].value for n in slots})
 
 
 def describe(tensor: Tensor, node: str) -> str:

@@ -22,11 +22,13 @@ from lowtide.profiler.peak_margin import DRAWS
 from lowtide.profiler.preconditions import (
     check_one_device,
 )
-from lowtide.profiler.step_kinds import StepKinds, take_turns
+from lowtide.profiler.step_kinds import StepKinds, follow_rule
 from lowtide.profiler.trace import MaxSavingEngine, Trace
 from lowtide.profiler.training_step import (
     AuditedTrainingStep,
+    Kind,
     OtherKind,
+    RecordedStep,
     StepRecorder,
     TracedTrainingStep,
     TrainingAudit,
@@ -58,7 +60,8 @@ VARIES = (
 )
 
 IN_TURN = (
-    "steps of several kinds take turns: the plan is for those that save most, and may not be enough for the others"
+    "steps of several kinds take turns: the plan is for those that save and read most, and may not be enough for the "
+    "others"
 )
 
 PATIENCE = 20
@@ -90,8 +93,17 @@ class OnlineProfiler:
     was traced. `why` lists the reasons why steps can't be used.
     """
 
-    def __init__(self, model: nn.Module, *, plain: bool = False, in_place: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        plain: bool = False,
+        in_place: bool = True,
+        known_kinds: frozenset[Kind] = frozenset(),
+    ) -> None:
+        """Begin; wait for a step of another kind than `known_kinds`, if any are given."""
         self.model = model
+        self._known_kinds = known_kinds
         self._in_place = in_place
         self.checkpointed = CheckpointedCalls()
         self.profile: Profile | None = None
@@ -106,11 +118,11 @@ class OnlineProfiler:
         self._recording: StepRecorder | None = None
         self._kinds = StepKinds()
         self._best: TracedTrainingStep | None = None
-        """Largest traced step."""
-        self._largest: AuditedTrainingStep | TracedTrainingStep | None = None
+        """Largest traced step, the latest of several."""
+        self._largest: RecordedStep | None = None
         """Largest step of all."""
-        self._fullest: AuditedTrainingStep | TracedTrainingStep | None = None
-        """Step that saved most."""
+        self._fullest: RecordedStep | None = None
+        """Step that saved most; of several such steps, the one whose backward read most."""
         self._steps_of: Counter[Fingerprint] = Counter()
         self._is_drawn = False
         """True once the model has called other modules than in an earlier step, or called them in another order."""
@@ -125,6 +137,26 @@ class OnlineProfiler:
     def n_sizes(self) -> int:
         """Number of batch sizes so far."""
         return len(self._steps_of)
+
+    @property
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds of the steps so far."""
+        return self._kinds.all()
+
+    def may_differ(self, *, creates_graph: bool) -> bool:
+        """Return True if a step may differ from the profiled one only in backward: if that one left saved tensors
+        unread, or had no pass that builds a graph itself, and the other `creates_graph`.
+        """
+        if self._best is None:
+            return False
+        passes = self._best.kind.reads
+        read = frozenset[int]().union(*(slots for _, slots in passes))
+        return len(read) < len(self._best.drafts.slots) or creates_graph > any(graph for graph, _ in passes)
+
+    @property
+    def n_in_round(self) -> int:
+        """Number of steps after which all kinds of steps have come, if few take turns; else 1."""
+        return min(self._kinds.n_in_round, MOST_KINDS)
 
     def begin(self, batch: Any, optimizers: Iterable[Optimizer] = ()) -> None:
         """Begin a step, before the model is called with `batch`. Gradients may exist or not."""
@@ -189,7 +221,7 @@ class OnlineProfiler:
         """Use a traced step. Raises Unusable; drops `known` if steps on such a batch need another audit."""
         audit, is_alike = known.audit, recording.size == known.fingerprint
         form = form_of(recording.size)
-        n_kinds = self._kinds.add(form, kind_of(trace.calls))
+        n_kinds = self._kinds.add(form, kind_of(trace.calls, trace.reads))
         if differing := modules_that_differ(audit.shapes, trace.calls):
             difference = (
                 f"it saved {trace.packs} tensors in {len(trace.calls)} calls, and another step on a batch of "
@@ -222,7 +254,7 @@ class OnlineProfiler:
         if recording.n_with_new_buckets != n_with_new_buckets(self.model.modules()):
             raise Unusable("DistributedDataParallel has put its buckets in another order in it")
         traced = TracedTrainingStep(recording, known, trace)
-        if self._best is None or traced.extent() > self._best.extent():
+        if self._best is None or traced.extent() >= self._best.extent():
             self._best = traced
         self._compare(traced)
 
@@ -235,10 +267,10 @@ class OnlineProfiler:
         self._kinds, self._best, self._largest, self._fullest = StepKinds(), None, None, None
         self._steps_of.clear()
 
-    def _compare(self, step: AuditedTrainingStep | TracedTrainingStep) -> None:
+    def _compare(self, step: RecordedStep) -> None:
         if self._largest is None or step.extent() > self._largest.extent():
             self._largest = step
-        if self._fullest is None or step.drafts.saved_bytes > self._fullest.drafts.saved_bytes:
+        if self._fullest is None or step.fullness > self._fullest.fullness:
             self._fullest = step
 
     def finish(self) -> None:
@@ -281,14 +313,15 @@ class OnlineProfiler:
         if best is None or largest is None or fullest is None:
             return
         is_largest = best.extent() >= largest.extent() and self._steps_of[best.fingerprint] > 1
-        is_largest = is_largest and not self._kinds.are_awaited
+        is_awaited = self._kinds.are_awaited or self._kinds.is_early(form_of(best.fingerprint), best.kind)
+        is_largest = is_largest and not is_awaited and not self.kinds <= self._known_kinds
         if not may_wait or (is_largest and (best.plain is not None or not self._plain)):
             profile, alone = best.profile(self.model, fullest), tuple(sorted(self._left_alone))
             if self._to_come is not None:
                 profile = replace(self._to_come.counted(profile), notes=(*profile.notes, *self._to_come.notes()))
             notes = [*self._left_alone_notes()]
             several = self._kinds.several()
-            is_drawn = self._is_drawn or self._kinds.are_drawn or not all(map(take_turns, several))
+            is_drawn = self._is_drawn or self._kinds.are_drawn or not all(map(follow_rule, several))
             if several and not is_drawn:
                 notes.append(IN_TURN)
             if is_drawn:

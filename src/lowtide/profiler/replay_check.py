@@ -100,13 +100,15 @@ class ReplayChecker(Observer):
         self._witness = Witness(lambda label, data: None)  # counts in the recording, because the step is measured
         self._slots: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
+        self.creates_graph = False
+        """True once backward has read such a tensor in a pass that builds a graph itself."""
 
     @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
+    def running(self) -> Iterator[ReplayChecker]:
         """Compare tensors saved inside this `with` block with those that backward reads in it."""
         values.observer = self
         try:
-            yield
+            yield self
         finally:
             values.observer = None
 
@@ -119,6 +121,7 @@ class ReplayChecker(Observer):
             self._witness.saved(slot, tensor)
 
     def on_unpack(self, handle: Handle, tensor: Tensor) -> None:
+        self.creates_graph |= torch.is_grad_enabled()
         self._witness.read(self._slots[handle], handle, tensor)
 
 

@@ -29,34 +29,35 @@ class StepKinds:
         return bool(self._audited)
 
     def add_audited(self, form: str, step: AuditedTrainingStep) -> None:
-        """Add an audited step, in place of an earlier one of its kind."""
-        others = [audited for audited in self._audited.get(form, []) if audited.kind != step.kind]
+        """Add an audited step, in place of an earlier one with the same calls."""
+        others = [audited for audited in self._audited.get(form, []) if audited.kind.calls != step.kind.calls]
         self._audited[form] = [*others, step]
         self.add(form, step.kind)
 
     def add(self, form: str, kind: Kind) -> int:
-        """Add the kind of a step; return the number of kinds of steps on batches of this form."""
+        """Add the kind of a step; return the number of kinds with different calls of steps on batches of this form."""
         kinds = self._kinds.setdefault(form, [])
         kinds.append(kind)
-        return len({*kinds})
+        return len({kind.calls for kind in kinds})
 
     def expected(self, form: str) -> AuditedTrainingStep | None:
-        """Return the audited step that is of the kind that the next step is expected to be, if any."""
+        """Return the audited step with the calls that the next step is expected to make, if any."""
         kinds = self._kinds.get(form, [])
         if form in self._drawn:
             return self._with_most_calls(form, kinds[1:])  # only the first step may run modules that set something up
         n = next(_periods(kinds), 1)
         if 2 * n > len(kinds) and kinds[-2:-1] == kinds[-1:]:
             n = 1  # two steps of one kind tell more than a rule that has not come round twice
-        kind = kinds[-n] if kinds else None
-        return next((step for step in self._audited.get(form, []) if step.kind == kind), None)
+        audited = self._audited.get(form, [])
+        return next((step for step in audited if kinds and step.kind.calls == kinds[-n].calls), None)
 
     def _with_most_calls(self, form: str, kinds: list[Kind]) -> AuditedTrainingStep | None:
         """Return the audited step of `kinds` with most calls; None if further steps are to be audited."""
         if len(kinds) < N_DRAWS and not (len(kinds) > 1 and len({*kinds}) == 1):
             return None
-        audited = [step for step in self._audited[form] if step.kind in kinds]
-        return max(audited, key=lambda step: len(step.kind), default=None)
+        calls = {kind.calls for kind in kinds}
+        audited = [step for step in self._audited[form] if step.kind.calls in calls]
+        return max(audited, key=lambda step: len(step.kind.calls), default=None)
 
     def expect_skips(self, form: str) -> None:
         """Expect that steps on batches of this form skip modules at random: the one with most calls is waited for."""
@@ -76,10 +77,29 @@ class StepKinds:
     def are_awaited(self) -> bool:
         """Return True if steps of some kind were traced but never audited, and kinds may take turns."""
         return any(
-            {*kinds} - {step.kind for step in self._audited.get(form, [])} and take_turns(kinds, n_rounds=1)
+            {kind.calls for kind in kinds} - {step.kind.calls for step in self._audited.get(form, [])}
+            and take_turns(kinds, n_rounds=1)
             for form, kinds in self._kinds.items()
             if form not in self._drawn
         )
+
+    def all(self) -> frozenset[Kind]:
+        """Return the kinds of all steps."""
+        return frozenset(kind for kinds in self._kinds.values() for kind in kinds)
+
+    @property
+    def n_in_round(self) -> int:
+        """The number of steps after which kinds that take turns come again; 1 if they follow no such rule."""
+        rounds = (next(_periods(kinds), 1) for kinds in self._kinds.values())
+        return max(rounds, default=1)
+
+    def is_early(self, form: str, kind: Kind) -> bool:
+        """Return True if the last step of this kind came before all other kinds with its calls: optimizers had no state
+        then for parameters that only these update.
+        """
+        kinds = self._kinds[form]
+        n_alike = len({other for other in kinds if other.calls == kind.calls})
+        return n_alike > 1 and len(kinds) < N_DRAWS and len(kinds) - kinds[::-1].index(kind) <= n_alike
 
     def several(self) -> list[list[Kind]]:
         """Return the kinds of the steps on batches of one form, for each form with several kinds."""
@@ -93,6 +113,11 @@ def take_turns(kinds: list[Kind], n_rounds: int = 2) -> bool:
     """
     is_periodic = any(n_rounds * n <= len(kinds) for n in _periods(kinds) if n > 1)
     return is_periodic or len(list(groupby(kinds))) == len({*kinds})
+
+
+def follow_rule(kinds: list[Kind]) -> bool:
+    """Return True if steps of several kinds take turns: one round tells if they differ only in backward."""
+    return take_turns(kinds, n_rounds=1 if len({kind.calls for kind in kinds}) == 1 else 2)
 
 
 def _periods(kinds: list[Kind]) -> Iterator[int]:

@@ -25,6 +25,7 @@ from lowtide.profiler.address_checks import nodes_at
 from lowtide.profiler.differing_modules import CallShape
 from lowtide.profiler.drafts import StepDrafts
 from lowtide.profiler.external_references import ExternalReferences
+from lowtide.profiler.pass_reads import PassReads
 from lowtide.profiler.replay_check import Witness
 from lowtide.profiler.trace_marks import (
     TRACE,
@@ -102,6 +103,8 @@ class Trace(Observer):
         self.elements: list[int] = []
         """Number of elements of the tensor in each slot."""
         self.calls: list[CallShape] = []
+        self.reads = PassReads()
+        """Saved tensors that backward has read."""
         self.kept: set[int] = set()
         """Slots that were kept."""
         self._open: list[int] = []
@@ -203,6 +206,7 @@ class Trace(Observer):
     def on_read(self, handle: Handle) -> None:
         number = backward_number()
         begins, self._pass = number != self._pass, number
+        self.reads.add(self._slots[handle])
         self.mark(ReadInBackward(self._slots[handle], number, running_node_number()), everything=begins)
 
     def on_unpack(self, handle: Handle, tensor: Tensor) -> None:

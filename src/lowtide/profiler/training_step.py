@@ -6,7 +6,7 @@ import contextlib
 import re
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple
 
 from lowtide._torch.device_timing import now_ms
 from lowtide.errors import RehearsalError
@@ -15,6 +15,7 @@ from lowtide.profiler.assemble import TracedStep, assemble
 from lowtide.profiler.audit import Audit
 from lowtide.profiler.host_bandwidth import host_bandwidth
 from lowtide.profiler.other_memory import in_words, with_others
+from lowtide.profiler.pass_reads import PassReads, ReadSlots
 from lowtide.profiler.preconditions import (
     SEVERAL_STREAMS,
     by_contents,
@@ -39,13 +40,18 @@ if TYPE_CHECKING:
 NOT_RUN = "no plain step was run: its peak is predicted"
 
 
-Kind: TypeAlias = tuple[tuple[str, int | None, int], ...]
-"""Calls of modules in a step, each with the call around it and the number of tensors that it saved."""
+class Kind(NamedTuple):
+    """Kind of a step, such as that of one of several losses that alternate."""
+
+    calls: tuple[tuple[str, int | None, int], ...]
+    """Calls of modules, each with the call around it and the number of tensors that it saved."""
+    reads: ReadSlots
+    """Saved tensors that backward has read."""
 
 
-def kind_of(calls: Iterable[CallShape]) -> Kind:
-    """Return the kind of a step: the path, parent and number of saved tensors of each of its module calls."""
-    return tuple((call.path, call.parent, call.n_saved) for call in calls)
+def kind_of(calls: Iterable[CallShape], reads: PassReads) -> Kind:
+    """Return the kind of a step with these module calls and reads."""
+    return Kind(tuple((call.path, call.parent, call.n_saved) for call in calls), reads.slots())
 
 
 class Unusable(Exception):
@@ -56,7 +62,28 @@ class OtherKind(Unusable):
     """Signal that a step was of another kind than expected; the text is the difference."""
 
 
-class AuditedTrainingStep:
+class RecordedStep:
+    """A training step that was audited or traced, and its size."""
+
+    fingerprint: Fingerprint
+    kind: Kind
+    drafts: StepDrafts
+    inputs: list[list[str]]
+    """Shapes and dtypes of the tensor arguments of each call of the model from outside, as text."""
+
+    @property
+    def fullness(self) -> tuple[int, int]:
+        """Return the saved bytes, and those of them that backward reads, counted once for each pass."""
+        return self.drafts.saved_bytes, sum(self.drafts.bytes_in(slots) for _, slots in self.kind.reads)
+
+    def extent(self) -> tuple[int, int, int]:
+        """Return a key that orders steps by size: elements of the inputs, then fullness. Saved bytes alone would
+        mislead: a first call that creates state saves more.
+        """
+        return n_elements(self.inputs), *self.fullness
+
+
+class AuditedTrainingStep(RecordedStep):
     """The audit of one training step, and what later steps need of it."""
 
     def __init__(self, fingerprint: Fingerprint, audit: Audit, recorder: Recorder) -> None:
@@ -69,17 +96,11 @@ class AuditedTrainingStep:
         if not audit.reads:
             raise Unusable("no backward ran through the model")
         audit.complete_drafts(recorder.stream)
-        self.fingerprint, self.audit, self.kind = fingerprint, audit, kind_of(audit.shapes)
-        self.drafts: StepDrafts = audit.step
-
-    def extent(self) -> tuple[int, int]:
-        """Return a key that orders steps by size: elements of the inputs, then saved bytes. Saved bytes alone would
-        mislead: a first call that creates state saves more.
-        """
-        return n_elements(self.audit.inputs), self.drafts.saved_bytes
+        self.fingerprint, self.audit, self.kind = fingerprint, audit, kind_of(audit.shapes, audit.reads)
+        self.drafts, self.inputs = audit.step, audit.inputs
 
 
-class TracedTrainingStep:
+class TracedTrainingStep(RecordedStep):
     """A traced step, under the decisions that free the most memory, from an audit of this step or of a similar one."""
 
     def __init__(self, recording: StepRecorder, audited: AuditedTrainingStep, trace: Trace) -> None:
@@ -89,23 +110,20 @@ class TracedTrainingStep:
         assert recording.engine is not None
         self._recording, self._trace, self._decisions = recording, trace, recording.engine.decisions
         self._audit = audited.audit
+        self.kind, self.inputs = kind_of(trace.calls, trace.reads), trace.inputs
         self._is_alike = recording.size == audited.fingerprint
         self.drafts = audited.drafts if self._is_alike else resized(audited.drafts, trace.elements)
 
-    def extent(self) -> tuple[int, int]:
-        """Return the step's size, comparable with that of an audited step."""
-        return n_elements(self._trace.inputs), self.drafts.saved_bytes
-
-    def profile(self, model: nn.Module, fullest: AuditedTrainingStep | TracedTrainingStep) -> Profile:
-        """Return the profile of this step. `fullest` is the step that saved the most bytes, which is noted if it is
-        another one.
-        """
+    def profile(self, model: nn.Module, fullest: RecordedStep) -> Profile:
+        """Return the profile of this step. `fullest` is the fullest step, which is noted if it is another one."""
         peak_bytes, step_ms = self.plain or (None, 0.0)
         notes = [NOT_RUN] if peak_bytes is None else []
         if fullest.drafts.saved_bytes > self.drafts.saved_bytes:
             is_larger = fullest.extent() > self.extent() and fullest.fingerprint != self.fingerprint
             kind = "larger batch" if is_larger else "batch that saves more"
             notes.append(f"a {kind} came, {fullest.fingerprint.batch}, but not often enough to be rehearsed")
+        elif fullest.fullness > self.fullness:
+            notes.append("a step whose backward reads more saved tensors came, but not often enough to be rehearsed")
         static = self._recording.seen_static
         step = TracedStep(
             drafts=self.drafts.copy(),  # larger steps may follow
@@ -113,7 +131,7 @@ class TracedTrainingStep:
             replayed=self._decisions.replay,
             stream=self._recording.recorder.stream,
             entry=self._recording.recorder.entry_addresses,
-            input_shapes=self._trace.inputs,
+            input_shapes=self.inputs,
             written_over=self._audit.written_over if self._is_alike else [],
             allows_in_place=self._audit.allows_in_place,
             implementations=self._audit.implementations,

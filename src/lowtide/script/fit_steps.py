@@ -32,7 +32,7 @@ from lowtide.script.fit_request import FitRequest, OnInfeasible
 from lowtide.script.model_plans import BegunStep, ModelPlans, first_line
 from lowtide.script.plan_monitor import Measured, MeasuredSteps, PlanMonitor
 from lowtide.script.rehearse_steps import StepRehearser
-from lowtide.script.replanning import Replanner
+from lowtide.script.replanning import DOES_MORE, Replanner
 from lowtide.state.process_group import several_processes
 from lowtide.units import format_bytes, format_ratio
 from lowtide.utils.amounts import BudgetFor
@@ -50,6 +50,8 @@ NEXT_REHEARSED: Final = (
 )
 MOST_SHORT: Final = 3
 """Number of models with few steps after which no other model is planned: rehearsals would take much of the time."""
+MOST_INEXACT: Final = 0.02
+"""Largest share of a predicted peak by which a step of the rehearsed kind may be above it."""
 FIT_SUCH: Final = "To plan for them, give such a step to lowtide.fit; or give a smaller budget"
 
 
@@ -107,6 +109,8 @@ class StepFitter(PlanMonitor):
         self._stage = contextlib.ExitStack()
         """Progress stage of the work in this step, if it is shown."""
         self._calls = _Calls()
+        self._has_rehearsed_others = False
+        """True once steps were rehearsed because one did more than the rehearsed ones."""
         self._has_said_sizes = False
         """True once varying sizes have been reported."""
         self._held: Plan | None = None
@@ -302,9 +306,15 @@ class StepFitter(PlanMonitor):
                 f"and other such steps may be as well. {following}"
             )
             return
-        over = self.plans.over
+        over, added_bytes = self.plans.over, self.plans.added_bytes(step.static)
+        if self._does_more(plan, step, measured_bytes - added_bytes):
+            self._say(
+                f"measured {format_bytes(measured_bytes)} peak, {format_bytes(over_bytes)} over the budget, {DOES_MORE}"
+            )
+            self._rehearse_others(model)
+            return
         over.append(measured_bytes)
-        added_bytes = self.plans.added_bytes(step.static)
+        self._measured.n_planned = 0
         if self.plans.plan_lower(plan, measured_bytes, added_bytes):
             return
         profile = self.plans.profile
@@ -318,9 +328,34 @@ class StepFitter(PlanMonitor):
             return
         self._stays_over(plan, why)
 
+    def _does_more(self, plan: Plan, step: Measured, measured_bytes: int) -> bool:
+        """Return True if `step` saves what `plan` expects, but its backward may do more than in the rehearsed steps.
+
+        False where kinds take turns or are drawn at random, and once others were waited for.
+        """
+        profile, applied, predicted_bytes = self.plans.profile, self._in_force.applied, plan.predicted.peak_bytes
+        assert profile is not None
+        assert applied is not None
+        are_known = profile.draws or self.plans.rehearsing.n_in_round > 1 or self._has_rehearsed_others
+        if are_known or applied.drifted or plan.graphs or several_processes():
+            return False
+        is_beyond = measured_bytes - predicted_bytes > MOST_INEXACT * predicted_bytes
+        return is_beyond and self.plans.rehearsing.may_differ(creates_graph=step.creates_graph)
+
+    def _rehearse_others(self, model: nn.Module) -> None:
+        """Rehearse the next steps, until one of another kind than the rehearsed ones has come."""
+        self._has_rehearsed_others = True
+        rehearsing = self.plans.rehearsing
+        self._in_force.give_up()  # hooks may be changed in the next step
+        rehearsing.on_steps_changed(model)
+        self._start_with(rehearsing)
+
     def _judge_within(self, plan: Plan, measured_bytes: int) -> None:
         """Keep a plan that is within the budget, once a batch of its size, or many smaller ones, were measured."""
         self._measured.most_bytes = max(self._measured.most_bytes, measured_bytes)
+        self._measured.n_planned += self._measured.is_planned
+        if 0 < self._measured.n_planned < self.plans.rehearsing.n_in_round:
+            return
         if self._measured.is_planned:
             if plan.graphs and self._request.budget_for == "requested":
                 plan = self.plans.take_measured(plan, measured_bytes)
@@ -418,9 +453,12 @@ class StepFitter(PlanMonitor):
 
     def finish(self) -> None:
         """Keep the plan in force, even if only smaller batches were measured."""
-        plan, n_others = self.plans.plan, self._measured.n_others
-        if plan is not None and plan is not self._held and n_others and not self.plans.larger.is_awaited:
-            self._keep(plan)
+        plan, measured = self.plans.plan, self._measured
+        if plan is not None and plan is not self._held and not self.plans.larger.is_awaited:
+            if measured.n_planned:
+                self._stays(plan, measured.most_bytes, is_of_planned_size=True)
+            elif measured.n_others:
+                self._keep(plan)
         self.done |= self._held is not None
 
     def on_stop(self) -> None:

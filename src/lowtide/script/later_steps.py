@@ -23,14 +23,16 @@ if TYPE_CHECKING:
     from lowtide.planner.records import Plan
 
 FIRST_LOOK: Final = 12
-"""Number of updates after which a step is measured, then after twice as many each time."""
+"""Number of updates after which a step is measured, then after twice as many and one each time: not always after an
+even number, for steps of two kinds in turn.
+"""
 COUNTED_UPDATES: Final = 16
 """Number of updates after each of which tensors are counted; later on only after this share of all updates."""
 MOST_COUNTING: Final = 0.005
 """Largest share of the steps' time that later counts may take; the next count waits until then. Counting takes some
 milliseconds, and a tenth of a second if Python has collected garbage since.
 """
-MOST_BETWEEN: Final = 500
+MOST_BETWEEN: Final = 501
 """Largest number of updates from one measured step to the next, if `MOST_TIME` allows that."""
 MOST_TIME: Final = 0.1
 """Time of measured steps, as a share of all other steps' time, above which the next one is put off. A measured step
@@ -55,8 +57,12 @@ class LaterSteps:
         """True while the steps are rehearsed again."""
         self.is_different = False
         """True once a step was different from the rehearsed ones."""
+        self.has_more_state = False
+        """True once optimizers have state for parameters that no rehearsed step updated."""
         self.is_changed = False
         """True once the model has changed."""
+        self.awaits_another_kind = False
+        """True if steps are rehearsed because one did more than the rehearsed ones, though the model is the same."""
         self._n_to_measure = self._n_rehearsals = 0
         self._next_look: float = FIRST_LOOK
         self.counts_at = inf
@@ -102,7 +108,7 @@ class LaterSteps:
             self._held_since_s = monotonic()
         self.has_begun = True
         if not several_processes():  # one of them would plan again alone
-            self.due_at = 0 if self.is_changed or self.is_different else self._next_look
+            self.due_at = 0 if self.is_changed or self.is_different or self.has_more_state else self._next_look
             self.counts_at, self._place, self._room_bytes = self.n_updates + 1, place, max(0, room_bytes)
             self._least_held_bytes = held_bytes(place)
 
@@ -117,8 +123,9 @@ class LaterSteps:
     def begin(self) -> None:
         """Begin to measure, or to rehearse if the model has changed."""
         if self.n_updates >= self._next_look:
-            self._next_look = max(FIRST_LOOK, self.n_updates + min(self.n_updates, MOST_BETWEEN))
-        self._n_to_measure, self.due_at = PATIENCE if self.is_different else 1, self._next_look
+            self._next_look = max(FIRST_LOOK, self.n_updates + min(self.n_updates + 1, MOST_BETWEEN))
+        self._n_to_measure = PATIENCE if self.is_different or self.has_more_state else 1
+        self.due_at = self._next_look
         self._measuring_since_s = monotonic()
         if self.is_changed:
             self.rehearse()
@@ -131,7 +138,7 @@ class LaterSteps:
         self._measured_s += now_s - self._measuring_since_s
         self._measuring_since_s = now_s
         if not self._n_to_measure:
-            self.is_different = False
+            self.is_different = self.has_more_state = False
             if self.due_at:  # 0 if something has changed meanwhile
                 self.due_at = max(self.due_at, self._n_updates_with(MOST_TIME, self._measured_s))
 
@@ -146,6 +153,7 @@ class LaterSteps:
 
     def rehearse(self) -> None:
         """Rehearse the next steps."""
+        self.awaits_another_kind, self.has_more_state = not self.is_changed, False
         self.is_rehearsing, self.is_changed, self._n_rehearsals = True, False, self._n_rehearsals + 1
         self.stop_measuring()
 

@@ -409,6 +409,7 @@ class ModelPlans:
             return False
         self.later.come_soon()
         self.later.is_different |= kind == "step"
+        self.later.has_more_state |= kind == "state"
         self.later.is_changed |= kind == "model"
         if kind == "model":
             self._say(f"{self.name} {what}: the peak may be above the budget until it is rehearsed again")

@@ -118,6 +118,8 @@ class MeasuredSteps:
 
     is_planned: bool = False
     """True if this step's batch has the size that the plan is for."""
+    n_planned: int = 0
+    """Number of steps on batches of that size that were within the budget."""
     n_others: int = 0
     """Number of steps on batches of other sizes."""
     most_bytes: int = 0
@@ -209,8 +211,7 @@ class Measured:
         self._budget_for = budget_for
         self._stack = contextlib.ExitStack()
         self._recorder = self._stack.enter_context(recorder_for(place_of(model)))
-        if is_checked:
-            self._stack.enter_context(applied.checked())
+        self._checked = self._stack.enter_context(applied.checked()) if is_checked else None
 
     def peak_bytes(self) -> int:
         """Return the peak of the finished step, including memory from before the step."""
@@ -221,6 +222,11 @@ class Measured:
     def static(self) -> Static:
         """The memory that was in use when the finished step began."""
         return with_others(self._static, self._addresses, self._recorder)
+
+    @property
+    def creates_graph(self) -> bool:
+        """True if a checked step had a backward pass that builds a graph itself, and read recomputed tensors in it."""
+        return self._checked is not None and self._checked.creates_graph
 
     @property
     def is_usual(self) -> bool:

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from lowtide.memory.events import EventStream
     from lowtide.planner.records import AppliedLever, Profile
     from lowtide.profiler.compiled_online import OnlineCompiledProfiler
+    from lowtide.profiler.training_step import Kind
 
     TrialCall = tuple[Callable[..., Any], tuple[Any, Any]]
     """A function or module, and the arguments of one call of it."""
@@ -87,6 +88,8 @@ class StepRehearser(StepListener):
         self._is_hidden = False
         self._plain, self._stop = plain, stop
         self._observed: OnlineProfiler | OnlineCompiledProfiler | None = None
+        self._known_kinds: frozenset[Kind] = frozenset()
+        """Kinds of steps that were rehearsed before the steps changed; one of another kind is waited for."""
         self._n_runs = 0
         """Number of steps in which TorchScript in the model ran; it optimizes itself in the first ones."""
         self._parts: PartCalls | None = None
@@ -122,7 +125,7 @@ class StepRehearser(StepListener):
         if self.compiled is None and not is_compiled(model) and not inside_blocks:
             if has_compiled_modules(model) and several_processes():
                 self._notes = (WHOLE_IN_PROCESSES,)
-            return OnlineProfiler(model, plain=self._plain, in_place=self._in_place)
+            return OnlineProfiler(model, plain=self._plain, in_place=self._in_place, known_kinds=self._known_kinds)
         from lowtide.profiler.compiled_online import OnlineCompiledProfiler  # imports inductor, which takes seconds
 
         if self._levers:
@@ -172,6 +175,22 @@ class StepRehearser(StepListener):
             self._observed.give_up()
             self._given_up.append(self._observed)  # removed in the next step, because no hooks may be removed here
         self.done, self.profile, self._observed, self._parts = False, None, None, None
+        self._known_kinds = frozenset()
+
+    def on_steps_changed(self, model: nn.Module) -> None:
+        """Forget the recordings; rehearse until a step of another kind than those so far has come."""
+        kinds = self._observed.kinds if isinstance(self._observed, OnlineProfiler) else frozenset()
+        self.on_model_replaced(model)
+        self._known_kinds = kinds
+
+    def may_differ(self, *, creates_graph: bool) -> bool:
+        """Return True if a step may differ from the rehearsed one only in backward; see `OnlineProfiler`."""
+        return isinstance(self._observed, OnlineProfiler) and self._observed.may_differ(creates_graph=creates_graph)
+
+    @property
+    def n_in_round(self) -> int:
+        """The number of steps after which all kinds of steps have come, if few take turns; else 1."""
+        return self._observed.n_in_round if isinstance(self._observed, OnlineProfiler) else 1
 
     def peak_with(self, record: Callable[[Counter[int]], EventStream | None]) -> int | None:
         """Return the rehearsed step's peak with the compiled calls of a recording; see `OnlineCompiledProfiler`."""

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from lowtide.script.plan_monitor import InForce
     from lowtide.utils.amounts import BudgetFor
 
+DOES_MORE: Final = "in a step that does more than the rehearsed ones: the next ones are rehearsed, for a new plan"
 SMALLEST_FROM_NOW: Final = "The plan with the smallest peak is in force from now on"
 
 
@@ -109,9 +110,7 @@ class Replanner:
         what = f"measured {format_bytes(measured_bytes)} peak, {over} over the budget"
         does_more = later.is_different or measured_bytes - plan.predicted.peak_bytes > added_bytes
         if does_more and later.can_rehearse(plan):
-            self._say(
-                f"{what}, in a step that does more than the rehearsed ones: the next ones are rehearsed, for a new plan"
-            )
+            self._say(f"{what}, {DOES_MORE}")
             later.rehearse()
             return False
         later.stop_measuring()
@@ -148,7 +147,11 @@ class Replanner:
         """Rehearse this step from scratch, without the results of earlier rehearsals."""
         if self._in_force.applied is not None:
             self._in_force.remove()
-            self._plans.rehearsing.on_model_replaced(step.model)
+            rehearsing = self._plans.rehearsing
+            forget = (
+                rehearsing.on_steps_changed if self._plans.later.awaits_another_kind else rehearsing.on_model_replaced
+            )
+            forget(step.model)
         try:
             self._plans.rehearsing.on_step_begin(step.model, step.batch, step.optimizers)
         except RehearsalError as why:
