@@ -111,9 +111,9 @@ PUT_ON: dict[str, tuple[Callable[[nn.Module], object], str]] = {
     "spectral norm": (lambda block: parametrizations.spectral_norm(block.wide), "1.wide is a ParametrizedLinear"),
     "counting hook": (
         lambda block: block.wide.register_forward_hook(Counting()),
-        "test_put_on_later.Counting since",
+        "test_module_changes.Counting since",
     ),
-    "writing hook": (lambda block: block.wide.register_forward_hook(written_over), "test_put_on_later.written_over"),
+    "writing hook": (lambda block: block.wide.register_forward_hook(written_over), "test_module_changes.written_over"),
     "pre-hook": (lambda block: block.narrow.register_forward_pre_hook(written_before), "1.narrow has the hook"),
     "pre-hook on weights": (lambda block: block.wide.register_forward_pre_hook(clamped), "1.wide has the hook"),
     "module": (lambda block: setattr(block, "wide", Noisy()), "1 has another module at wide (Noisy)"),
