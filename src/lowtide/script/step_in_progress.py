@@ -20,7 +20,7 @@ class StepInProgress:
     """Calls and updates since the step began; empty between two steps."""
 
     def __init__(self, updates: OptimizerUpdates, by_hand: ManualUpdates) -> None:
-        self._on_update_end, self._by_hand = updates, by_hand
+        self._updates, self._by_hand = updates, by_hand
         self.is_open = False
         self.is_late = False
         """True if updates were made inside backward: the step may be over when backward is."""
@@ -51,7 +51,7 @@ class StepInProgress:
         """Return True if every optimizer that is alive and known to update the model has done so."""
         if not self._optimizers:
             return False
-        updates, mine, updated = self._on_update_end, parameter_ids(model), self._updated()
+        updates, mine, updated = self._updates, parameter_ids(model), self._updated()
         for key, optimizer in updates.optimizers.items():
             held = mine & held_by(optimizer)
             if not held or key in self._optimizers:

@@ -144,8 +144,8 @@ class Moves:
         self.offloads = offloads_of(index, len(self.groups))
         self.moves = [
             *(Move(recompute=(group,)) for group in self.groups),
-            *(self._replayed(replay, cheap=True) for replay in self.replays.values()),
-            *(self._replayed(replay, cheap=False) for replay in self.replays.values()),
+            *(self._replay_move(replay, cheap=True) for replay in self.replays.values()),
+            *(self._replay_move(replay, cheap=False) for replay in self.replays.values()),
             *(Move(replay=(replay,)) for replay in self.replays.values() if replay.within),
             *(Move(advance=(advance,)) for advance in self.advances),
             *(Move(offload=(group,)) for group in self.offloads),
@@ -155,7 +155,10 @@ class Moves:
         """
         self.worths = MoveWorths(index, self.moves, self.groups, self.replays)
 
-    def _replayed(self, replay: Replay, *, cheap: bool) -> Move:
+    def _replay_move(self, replay: Replay, *, cheap: bool) -> Move:
+        """Return the move that replays a call, and keeps its contents: all of them, or with `cheap` only those that are
+        expensive to recompute.
+        """
         inside = tuple(group for group in self.groups if replay.id in group.inside)
         return Move(
             recompute=tuple(group for group in inside if cheap and not group.expensive),
