@@ -34,8 +34,8 @@ def observe_checkpoints(observe: Callable[[Any, tuple[Any, ...], bool], Region |
     """Call `observe(function, arguments, is_reentrant)` for each checkpointed call until the returned function is
     called.
 
-    `torch.utils.checkpoint.checkpoint` itself is in variables of the modules that imported it, so the two
-    implementations that it calls are replaced. Torch 2.13, since 2.1; 2.15.
+    Modules that imported `torch.utils.checkpoint.checkpoint` hold references to it. So the two implementations that it
+    calls are replaced, not the function itself. Torch 2.13, since 2.1; 2.15.
     """
     generator, function = getattr(checkpoint, GENERATOR), checkpoint.CheckpointFunction
 

@@ -1,4 +1,4 @@
-"""Attempts to keep a budget: a plan that aims lower, its proof, and the error after the last one."""
+"""Attempts to keep a budget: make plans, run a step under each to verify it, and build the error if none fits."""
 
 from __future__ import annotations
 

@@ -214,7 +214,10 @@ def _only_the_loss(model: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _detach(tensor: Tensor, *, must: bool = True) -> bool:
-    """Detach in place; return True if the tensor had a graph."""
+    """Detach a tensor in place; return True if that released its graph.
+
+    Raises LowtideError for a view that torch can't detach; without `must`, the view is left as it is.
+    """
     if tensor.grad_fn is None:
         return False
     if base_of(tensor) is None:

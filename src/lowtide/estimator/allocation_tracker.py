@@ -294,7 +294,7 @@ class AllocationTracker(TorchDispatchMode):
         return func in writes and self.ledger.is_newer(args[0], self._formula[1], new.untyped_storage().nbytes())
 
     def _follow(self, tensor: Tensor, op: str = "", *, entry: bool = False, n_bytes: int | None = None) -> None:
-        """Track a tensor's storage from here to its end. With `n_bytes` 0 it is registered, but is not an event."""
+        """Track a tensor's storage from now until it is freed. With `n_bytes=0` no allocation is recorded."""
         self.ledger.follow(tensor, op, entry=entry, n_bytes=n_bytes)
 
     def _reuse_memory(self, old: Any, new: Tensor) -> bool:

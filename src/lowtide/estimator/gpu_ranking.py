@@ -69,7 +69,10 @@ class GpuRanking(Displayed):
 
 @dataclass(slots=True, kw_only=True)
 class _Work:
-    """Estimates, by way and batch size, for GPUs of one kernel generation: a step requests the same memory on each."""
+    """Estimates for GPUs of one kernel generation, on all of which a step requests the same memory.
+
+    Estimates are grouped by memory saving (plain, recomputed, replayed) and by batch size.
+    """
 
     gpus: list[GpuSpec]
     estimates: dict[How, dict[int, GpuMemoryEstimate]] = field(default_factory=dict)

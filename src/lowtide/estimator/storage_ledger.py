@@ -176,7 +176,7 @@ class StorageLedger(Recorder):
     # --- storages
 
     def follow(self, tensor: Tensor, op: str = "", *, entry: bool = False, n_bytes: int | None = None) -> None:
-        """Track a tensor's storage from here to its end. With `n_bytes` 0 it is registered, but is not an event."""
+        """Track a tensor's storage from now until it is freed. With `n_bytes=0` no allocation is recorded."""
         if tensor.device.type != self.device or not is_strided(tensor):
             return
         storage = tensor.untyped_storage()
@@ -236,7 +236,7 @@ class StorageLedger(Recorder):
         return True
 
     def share(self, tensor: Tensor, new: Tensor) -> None:
-        """Record that the storage of `new` shares the memory of `tensor`, as a lazily copied one does."""
+        """Record that the storage of `new` uses the same memory as `tensor`, which is freed when neither needs it."""
         block = self._living[storage_id(tensor)].block
         self._n_sharing[block] += 1
         self._inherit(block, new.untyped_storage())

@@ -167,7 +167,7 @@ class _Active:
         parameter.grad = None
 
     def _finish_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Check that `optimizer.step()` found no gradients: some are left if backward ran less often than observed."""
+        """Reset the state of the step. Raises LowtideError if a setting of a parameter group was changed too late."""
         self._arrived.clear()
         settings, self._settings = self._settings, []
         if settings and (name := changed_setting(settings, group_settings(optimizer))):

@@ -207,7 +207,7 @@ class DelObserver:
                 yield self._del(group, moment, looks, levels, ends)
 
     def _names_of(self, look: _Inspection) -> Iterable[str]:
-        """Return the variables of an inspection; for the first one, only leftovers: those that the step rebinds."""
+        """Return the variables of an inspection; of the first one, only those left from an earlier step and rebound."""
         return [name for name in look.names if name in self._rebound] if look.is_first else look.names
 
     def _del(

@@ -38,8 +38,8 @@ def tensors_of(optimizer: torch.optim.LBFGS) -> list[Tensor]:
 
 
 def missing_history_bytes(optimizer: torch.optim.LBFGS) -> int:
-    """Return the bytes by which the optimizer's state will still grow: until its history is full, and while it
-    evaluates the model.
+    """Return the bytes that L-BFGS will need beyond those it holds now: for a full history, and for the vectors that it
+    holds while it evaluates the model.
     """
     (group,) = optimizer.param_groups
     numbers: list[Tensor] = [p for p in group["params"] if not p.is_meta]

@@ -44,7 +44,7 @@ def with_work_costs(profile: Profile) -> Profile:
     """Return `profile` with costs independent of any clock: one per byte produced, and one per FLOP.
 
     With such costs every rehearsal of a step leads to the same smallest peak. Counting a FLOP like a byte makes matrix
-    products dearer than they are: the search ends lower if it takes them last.
+    products more expensive than they are, so that the search recomputes them last, and finds a smaller peak.
     """
     end = len(profile.base_bytes)
     allocated_bytes = np.zeros(end + 1, np.int64)

@@ -1,4 +1,4 @@
-"""Modules that save different tensors in each step, such as a recurrent layer on the CPU where lengths differ."""
+"""Modules whose saved tensors differ between steps, such as a recurrent layer on the CPU if sequence lengths vary."""
 
 from __future__ import annotations
 

@@ -95,7 +95,7 @@ class Rehearsal:
         self._unchanged.restore()
 
     def specialise(self) -> None:
-        """Run the step once if parts of the model save other tensors after their first run."""
+        """Run the step once if parts of the model are compiled or TorchScript: later runs save different tensors."""
         if is_specialised(self.model):
             self._updates.step(self.batch)
             self._unchanged.restore_for_rerun()

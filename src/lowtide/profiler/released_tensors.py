@@ -57,7 +57,7 @@ class FreedValues:
         frame.values = {place: weakref.ref(value) for value, place in freed.items()}
 
     def hold_again(self, frame: ReplayFrame, freed: dict[Value, int]) -> None:
-        """Keep the values that a trial of `frame` has freed, because the call can't be replayed after all."""
+        """Restore the values that a trial of `frame` freed, and keep them: the call can't be replayed after all."""
         values = {place: value for value, place in freed.items() if value.maker is frame}
         frame.values = {place: weakref.ref(value) for place, value in values.items()}
         if values:
@@ -69,7 +69,7 @@ class FreedValues:
             value.tensor = None
 
     def try_free(self, handle: Handle, tensor: Tensor) -> None:
-        """Free a tensor that has just been saved, if kept tensors recompute it without a matrix product."""
+        """Free a tensor that was just saved, if it can be recomputed from kept tensors without a matrix product."""
         value = handle.value
         draft, maker = self._step.draft(value), self._timings.recompute_of(value)
         is_cheap = bool(draft.recipe) and not draft.flops

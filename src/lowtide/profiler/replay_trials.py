@@ -101,7 +101,7 @@ class ReplayTrials:
         return next((self._refused[kind] for kind in kinds if kind in self._refused), None)
 
     def _why_not(self, opened: OpenCall, frame: ReplayFrame) -> str | None:
-        """Try a call. Return the reason why it can't be replayed, or None."""
+        """Try to replay a call. Return the reason why it can't be replayed, or None if it can."""
         call, module, returned = opened.draft, frame.interceptor.module, opened.returned
         why = RAISED if returned is RAISED else self._why_refused(module)
         if why is not None:

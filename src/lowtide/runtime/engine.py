@@ -88,8 +88,9 @@ class Engine:
         return False
 
     def decide_further(self, interceptor: CallInterceptor, plan: int, number: int) -> Actions:
-        """Return decisions for a call that the plan does not have, because the module is called more often than in the
-        first run: those for the module's last call in the plan.
+        """Return the decisions for a module's last planned call, for use in a call beyond it.
+
+        Such a call occurs if a step calls the module more often than the first step under the plan did.
         """
         self.messages.say_different(
             "this step calls modules more often than the first step under the plan did: further calls get the last "

@@ -46,7 +46,7 @@ class Contents:
         self.version, self._sum = tensor._version, _sum_of(tensor)
 
     def are_in(self, tensor: Tensor) -> bool:
-        """Return True if nothing has been written to `tensor` since."""
+        """Return True if `tensor` has the recorded version and checksum."""
         return tensor._version == self.version and bool(self._sum == _sum_of(tensor))
 
 

@@ -59,7 +59,7 @@ def states() -> tuple[tuple[Any, ...] | None, tuple[Any, ...], Any]:
 
 
 def python_state() -> tuple[Any, ...]:
-    """Return `random.getstate()`, the same object if nothing was drawn."""
+    """Return `random.getstate()`; if nothing was drawn since the last call, the same object as then."""
     global _of_python
     memory, state = _of_python
     now = None if _PYTHONS_MEMORY is None else (_PYTHONS_MEMORY.raw, _PYTHONS.gauss_next)  # type: ignore[attr-defined]

@@ -217,7 +217,7 @@ class JointSlots:
         return False
 
     def _is_for_backward(self, slot: int) -> bool:
-        """Return True if a kernel of a graph with 16-bit values writes the slot only because it is saved."""
+        """Return True if the graph has 16-bit values, and a kernel writes this value only to save it for backward."""
         node = self.joint.nodes[slot]
         return self._is_mixed and node.kind == "pointwise" and not node.is_forward
 

@@ -225,7 +225,7 @@ class Measured:
 
     @property
     def creates_graph(self) -> bool:
-        """True if a checked step had a backward pass that builds a graph itself, and read recomputed tensors in it."""
+        """True if a backward pass with `create_graph=True` has read recomputed tensors in a checked step."""
         return self._checked is not None and self._checked.creates_graph
 
     @property

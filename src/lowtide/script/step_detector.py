@@ -238,7 +238,10 @@ class StepDetector:
         return is_here
 
     def _is_prompt_call(self, module: nn.Module, given: Any) -> bool:
-        """Return True for a call of a module without trainable parameters through which a prompt is trained."""
+        """Return True if a call of a frozen module passes gradients to a trained prompt, in the model that is followed.
+
+        Until that model is known, record the module instead.
+        """
         is_whole = type(self.model) is CompositeModel and bool(self.model.alone)
         if not (self.model is None or (is_whole and self._is_ours(module))) or not any(
             tensor.requires_grad for tensor in tensors_in(given)

@@ -72,7 +72,7 @@ def gpt2(size: Size) -> Parts:
 
 
 def llama(size: Size) -> Parts:
-    """Build Llama (RMS norm, rotary positions, gated MLP, no dropout) with random weights, on the text of `gpt2`."""
+    """Build Llama (RMS norm, rotary positions, gated MLP; random weights, no dropout), for the same text as `gpt2`."""
     transformers = need("transformers")
     batches, source = _next_tokens(size)
     config = transformers.LlamaConfig(

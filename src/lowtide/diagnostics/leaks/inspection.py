@@ -151,7 +151,7 @@ def _new_buffers(view: InspectionInput, live: LiveObjects) -> Iterator[RetainedO
 
 
 def _note_data(retained: list[tuple[RetainedObject, list[int]]], view: InspectionInput, live: LiveObjects) -> None:
-    """Note which objects may be samples that a data set remembers."""
+    """Set `is_within_data` of retained objects that may be samples cached by a data set."""
     cached = [item for item, _ in retained if not item.calls and item.holder is not None and item.holder.is_keyed]
     if cached:
         view.calls.n_samples = max(view.calls.n_samples, live.n_samples)

@@ -49,7 +49,7 @@ class Inspector:
         *,
         ignores_older: bool,
     ) -> None:
-        """Begin before any call.
+        """Create an inspector, before the first call of a model.
 
         `arguments` returns the tensors passed to the running module, and `running_module` its id. `ignores_older`
         leaves out graphs that were made before the first call.
@@ -126,7 +126,7 @@ class Inspector:
         return max(LEAST_BYTES, int(LEAST_SHARE * self.largest_graph_bytes))
 
     def _begin_step_or_inspect(self, key: int, module: nn.Module, *, has_gradients: bool) -> None:
-        """Begin a step if the call does; else inspect what the step so far, or the evaluation, has left."""
+        """Begin a new step if this call is its first; otherwise inspect memory left by this step or evaluation."""
         if has_gradients and self._by_hand.has_updated(module):
             self.boundaries.stepped(next_sequence_number())
         if self.has_begun and self.boundaries.is_next_step(key):

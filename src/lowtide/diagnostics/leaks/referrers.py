@@ -399,7 +399,7 @@ class HolderSearch:
         return Holder(kind="exception", text=f"exception {kind} that is kept", key=f"exception {kind}")
 
     def _is_gathered(self, function: FunctionType) -> bool:
-        """Return True if `function` is an entry of a list, set or queue; looked up once for all of its code."""
+        """Return True if `function` is an entry of a list, set or queue. Searches once per code object."""
         if function.__code__ not in self.gathered:
             others = (r for r in gc.get_referrers(function) if id(r) not in self.ignored)
             self.gathered[function.__code__] = any(isinstance(r, list | deque | set) for r in others)

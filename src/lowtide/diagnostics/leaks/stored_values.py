@@ -70,7 +70,7 @@ def _loaded(value: ast.expr) -> Iterator[ast.expr]:
 
 
 def _is_empty(value: ast.expr) -> bool:
-    """Return True for constants and for containers without entries."""
+    """Return True if an expression refers to no variables: a constant, or a container of constants."""
     return not any(isinstance(node, ast.Name | ast.Attribute) for node in ast.walk(value))
 
 

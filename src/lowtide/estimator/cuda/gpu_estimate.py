@@ -327,7 +327,7 @@ _ENDS = ("least", "most")
 
 
 def _sizes(stream: EventStream) -> list[tuple[str, int]]:
-    """Return operator and bytes of each allocation, and the bytes of each free, in their order."""
+    """Return `(operator, bytes)` for each allocation and `("", bytes)` for each free, in order."""
     requests = (event for event in stream if not isinstance(event, Mark))
     return [(event.op if isinstance(event, Allocate) else "", event.bytes) for event in requests]
 

@@ -1,4 +1,4 @@
-"""Process groups of a script for CUDA where NCCL is missing: gloo, or a simulated group."""
+"""Substitutes for the process groups of a CUDA script on a machine without NCCL: gloo, or a simulated group."""
 
 from __future__ import annotations
 

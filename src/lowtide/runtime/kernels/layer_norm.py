@@ -51,7 +51,7 @@ def _rows(
 def layer_norm_from_statistics(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, rstd: Tensor, width: int
 ) -> Tensor:
-    """Return a layer norm's output. Raises RuntimeError for tensors that the kernel is not for."""
+    """Compute a layer norm's output from its saved statistics. Raises RuntimeError for unsupported tensors."""
     if mean.dtype is not torch.float32 or (weight is None and bias is not None):
         raise RuntimeError("no statistics in single precision, or a bias alone")
     input, mean, rstd = input.contiguous(), mean.contiguous(), rstd.contiguous()
