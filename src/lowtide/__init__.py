@@ -161,7 +161,7 @@ register_renderers(
 _TORCH_FREE = ("lowtide.errors", "lowtide.planner", "lowtide.report")
 
 
-if not TYPE_CHECKING:  # hidden from type checkers, for which any name would else be public
+if not TYPE_CHECKING:  # hidden from type checkers, which would accept any name otherwise
 
     def __getattr__(name: str) -> object:
         if name == "__version__":
@@ -176,14 +176,14 @@ if not TYPE_CHECKING:  # hidden from type checkers, for which any name would els
             require_torch(f"lowtide.{name}")
         from lowtide.utils.interrupts import uninterrupted
 
-        # Ctrl-C waits: Python would run modules again whose import was cut off, and recipes be registered twice
+        # Ctrl-C waits: after an interrupted import Python would run the modules again, and register recipes twice
         value = getattr(uninterrupted(import_module)(home), name)
         globals()[name] = value  # makes later reads of the name bypass this function
         return value
 
 
 def load_ipython_extension(shell: object) -> None:
-    """Add the cell magic `%%lowtide` to IPython, as `%load_ext lowtide` asks for."""
+    """Add the cell magic `%%lowtide` to IPython; `%load_ext lowtide` calls this function."""
     from lowtide.utils.optional_deps import require_torch
 
     require_torch("%load_ext lowtide")

@@ -1,1 +1,1 @@
-"""The public functions, one file each."""
+"""Public functions of Lowtide, one file each."""

@@ -1,4 +1,4 @@
-"""Apply a plan to a model: enable its levers, and the engine that recomputes and replays."""
+"""Apply a plan to a model: enable the plan's levers, and the engine that recomputes and replays saved tensors."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from lowtide.runtime.joint_slots import JointSlots
 
 _traced: weakref.WeakKeyDictionary[nn.Module, Applied] = weakref.WeakKeyDictionary()
-"""Plans on models that compiled functions call, by model. Such models get no wrapper that could hold the plan."""
+"""Plans in force on models that compiled functions call, by model. Such a model gets no wrapper that could hold its
+plan.
+"""
 
 
 def plans_on(module: nn.Module) -> Iterator[object]:
@@ -49,8 +51,8 @@ def _forget(reference: weakref.ref[nn.Module]) -> None:
 class Applied(Removable, Displayed):
     """A plan in force on a model. `remove()`, or the end of a `with` block, restores the model.
 
-    `plan` is the plan for the largest batches. `holder` lives as long as the plan is in force, and `lowtide.fitted`
-    returns it; by default it is this object.
+    `plan` is the plan for the largest batches. `holder` is the object that `lowtide.fitted` returns, by default this
+    object; it lives as long as the plan is in force.
     """
 
     def __init__(
@@ -62,14 +64,16 @@ class Applied(Removable, Displayed):
         outgrown: Callable[[str], bool] = lambda what: False,
         changed: Changed = lambda kind, what: False,
     ) -> None:
-        """Put `plans` in force: one for each size of batch, the smallest first. See PlanGuard for `outgrown` and
-        `changed`.
+        """Put `plans` in force on `model`: one plan for each batch size, the smallest first.
+
+        `say` is called with each message to the user. PlanGuard calls `outgrown` for a batch larger than planned, and
+        `changed` for a changed model; if they return True, no message follows.
         """
         self.plan = plan = plans[-1]
         self.holder: Removable = self
         self._changed = changed
         self._unknown: set[str] = set()
-        """Hashes of compiled joint graphs that are not the plan's."""
+        """Hashes of compiled joint graphs that the plan does not cover."""
         reference = weakref.ref(self)
 
         def has_more_state() -> bool:
@@ -84,9 +88,9 @@ class Applied(Removable, Displayed):
                     undo.callback(self._partitioned(model, say))
                 if has_compiled_modules(model):
                     undo.callback(PlanGuard(model, plan, say, self, outgrown, changed).remove)
-                else:  # its calls are traced, and no wrapper may precede them
+                else:  # compiled functions trace the model's calls, so no wrapper may surround them
                     _traced[model] = self
-                    undo.callback(_forget, weakref.ref(model))  # else `self` would keep the model alive
+                    undo.callback(_forget, weakref.ref(model))  # a weak reference: `self` must not keep the model alive
                 undo.callback(more_state(model, plan, say, has_more_state).remove)
                 self._undo = undo.pop_all()
             return
@@ -110,32 +114,37 @@ class Applied(Removable, Displayed):
 
     @property
     def drifted(self) -> frozenset[str]:
-        """Addresses of slots that differed from the rehearsal, and were kept instead."""
+        """Addresses of saved tensors that differed from the rehearsal and were kept, and hashes of compiled graphs that
+        the plan does not cover.
+        """
         return frozenset(self._engine.packer.drifted) | self._unknown
 
     def checked(self) -> AbstractContextManager[ReplayChecker]:
-        """Return a context manager for one step: ReplayMismatch is raised if backward reads other bits than forward
-        saved.
+        """Return a context manager that checks one step.
+
+        It raises ReplayMismatch if a tensor that backward reads differs in any bit from the tensor that forward saved.
         """
         return ReplayChecker(self._engine).running()
 
     def save_most(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Run calls of the size of these arguments, and larger ones, under the plan with the smallest peak from now on.
+        """Run calls with arguments of this size, or larger, under the plan with the smallest peak from now on.
 
-        Returns False if they do already.
+        Returns False if such calls already do.
         """
         return self._engine.save_most(args, kwargs)
 
     def growth(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        """Return how many times larger a call with these arguments is than the largest planned one; at least 1."""
+        """Return the size of a call with these arguments as a multiple of the largest planned call; at least 1."""
         return self._engine.growth(args, kwargs)
 
     def also(self, remove: Callable[[], object]) -> None:
-        """Call `remove` just before the plan is removed."""
+        """Register `remove`, a function to call just before the plan is removed."""
         self._undo.callback(remove)
 
     def _partitioned(self, model: nn.Module, say: Callable[[str], None]) -> Callable[[], None]:
-        """Make inductor compile as the plan decides, until the returned function is called or `model` is freed."""
+        """Make inductor partition compiled graphs as the plan decides, until the returned function is called or `model`
+        is freed.
+        """
         from lowtide.runtime.compiled_plan import PlanPartitioner  # imports inductor, which takes seconds
 
         keys = self._unknown  # inductor's settings hold the partitioner, which must not hold the model
@@ -150,7 +159,7 @@ class Applied(Removable, Displayed):
             keys.add(key)
 
         first: dict[str, int] = {}
-        """Bytes of the inputs for which each graph was first compiled."""
+        """Bytes of the inputs for which each graph was first compiled, by the graph's hash."""
         is_guarded, is_said = has_compiled_modules(model), False
 
         def say_larger_inputs(slots: JointSlots) -> None:
@@ -176,12 +185,12 @@ class Applied(Removable, Displayed):
         return str(self.plan)
 
     def remove(self) -> None:
-        """Restore the model, and the optimizer. Repeated calls do nothing."""
+        """Restore the model and the optimizer. Repeated calls do nothing."""
         self._undo.close()
 
 
 def warn(what: str) -> None:
-    """Warn about a plan in force: the default for `say`."""
+    """Issue `what` as a Python warning about a plan in force; the default of `say`."""
     warnings.warn(what, stacklevel=2)
 
 
@@ -189,15 +198,15 @@ def warn(what: str) -> None:
 def apply(model: nn.Module, plan: Plan, *, optimizer: Optimizers = None, say: Callable[[str], None] = warn) -> Applied:
     """Put a plan in force on `model`, until `.remove()` or the end of a `with` block.
 
-    Batches that are larger than the plan's run under its fallback, the plan with the smallest peak.
+    A batch that is larger than the planned one runs under the plan's fallback, which has the smallest peak.
 
     Args:
         model: The model that the plan was made for, or an equal one.
         plan: The plan, from `plan`, `fit` or a file.
         optimizer: The optimizer, or a list of them; needed if one of the plan's levers changes it.
         say: Called with a message, once for each reason: a larger batch came, more parameters are trained, optimizers
-            made state that the plan does not count, compiled code bypasses the plan, or the step does not save the
-            tensors that the rehearsed step saved.
+            made state that the plan does not count, compiled code bypasses the plan, or the step saves other tensors
+            than the rehearsed step.
 
     Returns:
         The plan in force.

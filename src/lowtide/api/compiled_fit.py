@@ -1,4 +1,6 @@
-"""Fit compiled code: measure a few plans, because forecasts of its peak are less sure, and compare the bits."""
+"""Fit compiled code into a budget: measure a few plans, because forecasts of their peaks are uncertain, and compare
+bits.
+"""
 
 from __future__ import annotations
 
@@ -28,15 +30,16 @@ COMPILED_REPAIRS = 3
 UNUSED = 0.02
 """Share of a budget that a compiled plan may leave unused before a cheaper plan is tried."""
 CLOSE = 0.02
-"""Share by which measured peaks may exceed a budget that plans with larger forecasts are tried for."""
+"""Share by which a measured peak may exceed the budget so that plans with larger forecasts are tried, too."""
 
 
 def fit_compiled(site: StepContext, choice: Choice, plan: Plan, budget_for: BudgetFor) -> tuple[Plan, Verdict]:
-    """Return the cheapest of a few plans that is measured within the budget, with its proof; `plan` is the first plan.
+    """Measure a few plans for compiled code, `plan` first; return the cheapest plan within the budget, and its proof.
 
-    On a CPU, plans are first measured without kernels, which is soon done; the best one of these is compiled. If its
-    bits are not those of the plain step, the recomputed values that change them are searched for, and the next plans
-    keep them. Raises Infeasible with the smallest measured peak, and RehearsalError for other bits.
+    On a CPU, plans are first measured without compiling kernels, which is quick, and only the best plan is compiled. If
+    the step's results then differ in bits from the plain step's, a search finds the recomputed values that change them,
+    and further plans keep these values. Raises Infeasible, with the smallest measured peak, if no plan fits, and
+    RehearsalError if bits differ under every plan.
     """
     plan, kept = _scheduled(site, choice, replace(plan, budget_for=budget_for)), tuple[str, ...]()
     while True:
@@ -64,7 +67,9 @@ def fit_compiled(site: StepContext, choice: Choice, plan: Plan, budget_for: Budg
 
 
 def _proven(site: StepContext, choice: Choice, plan: Plan) -> tuple[Plan | None, list[tuple[Plan, Verdict]]]:
-    """Return the best of a few compiled plans whose bits are those of the plain step, and all that were compiled."""
+    """Compile and measure a few plans; return the best plan with the plain step's bits, and all compiled plans with
+    verdicts.
+    """
     proofs: list[tuple[Plan, Verdict]] = []
 
     def peak_of(tried: Plan) -> int | None:
@@ -77,9 +82,10 @@ def _proven(site: StepContext, choice: Choice, plan: Plan) -> tuple[Plan | None,
 
 
 def _scheduled(site: StepContext, choice: Choice, plan: Plan) -> Plan:
-    """Return the best of a few plans that are measured without kernels: on a CPU, for a budget of requested bytes.
+    """Measure a few plans without compiling kernels, and return the best plan.
 
-    Raises Infeasible if none is within the budget.
+    Possible on a CPU, for a budget of requested bytes; otherwise `plan` is returned. Raises Infeasible if no plan is
+    within the budget.
     """
     if plan.decisions == Decisions() or plan.budget_for != "requested" or place_of(site.model).type != "cpu":
         return plan
@@ -91,20 +97,23 @@ def _scheduled(site: StepContext, choice: Choice, plan: Plan) -> Plan:
 
 
 def _is_identical(site: StepContext, plan: Plan, addresses: Collection[str]) -> bool:
-    """Return True if the step has the plain step's bits when it recomputes just the values at `addresses`."""
+    """Return True if results are the plain step's, bit for bit, when the plan recomputes only the values at
+    `addresses`.
+    """
     return prove(site, replace(plan, recompute={at: plan.recompute[at] for at in addresses})).identical
 
 
 def cheapest_within(
     choice: Choice, plan: Plan, peak_of: Callable[[Plan], int | None], most: int
 ) -> tuple[int, Plan | None]:
-    """Return the number of plans tried, and the cheapest one measured within the budget, else the one with the lowest
-    peak.
+    """Measure at most `most` plans; return how many were tried, and the cheapest plan within the budget.
+
+    If no plan is within the budget, the plan with the lowest measured peak is returned; None if no plan can be used.
 
     Args:
         choice: The profile, and the levers.
-        plan: The first plan; each other one is made from the forecast, corrected by the excess of the one before. If
-            all others are over the budget, the last one is the plan with the smallest forecast.
+        plan: The first plan. Each further plan is made from the forecast, corrected by the excess of the plan before.
+            If all earlier plans are over the budget, the last plan is the one with the smallest forecast.
         peak_of: Function that measures a plan's peak; it returns None for a plan that can't be used.
         most: Largest number of plans to try.
     """
@@ -129,9 +138,10 @@ def cheapest_within(
 
 
 def _candidates(profile: Profile, plan: Plan, peak_bytes: int, best: Plan, *, is_last: bool) -> Iterator[Plan]:
-    """Yield plans that may be measured after `plan`, which had the peak `peak_bytes`; `best` is the best one so far.
+    """Yield plans to measure next, after `plan` was measured at `peak_bytes`; `best` is the best plan measured so far.
 
-    With `is_last`, no further plan can be measured: if all were over the budget, it has to be the smallest.
+    With `is_last`, only one more plan can be measured: if all plans so far are over the budget, it must be the plan
+    with the smallest peak.
     """
     budget_bytes, forecast_bytes = plan.budget_bytes, forecast_peak(profile, plan)
     is_over = best.predicted.peak_bytes > budget_bytes
@@ -140,7 +150,7 @@ def _candidates(profile: Profile, plan: Plan, peak_bytes: int, best: Plan, *, is
     yield _planned_or_smallest(with_excess(profile, peak_bytes - forecast_bytes), budget_bytes)
     if not is_over:
         return
-    if peak_bytes > forecast_bytes:  # forecasts of others may be off by less
+    if peak_bytes > forecast_bytes:  # forecasts of other plans may be off by less
         yield _planned_or_smallest(profile, (forecast_bytes + peak_bytes) // 2)
     if best.predicted.peak_bytes <= (1 + CLOSE) * budget_bytes:
         for share in (CLOSE / 2, CLOSE):
@@ -149,7 +159,7 @@ def _candidates(profile: Profile, plan: Plan, peak_bytes: int, best: Plan, *, is
 
 
 def _planned_or_smallest(profile: Profile, aim_bytes: int) -> Plan:
-    """Return a plan whose forecast is `aim_bytes` at most; if there is none, the plan with the smallest peak."""
+    """Return a plan whose forecast peak is at most `aim_bytes`, or the plan with the smallest peak if there is none."""
     try:
         return forecast_plan(profile, aim_bytes)
     except Infeasible:
@@ -157,7 +167,7 @@ def _planned_or_smallest(profile: Profile, aim_bytes: int) -> Plan:
 
 
 def _rank(measured: Plan) -> tuple[bool, float]:
-    """Return a sort key for measured plans: first those within the budget, by time; then the others, by peak."""
+    """Return a sort key for measured plans: plans within the budget first, by extra time; then the rest, by peak."""
     peak_bytes = measured.predicted.peak_bytes
     is_over = peak_bytes > measured.budget_bytes
     return is_over, peak_bytes if is_over else measured.predicted.extra_ms
@@ -174,7 +184,10 @@ def as_measured(plan: Plan, peak_bytes: int) -> Plan:
 
 
 def compiled_over(choice: Choice, lowest: Plan, tried: str) -> Infeasible:
-    """Build the error for a budget that no compiled plan keeps; `lowest` has the smallest measured peak."""
+    """Build the error for a budget that no compiled plan keeps.
+
+    `lowest` is the plan with the smallest measured peak; `tried` is a note that says how many plans were tried.
+    """
     return Infeasible(
         budget_bytes=lowest.budget_bytes,
         smallest_peak_bytes=lowest.predicted.peak_bytes,
@@ -184,7 +197,10 @@ def compiled_over(choice: Choice, lowest: Plan, tried: str) -> Infeasible:
 
 
 def _compiled_differs(site: StepContext, plan: Plan, smallest_bytes: int | None = None) -> str:
-    """Explain why no plan is put in force: under `plan` bits differ, and plans that keep them need `smallest_bytes`."""
+    """Explain why no plan is in force: under `plan`, results of compiled code differ in bits from the plain step's.
+
+    `smallest_bytes` is the smallest peak of plans that keep the bits, if known.
+    """
     verdict = compare_with_plain(site.model, site.step, site.batch, plan, site.optimizer, copies=True)
     relative = (verdict.relative_differences or {}).items()
     apart = ", ".join(f"{kind} {distance:.1e}" for kind, distance in relative if distance)

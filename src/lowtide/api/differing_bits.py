@@ -1,7 +1,7 @@
-"""Search for the recomputed values that change the bits of compiled code, so that a plan can keep them.
+"""Find the recomputed values that change result bits of compiled code, so that a plan can keep these values.
 
-inductor fuses recomputed values into other kernels than those of the plain step, which may round differently, or add up
-in another order. In most models a single value does so. Each trial compiles the step once, so there are few.
+inductor fuses recomputed values into other kernels than the plain step's, which may round differently, or add up in
+another order. In most models a single value causes this. Each trial compiles the step once, so there are few trials.
 """
 
 from __future__ import annotations
@@ -14,21 +14,22 @@ from lowtide.planner.records import Profile
 TRIALS = 5
 """Largest number of trials: enough to find one value among 32."""
 REFUSED = "recomputed, it would change bits of compiled code"
-"""Reason why a plan keeps such a value."""
+"""Reason that a plan states for keeping a value whose recompute changes bits."""
 
 
 def differing_addresses(
     addresses: Collection[str], is_identical: Callable[[tuple[str, ...]], bool], trials: int = TRIALS
 ) -> tuple[str, ...]:
-    """Return the fewest addresses found whose values change bits when they are recomputed.
+    """Bisect `addresses` to find the value that changes result bits when it is recomputed; return the remaining
+    suspects.
 
-    A bisection for a single such value. If only several together change bits, the returned addresses are not all of
-    them, and the plan without these has to be compared again.
+    The bisection assumes a single such value. If bits change only when several values are recomputed together, the
+    result lacks some of them, so the caller has to compare again with the returned values kept.
 
     Args:
         addresses: Addresses that change bits if all of them are recomputed, in the order of the graph.
-        is_identical: Function that runs the step with just these addresses recomputed, and returns True if its bits are
-            those of the plain step.
+        is_identical: Function that runs the step with only these addresses recomputed, and returns True if the results'
+            bits are those of the plain step.
         trials: Largest number of calls of `is_identical`.
     """
     suspects = tuple(addresses)
@@ -41,7 +42,7 @@ def differing_addresses(
 
 
 def with_kept(profile: Profile, addresses: Collection[str]) -> Profile:
-    """Return `profile` with the values at `addresses` kept by any plan."""
+    """Return `profile` changed so that any plan made from it keeps the values at `addresses`."""
     kept = {slot.value for slot in profile.slots if slot.address in addresses}
     values = (replace(v, refused=REFUSED) if i in kept else v for i, v in enumerate(profile.values))
     return replace(profile, values=tuple(values))

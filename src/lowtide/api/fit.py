@@ -64,16 +64,16 @@ def fit(
 
     The step is run about ten times here. Afterwards parameters, gradients, buffers, optimizer state and random number
     generators are restored, and so are schedulers, gradient scalers, other modules, numbers, strings and containers
-    that its code refers to. The proof names other changes that these runs make, such as the position of an iterator or
-    a file.
+    that the step's code refers to. The proof lists changes that can't be restored, such as the position of an iterator
+    or a file.
 
-    If `step` does not call the optimizers of `model`, each trial step is followed by their update, so that its memory
-    counts. If no optimizer exists yet, the plan notes that, and a warning comes once its state exists.
+    If `step` does not call the optimizers of `model`, each trial step is followed by their update, whose memory counts.
+    If no optimizer exists yet, the plan notes that, and a warning follows once optimizer state exists.
 
-    A model that `torch.compile` compiles as a whole with inductor is recompiled under the plan, which then decides the
-    tensors that its joint graphs save for backward; so is a compiled function of `step` that calls `model`, and so are
-    blocks of `model`, unless replaying them as a whole takes fewer FLOPs. All code that torch has compiled in the
-    process is dropped for that.
+    Code that `torch.compile` compiles with inductor is recompiled under the plan, which then decides the tensors that
+    the code's joint graphs save for backward. This applies to a model compiled as a whole, to a compiled function of
+    `step` that calls `model`, and to compiled blocks of `model`, unless replaying whole blocks takes fewer FLOPs. All
+    code that torch has compiled in the process is dropped before.
 
     A batch that is larger than `batch` runs under the plan with the smallest peak, with a warning that it may need more
     than the budget. After an error nothing is applied.
@@ -87,38 +87,39 @@ def fit(
             `"auto"`: the memory that is free there less a margin for fragmentation. The budget is for all memory of the
             step: parameters, gradients, optimizer state and batch included, and anything else in memory, such as other
             models.
-        budget_for: The bytes that the budget bounds: the "requested" ones, or on a GPU "reserved" ones, those that its
-            allocator takes from the device. Reserved bytes are computed by the simulated allocator from the requests of
-            the verified step, and the cache is emptied at the end. `nvidia-smi` shows the CUDA context in addition.
+        budget_for: The bytes that the budget bounds: "requested" bytes, or on a GPU "reserved" bytes, which torch's
+            caching allocator takes from the device. The simulated allocator computes reserved bytes from the requests
+            of the verified step, and the cache is emptied at the end. `nvidia-smi` shows the CUDA context in addition.
         optimizer: The optimizer of `model`, or a list of them.
         profile: A profile from `rehearse` of the same step, which saves five runs.
-        levers: Changes of the step that may be made where they pay (`lowtide/levers`); each that is tried takes some
-            more steps. The names are "outputs" (exact; the default), "fused optimizer", "unfused addmm", "loss head",
-            "step in backward" and "micro-batches". With an inexact lever, the plan is compared bit by bit with the step
-            that has the lever alone, and `verdict.relative_differences` measures the difference from the plain step.
+        levers: Changes of the step that may be made where they help (`lowtide/levers`); trying a lever takes some more
+            steps. The names are "outputs" (exact; the default), "fused optimizer", "unfused addmm", "loss head", "step
+            in backward" and "micro-batches". With an inexact lever, the plan is compared bit by bit with the step that
+            has the lever alone, and `verdict.relative_differences` measures the difference from the plain step.
         offload: Allow saved tensors to wait for backward in host memory, where that takes less time than recomputing
             them; not on a CPU.
-        shapes: Makes smaller batches pay less or nothing: a small batch of the same form as `batch`, or "auto" for its
-            sequences (without sequences, its rows) cut to a quarter. Each bucket of sizes between the two gets its own
-            plan and proof, which takes some 30 steps. Excludes levers and offloading.
-        in_place: Allow writing a gradient over the one that it is computed from. If False, no such write happens and no
-            kernel is registered where torch would look for it, so nothing in torch is changed (docs/process.md).
+        shapes: Gives smaller batches plans of their own, with less extra time or none: a small batch of the same form
+            as `batch`, or "auto" for its sequences (without sequences, its rows) cut to a quarter. Each bucket of sizes
+            between the two gets its own plan and proof, which takes some 30 steps. Excludes levers and offloading.
+        in_place: Allow backward kernels to overwrite an incoming gradient with the gradient that is computed from it.
+            If False, no kernel for this is registered where torch would look for it, so nothing in torch is changed
+            (docs/process.md).
         progress: If False, no bar is shown on stderr; the log named "lowtide" has a line for each stage.
 
     Returns:
-        The plan in force on `model`, with its proof; a FittedSizes with `shapes`.
+        The plan in force on `model`, with its proof; a FittedSizes if `shapes` is given.
 
     Raises:
         BudgetError: If the budget is not an amount of memory, or is one that only a GPU has (`"auto"`, `"90% of gpu"`)
             and the model is on another device.
-        Infeasible: If no plan fits; it has the smallest peak that a plan reaches.
+        Infeasible: If no plan fits; the error has the smallest peak that a plan reaches.
         OverBudget: If measured peaks stay above the budget.
         RehearsalError: If the step can't be planned.
         ReplayMismatch: If recomputed values never equal the originals, for example because weights are written through
             `.data` between forward and backward.
         StalePlan: If `profile` is of another model, batch or device.
-        LowtideError: If the model has a plan already (`lowtide.remove(model)` removes it), or is called within a block
-            of `lowtide.within`.
+        LowtideError: If the model has a plan already (`lowtide.remove(model)` removes it), or if `fit` is called within
+            a block of `lowtide.within`.
 
     Example:
         >>> import torch, lowtide
@@ -214,9 +215,10 @@ def _fit_blocks(
     budget_for: BudgetFor,
     rehearse_whole: Callable[[], Profile] | None,
 ) -> Fitted:
-    """Fit inside compiled blocks, or by replaying them whole if that takes fewer FLOPs or no plan inside them fits.
+    """Fit a model with compiled blocks: plan inside the blocks, or replay whole blocks.
 
-    Without `rehearse_whole`, which returns the profile for that, they are not replayed.
+    Whole blocks are replayed if that takes fewer FLOPs, or if no plan inside them fits. `rehearse_whole` returns the
+    profile for it; None if whole blocks must not be replayed.
     """
     whole = None
     try:
@@ -240,10 +242,11 @@ def _fit_blocks(
 
 
 def _measured_within(site: StepContext, choice: Choice, plan: Plan, offload: bool, budget_for: BudgetFor) -> Fitted:
-    """Put the first plan in force that is measured within the budget: `plan`, or one that aims lower by the excess.
+    """Measure plans, `plan` first, and put the first plan in force whose measured peak is within the budget.
 
-    The last of REPAIRS plans is the one with the smallest peak. Raises OverBudget if that is over the budget too, or if
-    no plan aims lower, and RehearsalError for other bits.
+    Each further plan aims lower by the excess of the plan before; the last of REPAIRS plans is the plan with the
+    smallest peak. Raises OverBudget if all measured peaks are over the budget, or if no plan aims lower, and
+    RehearsalError if results differ in bits.
     """
     budget_bytes, measured = plan.budget_bytes, list[int]()
     while True:
@@ -269,7 +272,10 @@ def _measured_within(site: StepContext, choice: Choice, plan: Plan, offload: boo
 
 
 def _is_cheaper_replayed(whole: Profile, inside: Plan) -> bool:
-    """Return True if replays of whole blocks, as `whole` knows them, take fewer FLOPs than the plan `inside` them."""
+    """Return True if replaying whole blocks takes fewer FLOPs than the plan `inside` the blocks.
+
+    `whole` is the profile in which whole blocks are replayed.
+    """
     try:
         return cheapest(whole, inside.budget_bytes).extra_flops < inside.predicted.extra_flops
     except Infeasible:
@@ -279,7 +285,7 @@ def _is_cheaper_replayed(whole: Profile, inside: Plan) -> bool:
 def _first(
     site: StepContext, profile: Profile, budget: int | str, levers: Collection[str], offload: bool
 ) -> tuple[Choice, Plan]:
-    """Return the levers that pay, and the first plan. Raises Infeasible, which names further levers that may help."""
+    """Choose the levers that help, and make the first plan. Raises Infeasible, naming further levers that may help."""
     plain = unplanned_step(profile)
     budget_bytes = parse_budget(budget, of=plain_peak_bytes(profile))
     if profile.levers:  # chosen before
@@ -305,9 +311,9 @@ def _first(
 
 
 def _noticed(site: StepContext, profile: Profile) -> dict[str, str]:
-    """Return the requested levers that are exact, yet change the step's bits, with notes on them.
+    """Find exact levers that nevertheless change the step's bits; return a note on each, by the lever's name.
 
-    A step that reads gradients after backward may notice such a lever.
+    A step that reads gradients after backward, for example, notices a lever that frees gradients early.
     """
     exact = [lever.name for lever in profile.levers if lever.exact and lever.name not in DEFAULT]
     if not exact:

@@ -21,7 +21,10 @@ if TYPE_CHECKING:
 
 
 class Fitted(Removable, Displayed):
-    """A model whose step fits: the plan in force, and its proof. `print` it; undo it with `remove()` or `with`."""
+    """A model whose step fits: the plan in force, and its proof.
+
+    `print` shows both. `remove()`, or the end of a `with` block, restores the model.
+    """
 
     def __init__(self, applied: Applied | Switched, profile: Profile, plan: Plan, verdict: Verdict) -> None:
         self.applied = applied
@@ -59,16 +62,16 @@ class Fitted(Removable, Displayed):
         return self._with_proof([f"{_peak(plan, verdict)}{_time(plan, verdict)}", decisions(plan), *lever_lines(plan)])
 
     def _with_proof(self, lines: list[str]) -> str:
-        """Join `lines`, the proof and the notes of rehearsal and levers; a failed proof comes first."""
+        """Join `lines`, the proof, and the notes of rehearsal and levers to one text; a failed proof comes first."""
         proof = [self.verdict.proof]
         notes = [f"note: {note}" for note in self.plan.notes]
         return "\n".join((lines + proof if self.verdict.proven else proof + lines) + notes)
 
 
 class FittedSizes(Fitted):
-    """A model whose steps fit at every size: a plan for each bucket of sizes.
+    """A model whose steps fit at every batch size: a plan for each bucket of sizes.
 
-    Attributes shared with `Fitted` are those of the largest bucket.
+    Its `plan`, `profile` and `verdict` are those of the largest bucket.
     """
 
     def __init__(self, model: nn.Module, buckets: list[Bucket]) -> None:
@@ -82,7 +85,9 @@ class FittedSizes(Fitted):
 
 
 def _in_a_line(bucket: Bucket) -> str:
-    """Format as `up to [8, 128]: 612 -> 480 MiB peak (budget 480 MiB), 212 ms -> 223 ms a step measured, ...`."""
+    """Format a bucket and its plan: `up to [8, 128]: 612 -> 480 MiB peak (budget 480 MiB), 212 ms -> 223 ms a step
+    ...`.
+    """
     plan, verdict = bucket.plan, bucket.verdict
     time = _time(plan, verdict) if plan.decisions != Decisions() else ""
     return f"up to {bucket.size}: {_peak(plan, verdict)}{time}; {decisions(plan)}"

@@ -1,4 +1,4 @@
-"""Find plans in force on a model, also without a variable that holds them, and remove them."""
+"""Find and remove the plans in force on a model, even if no variable refers to them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 def fitted(model: nn.Module) -> Removable | None:
-    """Return the plan in force on `model`, or on a module inside it, as in a wrapper; None without one.
+    """Return the plan in force on `model`, or on a module inside it if `model` is a wrapper; None if there is none.
 
     Args:
         model: A module, or a wrapper of it such as DistributedDataParallel.
 
     Returns:
-        The same Fitted object that `fit` returned, or the Applied of `apply` and `within`.
+        The Fitted object that `fit` returned, or the Applied object of `apply` and `within`.
 
     Example:
         >>> import torch, lowtide
@@ -36,13 +36,13 @@ def fitted(model: nn.Module) -> Removable | None:
 
 
 def remove(model: nn.Module) -> None:
-    """Remove every plan from `model` and from modules inside it, and restore them.
+    """Remove every plan in force on `model` and on modules inside it, which restores all of them.
 
     Args:
         model: A module, or a wrapper of it such as DistributedDataParallel.
 
     Raises:
-        LowtideError: If no plan is in force there.
+        LowtideError: If no plan is in force on any of them.
 
     Example:
         >>> import torch, lowtide
@@ -68,7 +68,9 @@ def remove(model: nn.Module) -> None:
 
 
 def check_has_no_plan(model: nn.Module) -> None:
-    """Raise LowtideError if a plan is in force on `model`, on a module in it, or on a model that it is a part of."""
+    """Raise LowtideError if a plan is in force on `model`, on a module inside it, or on a larger model that contains
+    it.
+    """
     check_is_module(model)
     for path, module in model.named_modules():
         if any(isinstance(owner, Applied | Switched) for owner in plans_on(module)):

@@ -20,15 +20,15 @@ from lowtide.utils.amounts import BudgetFor
 from lowtide.utils.progress import Stage
 
 REPAIRS = 4
-"""Largest number of plans that are tried for a budget. Each aims lower by the excess of the one before."""
+"""Largest number of plans that are tried for a budget. Each aims lower by the excess of the plan before."""
 FORECAST_MARGIN = 1.2
-"""Ratio up to which a peak that is forecast for compiled code may be above the measured one."""
+"""Largest usual ratio of a peak that is forecast for compiled code to the measured peak."""
 FORECAST_PEAK: Final = f"peak forecast, within {100 * (FORECAST_MARGIN - 1):.0f} % as a rule"
 """Name of the predicted peak of compiled code before it was measured."""
 
 
 def plan_for(choice: Choice, aim_bytes: int, budget_bytes: int, offload: bool) -> Plan:
-    """Plan for `aim_bytes`, so that the measured peak is within the budget."""
+    """Make a plan that aims at a peak of `aim_bytes`, and states `budget_bytes` as its budget."""
     with Stage("planning") as stage:
         is_compiled = bool(choice.profile.graphs)
         attempt = (
@@ -42,14 +42,17 @@ def plan_for(choice: Choice, aim_bytes: int, budget_bytes: int, offload: bool) -
 
 
 def with_choice(choice: Choice, plan: Plan, budget_bytes: int) -> Plan:
-    """Return `plan` for the budget `budget_bytes`, its time compared with that of the step without levers."""
+    """Return `plan` with `budget_bytes` as its budget, the step without levers as its plain step, and the notes on
+    levers.
+    """
     return replace(plan, budget_bytes=budget_bytes, plain=choice.plain, notes=(*plan.notes, *choice.notes.values()))
 
 
 def forecast_plan(profile: Profile, budget: int | str) -> Plan:
-    """Return a plan for compiled code, or the one with the smallest peak if its forecast is little above the budget.
+    """Make a plan for compiled code within the budget.
 
-    Forecasts may be too high, and only compiling tells. Raises Infeasible.
+    If no plan fits, returns the plan with the smallest forecast if that is little above the budget: forecasts may be
+    too high, and only compiling tells. Raises Infeasible otherwise.
     """
     try:
         return plan(profile, budget)
@@ -60,13 +63,15 @@ def forecast_plan(profile: Profile, budget: int | str) -> Plan:
 
 
 def with_excess(profile: Profile, excess_bytes: int) -> Profile:
-    """Raise all peaks of `profile` by the excess, which may be negative, of a measured peak over its forecast."""
+    """Return `profile` with all peaks raised by `excess_bytes`: a measured peak less its forecast, which may be
+    negative.
+    """
     return replace(profile, static=replace(profile.static, margin=profile.static.margin + excess_bytes))
 
 
 def prove(site: StepContext, plan: Plan) -> Verdict:
-    """Run the step under the plan and without it, and compare. Raises RehearsalError if the device has no room for the
-    budget.
+    """Run the step under the plan and without it, and compare. Raises RehearsalError if the step under the plan runs
+    out of memory.
     """
 
     def no_room(said: str) -> RehearsalError:
@@ -92,7 +97,7 @@ def over_budget(
 ) -> OverBudget:
     """Build the error for a budget that no plan keeps; `measured` are the peaks of the plans that were tried.
 
-    `added_bytes` is what was in memory when the last measured step began, beyond what was there in the rehearsal.
+    `added_bytes` counts memory in use when the last measured step began, beyond the memory in use in the rehearsal.
     """
     notes = plan.notes if any(OTHER_WORK in note for note in plan.notes) else (*plan.notes, OTHER_WORK)
     plain_bytes = plan.plain.peak_bytes if isinstance(plan, Plan) else plain_peak_bytes(plan)
@@ -112,11 +117,13 @@ def over_budget(
 
 
 def more_in_memory(added_bytes: int) -> str:
-    """Say how much more is in memory when a step begins than when it was rehearsed."""
+    """Return a note: `added_bytes` more are in memory when a step begins than when it was rehearsed."""
     return f"{format_bytes(added_bytes)} more is in memory when a step begins than when it was rehearsed"
 
 
 def list_differences(verdict: Verdict) -> str:
-    """Return the kinds of results that differ in bits, each with its first name, in words."""
+    """List, as text, the kinds of results that differ in bits: each with the number of its results and the first one's
+    name.
+    """
     differing = verdict.comparable_differences.items()
     return ", ".join(f"{kind} ({len(names)}, first {names[0]})" for kind, names in differing)

@@ -30,17 +30,18 @@ def rehearse(
     progress: bool = True,
     device: str | GpuSpec | None = None,
 ) -> Profile:
-    """Run `step(batch)` on trial, and measure its memory and what it costs to free each part of it early.
+    """Run `step(batch)` on trial; measure its memory, and the cost of freeing each saved tensor early.
 
-    With `device` the step is run twice on fake tensors, as for `lowtide.estimate`: nothing can be compared or timed
-    then, so recomputes are taken to be exact, which `lowtide run --plan` checks, and times are computed.
+    With `device` the step is run twice on fake tensors, as for `lowtide.estimate`. Nothing can be compared or timed
+    then: recomputes are assumed to be exact (`lowtide run --plan` checks them), and times are computed.
 
     The step is run five times, on a GPU seven times, for real, on the model's device. A step that draws numbers from
     `random` or NumPy is run up to four times more, to see if they decide which modules run. Afterwards, also after an
     error, parameters, gradients, buffers, optimizer state, batch and random number generators are restored; so are
-    other modules, tensors, schedulers and gradient scalers that its code refers to, and its own numbers, strings and
-    containers. The profile notes how far iterators, files and data sets have advanced. A step that runs out of memory
-    is tried again under the plan with the smallest peak, and the peak of the plain step is then a prediction.
+    other modules, tensors, schedulers and gradient scalers that the step's code refers to, and numbers, strings and
+    containers of that code. The profile notes how far iterators, files and data sets have advanced. A step that runs
+    out of memory is tried again under the plan with the smallest peak, and the peak of the plain step is then a
+    prediction.
 
     Args:
         model: The model, on its device.
@@ -48,18 +49,19 @@ def rehearse(
             arguments as a batch that is a tuple or list has.
         batch: The batch, in any nesting of containers.
         optimizer: Needed only if it has stepped on parameters outside `model` before. Optimizers that `step` calls are
-            detected. Those of `model` that it does not call are stepped after it, so that the memory of their update
-            counts, and this is undone too.
-        in_place: If False, no plan made from the profile writes a gradient over the one that it is computed from, and
-            no kernel is registered where torch would look for it (docs/process.md).
+            detected. Optimizers of `model` that `step` does not call are stepped after it, so that the memory of their
+            update counts; this is undone, too.
+        in_place: If False, no plan made from the profile lets a backward kernel overwrite an incoming gradient with the
+            gradient computed from it, and no kernel for this is registered where torch would look for it
+            (docs/process.md).
         progress: If False, no bar is shown on stderr; the log named "lowtide" has a line for each stage.
-        device: A GPU that the machine need not have, or several: "H100-80", "8 x H100-80".
+        device: A GPU that the machine need not have, or several such GPUs: "H100-80", "8 x H100-80".
 
     Returns:
         The profile that plans are made from.
 
     Raises:
-        RehearsalError: If the step can't be planned or estimated; it has the reason.
+        RehearsalError: If the step can't be planned or estimated; the error has the reason.
 
     Example:
         >>> import torch, lowtide

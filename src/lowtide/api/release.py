@@ -35,10 +35,10 @@ _REACHED = "lowtide.release"  # key in the metadata of nodes that a backward pas
 
 
 def release(*finished: Any) -> int:
-    """Release the graphs behind these tensors.
+    """Release the autograd graphs behind these tensors.
 
-    Tensors become the result of `.detach()`, in place: same values, same memory, no `grad_fn`. Call it when backward is
-    done with them; torch rejects a later backward pass from them.
+    Each tensor becomes the result of `.detach()`, in place: same values, same memory, no `grad_fn`. Call this function
+    when no further backward pass starts from the tensors; torch rejects one.
 
     Args:
         *finished: Tensors, tuples, lists, dicts, objects such as the outputs of transformers, and modules. For a
@@ -61,14 +61,15 @@ def release(*finished: Any) -> int:
 
 
 def step() -> AbstractContextManager[Step]:
-    """Release the graphs that backward passes inside the `with` block reached and left behind, at its end.
+    """Release, at the end of a `with` block, the graphs that backward passes inside the block reached and left behind.
 
-    Released are the graphs of the tensors that backward started from, and of outputs of models that it reached; graphs
-    in the `.grad` of parameters, too, after `create_graph=True`. Graphs that no backward pass reached stay: the step
-    may still need them. Only weak references are remembered, and only the thread that enters the block is observed.
+    The block releases the graphs of tensors that backward started from, of model outputs that backward reached, and,
+    after `create_graph=True`, of gradients in the `.grad` of parameters. Graphs that no backward pass reached stay: the
+    step may still need them. Only weak references are remembered, and only the thread that enters the block is
+    observed.
 
     Returns:
-        The block; its `n_released` counts the tensors whose graph was released.
+        The context manager; its `n_released` counts the tensors whose graph was released.
 
     Example:
         >>> import torch, lowtide
@@ -83,7 +84,7 @@ def step() -> AbstractContextManager[Step]:
 
 
 class Step(AbstractContextManager["Step"]):
-    """One step's block; `n_released` counts the tensors whose graph was released at its end."""
+    """Context manager for a training step; its `n_released` counts the tensors whose graph was released at the end."""
 
     def __init__(self) -> None:
         self.n_released = 0
@@ -152,9 +153,9 @@ class Step(AbstractContextManager["Step"]):
 
 
 class _Reached:
-    """A node hook that records, in the node's metadata, that backward has reached it.
+    """A hook on an autograd node that records, in the node's metadata, that backward has reached the node.
 
-    It refers to the node's dict alone, which has no reference back to the node.
+    The hook refers only to the metadata dict, which has no reference back to the node.
     """
 
     __slots__ = ("_metadata",)
@@ -261,6 +262,6 @@ def _is_reached(node: Node) -> bool:
 
 
 def _leaves_behind(node: Node) -> list[Tensor]:
-    """Return the leaves that accumulate gradients in this graph."""
+    """Return the leaf tensors whose gradients the graph behind `node` accumulates."""
     variables = (getattr(behind, "variable", None) for behind in nodes_from([node]))
     return [leaf for leaf in variables if isinstance(leaf, Tensor)]

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from torch import nn
 
 DRAWN = "random numbers"
-"""Kind of result for the states of random number generators. It proves little alone: a step that draws nothing leaves
-them unchanged.
+"""Kind of result for the states of random number generators. This kind alone proves little: a step that draws no
+numbers leaves the states unchanged.
 """
 
 _RUNS: Final = 4
@@ -60,9 +60,11 @@ class Verdict(Record):
     predicted_extra: float | None = None
     """Extra time that the plan predicts, as a share of the rehearsed step's; None if no time was measured."""
     differences: dict[str, tuple[str, ...]] | None
-    """Names whose bits differ from the plain step's, by kind: random numbers, and kinds that the step has produced or
-    changed out of loss (what it returns), gradients, parameters, buffers, optimizer state and counters (integers and
-    strings that Python holds). None if the plain step does not fit: then the audit of each recipe is the proof.
+    """Names of results whose bits differ from the plain step's, by kind.
+
+    Kinds are random numbers, and those that the step has produced or changed: loss (the step's return value),
+    gradients, parameters, buffers, optimizer state and counters (integers and strings that Python holds). None if the
+    plain step does not fit: then the audit of each recipe is the proof.
     """
     levers: tuple[str, ...] = ()
     """Levers of the plan that are not exact. `differences` then compares with the step that has these levers alone."""
@@ -72,9 +74,9 @@ class Verdict(Record):
     does not fit.
     """
     nondeterministic: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """Names out of `differences`, by kind, whose bits differ between plain steps from the same state, too, or that are
-    computed from such results: some CUDA kernels add up in any order. They can't be compared; recomputed values were
-    audited.
+    """Names from `differences`, by kind, that can't be compared: their bits also differ between plain steps from the
+    same state, or are computed from such results. Some CUDA kernels add up in any order. The audit compared recomputed
+    values.
     """
     audited: bool = True
     """False if the plan is for compiled code, which has no recipes to compare with original tensors."""
@@ -94,17 +96,20 @@ class Verdict(Record):
 
     @property
     def identical(self) -> bool:
-        """Return True if only nondeterministic results, and those of inexact levers, differ from the plain step."""
+        """Return True if all comparable results are the plain step's, bit for bit.
+
+        With inexact levers, results are compared with the step that has these levers alone.
+        """
         return not self.differing
 
     @property
     def differing(self) -> tuple[str, ...]:
-        """Kinds of result that should be identical and are not."""
+        """Kinds of results that should be bit-identical and are not."""
         return tuple(self.comparable_differences)
 
     @property
     def comparable_differences(self) -> dict[str, tuple[str, ...]]:
-        """The differences, by kind, without results that are not deterministic."""
+        """The entries of `differences` without nondeterministic results."""
         return without(self.differences or {}, self.nondeterministic)
 
     @property
@@ -128,7 +133,7 @@ class Verdict(Record):
 
     @property
     def _same(self) -> list[str]:
-        """Kinds of result that were compared; they are the same if `differing` is empty."""
+        """Kinds of results that are deterministic; all were compared, and are the same if `differing` is empty."""
         return [kind for kind in self.differences or {} if kind not in self.nondeterministic]
 
     @property
@@ -159,7 +164,9 @@ class Verdict(Record):
         return f"bit-identical to {base}: {listed(self._same)}{nondeterministic}{apart}"
 
     def _varying(self, kind: str) -> str:
-        """Return a nondeterministic kind with the results that differ: few of them say that the others are equal."""
+        """Describe a nondeterministic kind of result with the number of results that differ; the other results are
+        equal.
+        """
         names = self.nondeterministic[kind]
         return f"{kind} (1 differs: {names[0]})" if len(names) == 1 else f"{kind} ({len(names)} differ)"
 
@@ -191,9 +198,10 @@ def verify(
 ) -> Verdict:
     """Run `step(batch)` under `plan` and without it, and compare peak, loss, gradients, state and random numbers.
 
-    The peak is the one of a second step (the optimizer then has its state), with the random numbers of the first, and
-    of the updates that follow it; if the work is drawn at random, the largest of several steps. All state is restored.
-    If some levers of the plan are not exact, the step is also run with these levers and without the rest of the plan.
+    The peak is measured in a second step, when the optimizer has its state, with the random numbers of the first step.
+    It includes the updates that follow the step. If random numbers decide the step's work, it is the largest peak of
+    several steps. All state is restored. If some levers of the plan are not exact, the step is also run with these
+    levers and without the rest of the plan.
 
     Args:
         model: The model, without a plan applied.
@@ -202,8 +210,9 @@ def verify(
         batch: The batch that the plan was made for.
         plan: The plan to verify.
         optimizer: The optimizer, or a list of them; needed if one of the plan's levers changes it.
-        budget_for: "reserved", on a GPU, also counts what its allocator reserves beyond the requested bytes; by
-            default the bytes that the plan was made for.
+        budget_for: The bytes to hold against the budget: "requested" ones, or on a GPU "reserved" ones, which also
+            count memory that the allocator reserves beyond the requests. By default the kind that the plan was made
+            for.
         progress: If False, no bar is shown on stderr; the log named "lowtide" has a line.
 
     Returns:
@@ -243,9 +252,9 @@ def compare_with_plain(
     *,
     copies: bool = False,
 ) -> Verdict:
-    """Return the verdict of `verify`, as a stage of the work in progress.
+    """Run the step under `plan` and without it, compare both, and return the verdict; progress shows this as one stage.
 
-    With `copies`, or with inexact levers, it has relative differences, for which results are copied.
+    With `copies`, or with inexact levers, results are copied, so that the verdict has relative differences.
     """
     step = accept_batch(step, batch)
     check_can_rehearse(model, step, batch)
@@ -303,10 +312,10 @@ def compare_with_plain(
 def scheduled_peak(
     model: nn.Module, step: Callable[..., Any], batch: Any, plan: Plan, optimizer: Optimizers
 ) -> int | None:
-    """Return the peak of a step under a plan for compiled code whose kernels are left out; None if that fails.
+    """Measure the peak of a step under a plan for compiled code without compiling kernels; return None if that fails.
 
-    Such code is compiled in seconds, and allocates as much as with kernels: fusion, order and reuse of buffers are
-    decided before kernels are compiled. It computes zeros, at which a step may raise. All state is restored.
+    Compiling then takes seconds, and the code allocates as much as with kernels: fusion, order and reuse of buffers are
+    decided before kernels are compiled. The code computes zeros, which may make a step raise. All state is restored.
     """
     with (
         StepSnapshot(model, batch, optimizer, step) as unchanged,
@@ -343,7 +352,7 @@ def _run_planned(
     *,
     copies: bool,
 ) -> _PlannedRun:
-    """Run a step under the plan to compare, others to measure the peak, and one to time."""
+    """Run steps under the plan: one to compare its results, others to measure the peak, and one to time."""
     with apply(model, plan, optimizer=optimizer) as applied:
         outcome = Outcome.of(model, updates.step, batch, copies=copies, counts=unchanged.counts)
         advance()
@@ -358,7 +367,9 @@ def _run_planned(
 def _run_plain(
     model: nn.Module, step: Callable[[Any], Any], batch: Any, unchanged: StepSnapshot, *, copies: bool = False
 ) -> tuple[Outcome | None, float | None]:
-    """Return the outcome of a step without the plan, and the time of another in ms; None, None if out of memory."""
+    """Return the outcome of a step without the plan, and the time of another such step in ms; None, None if out of
+    memory.
+    """
     try:
         outcome = Outcome.of(model, step, batch, copies=copies, counts=unchanged.counts)
         unchanged.restore_for_rerun()
@@ -370,7 +381,7 @@ def _run_plain(
 
 
 def _measured_peaks(model: nn.Module, updates: Updates, batch: Any, unchanged: StepSnapshot, plan: Plan) -> list[int]:
-    """Return the peaks of further steps under the plan in force: of several if the work is drawn at random."""
+    """Measure the peaks of further steps under the plan in force: several steps if random numbers decide the work."""
     sent = n_sent()
     unchanged.restore_for_rerun()
     measured = partial(recorded_peak, model, updates, batch, unchanged, plan.budget_for)
@@ -384,7 +395,8 @@ def _measured_peaks(model: nn.Module, updates: Updates, batch: Any, unchanged: S
 def _differences(plan: Plan, untouched: Outcome, planned: Outcome, expected: Outcome) -> dict[str, tuple[str, ...]]:
     """Return, for each kind of result that is compared, the names whose bits differ between `planned` and `expected`.
 
-    A kind is compared if one of the two steps has changed something of it, and no lever of the plan hides it.
+    A kind is compared if one of the two steps has produced or changed a result of it, and no lever of the plan makes it
+    unavailable. `untouched` is the outcome before any step.
     """
     made = {*planned.made(untouched), *expected.made(untouched), DRAWN}
     hidden = {kind for lever in plan.levers for kind in lever_named(lever.name).unavailable_results}

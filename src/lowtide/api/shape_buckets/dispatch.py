@@ -1,4 +1,4 @@
-"""Several plans in force on one model: each run of its forward takes the plan of the smallest bucket that holds it."""
+"""Several plans in force on one model: each forward runs under the plan of the smallest bucket that holds its batch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 
 class SwitchingEngine(Engine):
-    """An engine with a plan for each of `buckets`, smallest first, and one for batches larger than all of them."""
+    """An engine with a plan for each of `buckets`, smallest first, and one more plan for batches larger than every
+    bucket.
+    """
 
     def __init__(self, model: nn.Module, buckets: list[Bucket]) -> None:
         plans = [bucket.plan for bucket in buckets]
@@ -41,7 +43,7 @@ class SwitchingEngine(Engine):
         return any(self.tables[: len(self._shapes)]) or any(self.in_place[: len(self._shapes)])
 
     def choose(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return the number of the plan for the shapes of the outermost call's arguments."""
+        """Return the index of the plan to run under, from the shapes of the outermost call's arguments."""
         chosen = len(self._shapes) - 1
         if interceptor.path in self._size_paths:
             given, last = shapes_of(args, kwargs), self._shapes[-1]
@@ -86,7 +88,7 @@ class Switched(Removable):
 
     @property
     def drifted(self) -> frozenset[str]:
-        """Addresses of slots that differed from the rehearsals, and were kept instead."""
+        """Addresses of saved tensors that differed from the rehearsals and were kept instead."""
         return frozenset(self._engine.packer.drifted)
 
     def remove(self) -> None:

@@ -1,8 +1,8 @@
 """Make a plan for each bucket of sizes, so that small batches pay nothing and the largest keep to the budget.
 
-Sizes go from a small batch to the large one along one line. The first bucket ends with the largest batch that fits
-without any plan; the sizes beyond it are cut into BUCKETS parts of about the same width. Each has the plan of its
-largest size: a plan holds for all smaller sizes, too. (Mimose, arXiv 2209.02478, plans for each input size in the same
+Sizes lie on a straight line from a small batch to the large one. The first bucket ends with the largest batch that fits
+without any plan; the sizes beyond it are cut into BUCKETS parts of about the same width. Each part gets the plan of its
+largest size, which holds for all smaller sizes, too. (Mimose, arXiv 2209.02478, plans for each input size in the same
 manner, from sizes that it has seen.)
 
 Cost: two rehearsals, and for each bucket a plan and its proof; a third rehearsal and more only if the two sizes do
@@ -48,7 +48,7 @@ class Bucket:
     size: str
     """The size of the bucket's largest batch, in words."""
     shapes: dict[str, Shapes]
-    """Upper bounds of the shapes passed to calls of the model, by path."""
+    """Upper bounds of the shapes passed to calls of the model and its parts, by module path."""
     profile: Profile
     plan: Plan
     verdict: Verdict
@@ -64,9 +64,10 @@ def buckets_for(
     optimizer: Optimizers = None,
     large: Profile,
 ) -> list[Bucket]:
-    """Return the buckets, smallest first. `large` is the profile of the largest batch.
+    """Make the buckets for a range of sizes, smallest first, each with its plan and proof.
 
-    Raises Infeasible, OverBudget or RehearsalError as `fit` does.
+    `large` is the profile of the largest batch, `fit_one` plans and verifies one batch. Raises Infeasible, OverBudget
+    or RehearsalError as `fit` does.
     """
     in_place = large.allows_in_place
     small = _small(model, step, sizes, optimizer, in_place)
@@ -99,14 +100,14 @@ def buckets_for(
 def _rehearsed(
     model: nn.Module, step: Callable[[Any], Any], batch: Any, optimizer: Optimizers, in_place: bool
 ) -> Profile:
-    """Rehearse a batch; compiled blocks are replayed, because plans inside them are for one size."""
+    """Rehearse a batch. Compiled blocks are to be replayed whole, because a plan inside them is for one size only."""
     return rehearse(model, step, batch, optimizer=optimizer, in_place=in_place, inside_blocks=False)
 
 
 def _small(
     model: nn.Module, step: Callable[[Any], Any], sizes: Range, optimizer: Optimizers, in_place: bool
 ) -> Profile:
-    """Rehearse the smallest batch. Raises RehearsalError if a step on a part of the large batch fails."""
+    """Rehearse the smallest batch of `sizes`. Raises RehearsalError if the step fails on a part of the large batch."""
     try:
         return _rehearsed(model, step, sizes.batch(0.0), optimizer, in_place)
     except Exception as error:
@@ -120,9 +121,9 @@ def _small(
 
 
 def _ends(sizes: Range, small: Profile, large: Profile, budget_bytes: int) -> list[int]:
-    """Return the largest size of each bucket.
+    """Compute the largest size of each bucket, as numbers of steps from the smallest size.
 
-    The plain peak lies below the straight line between the two known sizes.
+    The plain peak of a size is at most the straight line between the peaks of the small and the large batch.
     """
     least, most = plain_peak_bytes(small), plain_peak_bytes(large)
     if most <= budget_bytes:
@@ -133,7 +134,7 @@ def _ends(sizes: Range, small: Profile, large: Profile, budget_bytes: int) -> li
 
 
 def _calls(model: nn.Module, step: Callable[[Any], Any], batch: Any, optimizer: Optimizers) -> dict[str, Shapes]:
-    """Record the shapes of the step's calls of the model."""
+    """Run the step, and return the shapes passed to calls of the model and its parts, by module path."""
     calls = Calls(model)
     with StepSnapshot(model, batch, optimizer, step):
         calls.install()

@@ -1,9 +1,9 @@
-"""Interpolate the profile of a size between two that were rehearsed.
+"""Interpolate the profile of a batch size between two rehearsed sizes.
 
-Two steps that do the same work on tensors of other sizes have the same slots, values, calls and positions; only bytes
-and costs differ. Both are convex in the size: constant, linear, and for attention quadratic parts, all of them
-positive. So a point on the straight line between the two is never less than the truth, and a plan made from it keeps to
-its budget. The line is exact for linear growth.
+Two steps that do the same work on tensors of other sizes have the same slots (saved tensors), values, calls and
+positions; only bytes and costs differ. Bytes and costs are convex in the size: constant, linear, and for attention
+quadratic terms, all of them positive. So the straight line between two sizes is never below the true value, and a plan
+made from it keeps to its budget. For linear growth the line is exact.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ def alike(one: Profile, other: Profile) -> bool:
 
 
 def between(small: Profile, large: Profile, share: float, fingerprint: Fingerprint) -> Profile:
-    """Interpolate between two profiles, which must be `alike`, at `share` of the way from `small` to `large`.
+    """Interpolate between two profiles at `share` of the way from `small` to `large`; both must describe the same work.
 
-    Bytes are rounded up.
+    Bytes are rounded up. The result has the given fingerprint.
     """
     line = _Line(share)
     peaks = small.measured_plain_peak_bytes, large.measured_plain_peak_bytes
@@ -56,7 +56,9 @@ def between(small: Profile, large: Profile, share: float, fingerprint: Fingerpri
 
 
 class _Line(NamedTuple):
-    """Interpolation at `share` of the way from a part of a small profile, `a`, to that of a large one, `b`."""
+    """Linear interpolation, at `share` of the way, from a part `a` of a small profile to the same part `b` of a large
+    one.
+    """
 
     share: float
 

@@ -1,4 +1,4 @@
-"""Batches of many sizes: the dimensions that vary, and the leading part of a batch."""
+"""A range of batch sizes: the dimensions that vary, and batches of any size in the range, cut from the large batch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Varying:
     """A dimension of a tensor of the batch whose size varies between batches."""
 
     tensor: int
-    """Index of the tensor among those of the batch."""
+    """Index of the tensor among the tensors of the batch."""
     dim: int
     small: int
     large: int
@@ -38,12 +38,13 @@ class Varying:
 
 
 class Range:
-    """Range of batches from a small one to a large one: each is a leading part of the large one."""
+    """A range of batches from a small one to a large one; each is a leading part of the large batch."""
 
     def __init__(self, large: Any, small: Any = None) -> None:
-        """Compare the two batches; without `small` the length of token sequences varies, or else the number of rows.
+        """Find the dimensions in which `small` is smaller than `large`.
 
-        Raises RehearsalError if the two differ in more than sizes, or in nothing.
+        Without `small`, the length of token sequences varies, or, without sequences, the number of rows. Raises
+        RehearsalError if the batches differ in more than sizes, or in nothing.
         """
         self.large = large
         self._tensors = tensors_in(large)
@@ -57,11 +58,14 @@ class Range:
         """Number of sizes in the range, less one."""
 
     def share(self, step: int) -> float:
-        """Return the position of a size between the smallest and the largest, which is at 1."""
+        """Return the position of size number `step` in the range: 0 for the smallest size, 1 for the largest."""
         return step / self.steps
 
     def batch(self, share: float) -> Any:
-        """Return the leading part of the large batch; at 1 the large batch itself, which is in memory once."""
+        """Return the batch at position `share` of the range: a copy of the large batch's leading part.
+
+        At 1 the large batch itself is returned, so that it is in memory only once.
+        """
         if share == 1:
             return self.large
         tensors = list(self._tensors)
@@ -105,10 +109,10 @@ def _between(large: Any, small: Any) -> Iterator[Varying]:
 
 
 def _by_itself(given: list[Tensor]) -> Iterator[Varying]:
-    """Yield the dimensions to vary by default: for token batches the second one, in all tensors of that length; for
-    other batches the first one of every tensor.
+    """Yield the dimensions that vary by default: the second one of token batches, otherwise the first one.
 
-    Integer tables are tokens unless another tensor of the batch, such as images, has another length.
+    A dimension varies in every tensor that has the largest size in it. A two-dimensional integer tensor holds tokens,
+    unless another tensor of the batch, such as images, has another length.
     """
     tensors = {n: tensor for n, tensor in enumerate(given) if tensor.dim()}
     tokens = max((t.shape[1] for t in tensors.values() if t.dim() == 2 and not t.is_floating_point()), default=0)
@@ -122,7 +126,10 @@ def _by_itself(given: list[Tensor]) -> Iterator[Varying]:
 
 
 def shapes_between(small: dict[str, Shapes], large: dict[str, Shapes], share: float) -> dict[str, Shapes]:
-    """Interpolate the shapes of calls that occur at both sizes; calls of different forms are left out."""
+    """Interpolate the shapes of calls that occur at both sizes, at `share` of the way from `small` to `large`.
+
+    Calls whose arguments have different forms at the two sizes are left out.
+    """
     shapes = {}
     for path in small.keys() & large.keys():
         one, other = small[path], large[path]
@@ -133,12 +140,12 @@ def shapes_between(small: dict[str, Shapes], large: dict[str, Shapes], share: fl
 
 
 class Calls(Engine):
-    """An engine that only records the shapes of the model's calls, also of parts called on their own."""
+    """An engine that only records the shapes passed to calls of the model, and of its parts if called on their own."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, {})
         self.shapes: dict[str, Shapes] = {}
-        """Shapes of the largest call, by the module's path."""
+        """Shapes of the largest call of each module, by the module's path."""
 
     def choose(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         shapes = shapes_of(args, kwargs)
