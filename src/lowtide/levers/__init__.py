@@ -50,7 +50,7 @@ class LeverStack(Removable):
         self._undo, self._levers = undo, on
 
     def check(self) -> None:
-        """Check each lever after steps with it on.
+        """Check each lever after steps that ran with the lever on.
 
         Raises LeverNotApplicable if a lever changed nothing in the steps, or must not stay on.
         """
@@ -88,10 +88,10 @@ def enable_plan_levers(plan: Plan | None, model: nn.Module, optimizer: Optimizer
 
 
 def parse_script_lever(text: str) -> AppliedLever:
-    """Parse a lever for a script's model from the command line: `loss head`, `micro-batches=4`.
+    """Parse a lever that the command line names for a script's model: `loss head`, `micro-batches=4`.
 
-    Raises LowtideError for an unknown name, and for a lever that changes the optimizer, which is unknown before it
-    steps.
+    Raises LowtideError for an unknown name, a missing or unexpected number, a lever for models compiled as a whole, and
+    a lever that changes the optimizer, which is unknown before it steps.
     """
     name, _, number = text.partition("=")
     lever = lever_named(name)
@@ -109,7 +109,7 @@ def parse_script_lever(text: str) -> AppliedLever:
 
 
 def lever_named(name: str) -> Lever:
-    """Return the lever called `name`. Raises LowtideError if none is."""
+    """Return the lever called `name`. Raises LowtideError if there is none."""
     if name not in LEVERS:
         raise LowtideError(f"there is no lever {name!r}. There are: {', '.join(map(repr, LEVERS))}.")
     return LEVERS[name]

@@ -35,12 +35,12 @@ _PARAMETERS: set[int] = set()
 
 
 def runs_twice(parameter: Tensor) -> bool:
-    """Return True if backward is about to run twice through values that are computed from the parameter now."""
+    """Return True if a lever is about to run backward twice through values that are computed from the parameter now."""
     return id(parameter) in _PARAMETERS and not is_gathering(parameter)
 
 
 class BackwardEntry:
-    """Hook that calls the method `on_entry` when backward reaches outputs of a call of `model`, until `remove`."""
+    """Hook that calls the method `on_entry` when backward reaches outputs of a call of `model`, until it is removed."""
 
     def __init__(self, model: nn.Module, on_entry: OnEntry) -> None:
         self._model = weakref.ref(model)
@@ -68,7 +68,7 @@ class BackwardEntry:
 
 
 class _EntryFunction(torch.autograd.Function):
-    """The identity, whose backward calls `on_entry`."""
+    """Autograd function that returns its inputs unchanged, and whose backward calls `on_entry`."""
 
     @staticmethod
     def forward(ctx: Any, on_entry: weakref.WeakMethod[OnEntry], *outputs: Tensor) -> tuple[Tensor, ...]:
@@ -88,7 +88,7 @@ class _EntryFunction(torch.autograd.Function):
 
 
 def output_tensors(output: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a model's output, in the kinds of objects that `replace_tensors` supports."""
+    """Yield the tensors in a model's output: in tuples, lists, dicts, dataclasses and outputs of transformers."""
     if isinstance(output, Tensor):
         yield output
     else:
@@ -120,7 +120,7 @@ def replace_tensors(output: Any, replacements: dict[int, Tensor]) -> Any:
         return make(items.values())
     if isinstance(output, list):
         return list(items.values())
-    if is_model_output(output):  # its own copy reads all fields
+    if is_model_output(output):  # copy.copy would read all fields
         for name, item in items.items():
             output[name] = item
         return output

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class LossHead(Lever):
-    """The lever `loss head`: cross entropy in chunks."""
+    """The lever `loss head`: a language model's cross entropy in chunks, without logits."""
 
     name: ClassVar[str] = "loss head"
     what: ClassVar[str] = "cross entropy in chunks, without logits"
@@ -41,7 +41,9 @@ class LossHead(Lever):
         return {}
 
     def estimated_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
-        """Return the loss head's part of the peak, logits included; 0 without an output layer over a vocabulary."""
+        """Estimate the saving: the loss head's bytes and the temporaries at the peak; 0 without an output layer over a
+        vocabulary.
+        """
         try:
             _layer(site.model)
         except LeverNotApplicable:

@@ -28,7 +28,7 @@ from lowtide.levers.backward_entry import runs_twice
 
 @dataclass(slots=True)
 class Head:
-    """The output layer of a model, and counts of the uses of its results."""
+    """Output layer of a model, with a record of how its logits are used."""
 
     layer: nn.Linear
     chunked: int = 0
@@ -38,7 +38,7 @@ class Head:
 
 
 class Logits(Tensor):
-    """`layer(hidden)`, not computed; see the module docstring."""
+    """Logits, `layer(hidden)`, that are computed only if an operation needs their values."""
 
     head: Head
     compute: Callable[[], Tensor]
@@ -48,7 +48,7 @@ class Logits(Tensor):
 
     @staticmethod
     def of(head: Head, hidden: Tensor, compute: Callable[[], Tensor], dtype: torch.dtype) -> Logits:
-        """Return logits that `compute()` computes on demand, in the shape of `hidden` except the last dimension."""
+        """Return deferred logits, in the shape of `layer(hidden)`; `compute()` computes them on demand."""
         shape = (*hidden.shape[:-1], head.layer.out_features)
         logits: Logits = wrapper(Logits, shape, dtype, hidden.device)
         logits.head, logits.hidden, logits.compute, logits.computed = head, hidden, compute, {}
@@ -56,11 +56,13 @@ class Logits(Tensor):
         return logits
 
     def rows(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Logits:
-        """Apply `change`, which leaves the last dimension alone, to the logits."""
+        """Return deferred logits with `change` applied; `change` must leave the last dimension alone."""
         return Logits.of(self.head, change(self.hidden), lambda: change(self.get()), dtype or self.dtype)
 
     def get(self) -> Tensor:
-        """Compute the logits. Raises LowtideError if the hidden states or the weights have changed since."""
+        """Compute the logits. Raises LowtideError if hidden states or weights have been written to since they were
+        deferred.
+        """
         wants_graph = torch.is_grad_enabled()
         if wants_graph not in self.computed:
             if self.version != (self.hidden._version, self.head.layer.weight._version):
@@ -94,7 +96,7 @@ class Logits(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run `function`, called by C++ past `__torch_function__`, on computed logits."""
+        """Run `function` on computed logits, for calls from C++ that bypass `__torch_function__`."""
         return function(*_compute_logits(args, function), **_compute_logits(dict(kwargs or {}), function))
 
 

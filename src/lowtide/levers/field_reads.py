@@ -1,8 +1,8 @@
 """Find the field names and keys that a training step's code can read: the rehearsal may not run all of its code.
 
-A step that looks at the logits every hundredth time contains that code the first time too. The search covers the step's
-own code, functions defined in it, and the user's own functions and methods that it names, recursively. Code of
-libraries that get an object is not searched.
+A step that looks at the logits every hundredth time contains that code the first time, too. The search covers the
+step's own code, functions defined in it, and the user's own functions and methods that it names, recursively. Code of
+libraries to which the step passes an object is not searched.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from lowtide.state.introspection import user_functions
 
 
 def reason_to_read(step: Callable[..., Any], fields: Iterable[str]) -> str | None:
-    """Return the reason why `step` may read one of `fields` of an object it gets; None if its code can't.
+    """Find a reason why the code of `step` may read one of `fields` of an object; return None if it can't.
 
     Reasons are a field's name as an attribute or as text, `getattr` and similar functions, and any index that is not a
     constant text or 0, since the indexed object might be the model's outputs.
@@ -67,6 +67,6 @@ def _constants(constants: tuple[Any, ...]) -> Iterator[str]:
 
 
 def _harmless(key: dis.Instruction) -> bool:
-    """Return True if the index pushed last is a constant text, or 0, which is the loss."""
+    """Return True if the instruction `key` pushes an index that is a constant text or 0, the index of the loss."""
     constant = key.opname.startswith(("LOAD_CONST", "LOAD_SMALL_INT"))
     return constant and (isinstance(key.argval, str) or key.argval == 0)

@@ -37,7 +37,9 @@ class FusedOptimizer(Lever):
         return {}
 
     def estimated_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
-        """Return the temporaries at a peak in the optimizer's step, at most one copy of the parameters."""
+        """Estimate the saving if the peak is in the optimizer's step: its temporaries, at most one copy of the
+        parameters.
+        """
         try:
             _fusible(site.only_optimizer)
         except LeverNotApplicable:
@@ -91,7 +93,7 @@ def _fusible(optimizer: Optimizer | None) -> Optimizer:
 
 
 def _move_steps(optimizer: Optimizer, *, to_device: bool) -> None:
-    """Move step counts: fused kernels keep them on the parameter's device, the others on the CPU."""
+    """Move step counts: fused kernels keep them on the parameter's device, other kernels on the CPU."""
     for parameter, state in optimizer.state.items():
         count = state.get("step")
         if isinstance(count, torch.Tensor):

@@ -1,4 +1,4 @@
-"""The protocol of levers."""
+"""Protocols of levers: changes of the training step that lower its peak."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class StepContext:
     step: Callable[[Any], Any]
     batch: Any
     optimizer: Optimizers
-    """Optimizers that step on the model's parameters, if they are named or known."""
+    """Optimizers that step on the model's parameters, if given or detected."""
     in_place: bool = True
     """True if gradients may be written in place."""
     inside_blocks: bool = True
@@ -83,7 +83,7 @@ class Lever(Protocol):
     """True if the lever runs the batch in a number of pieces, its only setting `n`."""
 
     def is_free(self, settings: Settings) -> bool:
-        """Return True if the lever is `free`, given these settings."""
+        """Return True if the lever with these settings does no more work than the plain step."""
         return self.free
 
     def in_words(self, settings: Settings) -> str:
@@ -97,7 +97,7 @@ class Lever(Protocol):
         """
 
     def estimated_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
-        """Estimate the bytes that the lever may take off a peak made of `parts`; 0 if it can't help. Runs nothing."""
+        """Estimate the bytes by which the lever may lower a peak of these `parts`; 0 if it can't help. Runs nothing."""
 
     def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> ActiveLever:
-        """Change the step. Raises LeverNotApplicable, having changed nothing, if that fails."""
+        """Turn the lever on for `model` and `optimizer`. If that fails, raises LeverNotApplicable, changing nothing."""

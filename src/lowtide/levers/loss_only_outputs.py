@@ -89,7 +89,8 @@ class _Active:
 
 
 def _check_use(site: StepContext) -> None:
-    """Raise LeverNotApplicable if no outputs of the model are alive when backward begins, or if the step returns them.
+    """Raise LeverNotApplicable if no outputs of the model are alive when backward begins, or if the step returns
+    outputs.
 
     Runs the step once, if it fits in memory.
     """

@@ -1,4 +1,4 @@
-"""The lever `micro-batches`: the model runs its batch in pieces, so a step can fit that no recomputation makes fit.
+"""The lever `micro-batches`: the model runs its batch in pieces, for steps that recomputation alone cannot fit.
 
 Each piece's forward is followed by its backward, within the call of the model, and the pieces' gradients are summed as
 in `lowtide.accumulate`, which also decides the cases to reject. The model returns the loss of the whole batch, whose
@@ -56,7 +56,9 @@ class MicroBatches(Lever):
         return {"n": next(piece_counts(site), 2)}
 
     def estimated_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
-        """Return the bytes that grow with the batch, less those of one row; 0 for models not of transformers."""
+        """Estimate the saving: bytes at the peak that grow with the batch, less one row's; 0 for models not of
+        transformers.
+        """
         try:
             _check(site.model)
             rows = rows_of(site.batch) if hasattr(site.model, "loss_function") else 1
@@ -72,7 +74,7 @@ class MicroBatches(Lever):
 
 
 def piece_counts(site: StepContext) -> Iterator[int]:
-    """Yield the numbers of pieces that make pieces smaller, fewest first.
+    """Yield numbers of pieces to split the batch into, fewest first; a number that makes no piece smaller is left out.
 
     Raises LeverNotApplicable for a batch without rows.
     """
@@ -145,7 +147,7 @@ class _Active:
 
 
 class _GatherFunction(torch.autograd.Function):
-    """Autograd function of a loss whose gradients are already computed: its backward hands them out."""
+    """Autograd function of a loss whose gradients are already computed: its backward returns these gradients."""
 
     @staticmethod
     def forward(ctx: Any, loss: Tensor, gradients: list[Tensor], *parameters: Tensor) -> Tensor:

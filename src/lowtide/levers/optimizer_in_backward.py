@@ -91,7 +91,7 @@ class StepInBackward(Lever):
         return settings
 
     def is_free(self, settings: Settings) -> bool:
-        """Return False if gradients are computed twice."""
+        """Return True unless gradients are computed twice."""
         return BY_COMMON_NORM not in settings
 
     def in_words(self, settings: Settings) -> str:
@@ -100,7 +100,7 @@ class StepInBackward(Lever):
         )
 
     def estimated_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
-        """Return the bytes of all gradients."""
+        """Estimate the saving: the bytes of all gradients at the peak."""
         try:
             _steppable(site.only_optimizer)
         except LeverNotApplicable:
@@ -122,7 +122,7 @@ class _Active:
         self._lock = threading.Lock()
         self._arrived: dict[Tensor, int] = {}
         self._settings: list[GroupSettings] = []
-        """Group settings that the parameters of this step are updated with."""
+        """Settings of the parameter groups with which this step's parameters are updated."""
         self._group = {p: n for n, group in enumerate(optimizer.param_groups) for p in group["params"]}
         trained = sorted((p for p in self._group if p.requires_grad), key=Tensor.numel)
         if clip is not None and clip.kind == BY_VALUE:
@@ -154,7 +154,7 @@ class _Active:
                 self._update(parameter)
 
     def _update(self, parameter: Tensor) -> None:
-        """Run the optimizer's step on one parameter alone."""
+        """Run the optimizer's step on one parameter alone, and free its gradient."""
         if self._clip is not None:
             self._clip.apply(parameter)
         self._settings = self._settings or group_settings(self._optimizer)

@@ -32,7 +32,7 @@ BY_VALUE, BY_NORM, BY_COMMON_NORM = "clip_value", "clip_norm", "clip_common_norm
 
 @dataclass(frozen=True, slots=True)
 class Clip:
-    """Clipping of gradients: each by itself, or by the norm that they have in common (`two_pass_clipping.py`)."""
+    """Clipping of gradients: each by itself, or all by their common norm (`two_pass_clipping.py`)."""
 
     kind: str
     limit: float
@@ -40,15 +40,15 @@ class Clip:
     raises: bool = False
     """True if a norm that is not finite is an error (`error_if_nonfinite`)."""
     foreach: bool | None = None
-    """The argument of `clip_grad_norm_`."""
+    """The argument `foreach` of torch's clipping functions."""
     why_not: str = ""
     """The reason why the clipping can't be done parameter by parameter."""
     clipped: tuple[Tensor, ...] = ()
-    """The parameters whose gradients have a norm in common, in the order in which it is computed."""
+    """The parameters whose gradients have a common norm, in the order in which the norm is computed."""
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self | None:
-        """Return the clipping that a lever's settings name."""
+        """Return the clipping that a lever's settings name; None if they name none."""
         for kind in (BY_VALUE, BY_NORM, BY_COMMON_NORM):
             if kind in settings:
                 norm_type = settings.get("norm_type", 2.0)
@@ -72,7 +72,7 @@ class Clip:
         return settings
 
     def apply(self, parameter: Tensor) -> None:
-        """Clip one parameter's gradient with the function that the loop uses."""
+        """Clip one parameter's gradient with the torch function that the loop uses."""
         if self.kind == BY_VALUE:
             clip_grad.clip_grad_value_(parameter, self.limit, self.foreach)
         else:
@@ -115,7 +115,10 @@ class ObservedStep:
 
 
 def observe(site: StepContext, optimizer: Optimizer) -> ObservedStep:
-    """Run the step once and observe its gradients. All state is restored."""
+    """Run the step once, and record its backward passes, its clipping, and other changes before the optimizer's step.
+
+    All state is restored.
+    """
     observed = ObservedStep()
     arrived: dict[Tensor, int] = {}
     versions: dict[Tensor, tuple[int, int]] = {}

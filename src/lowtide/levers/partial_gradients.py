@@ -15,7 +15,7 @@ _LISTENERS: list[Callable[[Gathered], None]] = []
 
 
 def is_gathering(parameter: Tensor) -> bool:
-    """Return True if a gradient that arrives for the parameter is only a part of the whole one."""
+    """Return True if a gradient that arrives for the parameter is only one micro-batch's part of the whole gradient."""
     return id(parameter) in _PARAMETERS
 
 
@@ -37,6 +37,8 @@ def publish(gathered: Gathered) -> None:
 
 
 def subscribe(listener: Callable[[Gathered], None]) -> Callable[[], None]:
-    """Call `listener` with gathered gradients before they are handed out; return a function that stops that."""
+    """Call `listener` with gathered gradients before backward hands them out; return a function that ends the
+    subscription.
+    """
     _LISTENERS.append(listener)
     return lambda: _LISTENERS.remove(listener)

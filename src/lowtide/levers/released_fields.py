@@ -12,15 +12,18 @@ from lowtide.errors import LowtideError
 
 
 def without(output: Any, released: tuple[str, ...]) -> Any:
-    """Copy a transformers ModelOutput that has a loss, without the fields `released`; the class keeps its name.
+    """Copy an output of a transformers model, but only its loss; `released` names the fields that are left out.
 
-    Reading a released field, or all of the fields at once, raises Refused.
+    Reading a released field, or all fields at once, raises Refused. The class keeps its name.
     """
     return only_loss(type(output), released, loss=output["loss"], lever="outputs")
 
 
 def only_loss(kind: Any, released: tuple[str, ...], *, loss: Tensor, lever: str) -> Any:
-    """Build an output as `without` does, from its class and a loss; errors name `lever` as the reason."""
+    """Build an output of the class `kind` that holds only `loss`; `released` names the fields that are left out.
+
+    Reading a released field, or all fields at once, raises Refused, which names `lever` as the reason.
+    """
     cls: Any = _class_without(kind, released, lever)
     output = cls.__new__(cls)
     OrderedDict.__init__(output)
@@ -30,7 +33,7 @@ def only_loss(kind: Any, released: tuple[str, ...], *, loss: Tensor, lever: str)
 
 @functools.cache
 def _class_without(kind: Any, released: tuple[str, ...], lever: str) -> type:
-    """Build a subclass of `kind` whose instances lack the fields `released`; it is cached."""
+    """Build a subclass of `kind` whose instances raise Refused if a field in `released` is read; calls are cached."""
     first = next(iter(kind.__dataclass_fields__))
 
     def refuse(self: Any, *_: Any) -> NoReturn:

@@ -52,7 +52,7 @@ class Choice:
 
 
 def choose(site: StepContext, profile: Profile, plain: Prediction, budget_bytes: int, names: Collection[str]) -> Choice:
-    """Choose the levers out of `names` that pay for `budget_bytes`; `profile` is that of the step without levers.
+    """Choose the levers out of `names` that pay for `budget_bytes`; `profile` describes the step without levers.
 
     Runs the step a few times for each lever that is tried; all state is restored.
     """
@@ -101,7 +101,10 @@ class LeverTrial:
 
 
 def _rehearse_with(site: StepContext, before: LeverTrial, lever: Lever, settings: Settings) -> LeverTrial:
-    """Return `before` with one more lever. Raises LeverNotApplicable if the lever can't be enabled, or does not pay."""
+    """Rehearse the step with `lever` added to the levers of `before`, and return that trial.
+
+    Raises LeverNotApplicable if the lever can't be enabled, or does not pay.
+    """
     applied = AppliedLever(name=lever.name, what=lever.in_words(settings), exact=lever.exact, settings=dict(settings))
     profile = rehearse_with_levers(site, (*before.profile.levers, applied))
     more_ms = 0.0 if lever.is_free(settings) else _more_ms(site, before.profile.levers, profile.levers)
@@ -130,7 +133,10 @@ def explain_not_paying(more_ms: float, saved_ms: float, step_ms: float) -> str:
 
 
 def _more_ms(site: StepContext, before: tuple[AppliedLever, ...], after: tuple[AppliedLever, ...]) -> float:
-    """Measure the extra time of a step with levers `after` over `before`; 0 if either step does not fit in memory."""
+    """Measure the extra time of a step with the levers `after` over a step with the levers `before`.
+
+    Returns 0 if either step does not fit in memory.
+    """
     times_ms = []
     for levers in (before, after):
         snapshot = StepSnapshot(site.model, site.batch, site.optimizer, site.step)
@@ -152,11 +158,11 @@ def _time_step(site: StepContext, snapshot: StepSnapshot) -> float:
 
 
 def _search_number(site: StepContext, before: LeverTrial, lever: Lever) -> LeverTrial:
-    """Return `before` with `lever` for the fewest pieces that have a plan, or else for the most.
+    """Find the fewest pieces for `lever` with which a plan fits the budget, or else the most; return the trial with
+    them.
 
-    Raises LeverNotApplicable as `_rehearse_with` does.
-
-    A binary search: with more pieces, each is smaller and so is the peak.
+    A binary search: with more pieces, each piece is smaller, and so is the peak. Raises LeverNotApplicable if the lever
+    can't be enabled, or does not pay.
     """
     candidates = list(piece_counts(site))
     if not candidates:
@@ -203,7 +209,10 @@ def rehearse_with_levers(site: StepContext, levers: tuple[AppliedLever, ...]) ->
 def suggest_levers(
     site: StepContext, names: Collection[str], unused: Collection[str], error: Infeasible
 ) -> tuple[str, ...]:
-    """Suggest levers beyond `names` that may help if no plan fits, each combined with those not in `unused`."""
+    """Suggest levers beyond `names` that may help if no plan fits.
+
+    Each suggestion also has the levers in `names`, except those in `unused`.
+    """
     if site.optimizer is None:
         try:
             site = replace(site, optimizer=optimizer_of(site.model, site.step, site.batch))
@@ -235,7 +244,10 @@ def _is_applicable(site: StepContext, lever: Lever) -> bool:
 
 
 def optimizer_of(model: nn.Module, step: Callable[[Any], Any], batch: Any) -> Optimizer | None:
-    """Find the one optimizer that steps on parameters of `model` in `step(batch)`, which is run once and undone."""
+    """Find the one optimizer that steps on parameters of `model`; None if there are none or several.
+
+    Runs `step(batch)` once, and restores all state.
+    """
     check_can_rehearse(model, step, batch)
     with StepSnapshot(model, batch, step=step) as snapshot:
         step(batch)

@@ -82,7 +82,9 @@ class CommonNorm:
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, clip: Clip, order: int, *, on_trial: bool = False
     ) -> None:
-        """Start observing. `on_trial` also compares buffers, which takes time."""
+        """Start observing backward passes. With `on_trial`, buffers are compared, too, and a wrong norm is not an
+        error.
+        """
         self._model, self._optimizer, self._clip, self._on_trial = model, optimizer, clip, on_trial
         self._parameters = ordered_parameters(model, optimizer, order)
         self._trained = set(self._parameters)
@@ -175,7 +177,7 @@ class CommonNorm:
         self._first_norms, self._second_norms = {}, {}
 
     def _compute_total(self) -> None:
-        """Compute the common norm from those of the gradients, in torch's order."""
+        """Compute the common norm from the norms of single gradients, in torch's order."""
         parameters = [parameter for parameter in self._parameters if parameter in self._first_norms]
         if parameters:
             norms = [self._first_norms[parameter] for parameter in as_grouped(parameters)]
@@ -185,8 +187,10 @@ class CommonNorm:
                 self._refuse(self._total)
 
     def _refuse(self, total: Tensor) -> NoReturn:
-        """Raise the error that `clip_grad_norm_` raises if the loop asked for it; else one for loops that skip such
-        updates.
+        """Raise an error for a common norm that is not finite.
+
+        The error is that of `clip_grad_norm_` if the loop asked for it (`error_if_nonfinite`), otherwise a LowtideError
+        for loops that skip such updates.
         """
         if self._clip.raises:
             raise RuntimeError(
@@ -250,7 +254,9 @@ class CommonNorm:
             )
 
     def _largest_difference(self, first: dict[Tensor, Tensor], second: dict[Tensor, Tensor], total: Tensor) -> float:
-        """Return the largest difference from the norms of the first pass, as a share of the common norm."""
+        """Return the largest difference between gradients' norms in the first and in the second pass, as a share of
+        `total`.
+        """
         one, other = (torch.stack([n[p].to(total.device, torch.float64) for p in first]) for n in (first, second))
         difference = (one - other).abs().nan_to_num(0.0).max()  # NaN where both are infinite
         difference = torch.where((one.isfinite() == other.isfinite()).all(), difference, math.inf)

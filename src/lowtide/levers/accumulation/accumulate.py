@@ -75,7 +75,7 @@ def accumulate(
 
     Args:
         loss_of: Runs forward on one piece and returns the loss, one number. It calls no backward, since each loss has
-            to be scaled before. With `representations` it takes those of the whole batch.
+            to be scaled first. With `representations` it takes the representations of the whole batch.
         batch: The batch, as `micro_batches` takes it: rows are dimension 0.
         n: Number of micro-batches.
         weight: How the loss averages, needed if its autograd node does not reveal it: "rows" (a mean over rows), "sum"
@@ -85,7 +85,7 @@ def accumulate(
         batch_norm: Accept batch normalization. It sees one piece at a time, so its statistics and the gradients differ
             from the whole batch's; without this flag it is rejected.
         representations: Encodes one piece, each row by itself: a tensor with a row for each row of the piece, or
-            tuples, lists or dicts of such tensors. For losses in which rows see each other.
+            tuples, lists or dicts of such tensors. For losses that compare rows with each other.
         backward: Runs backward from a scaled loss. With a GradScaler pass
             `backward=lambda loss: scaler.scale(loss).backward()`.
 
@@ -135,7 +135,11 @@ def accumulate_weighted(
     backward: Callable[[Tensor], object] = torch.Tensor.backward,
     compared_as: Hashable = None,
 ) -> Tensor:
-    """Run `accumulate`, also accepting a SumOver as `weight`, and a key by which the loss is known again."""
+    """Add the gradients of the loss over all of `batch` to `.grad`, by `n` micro-batches; return that loss, detached.
+
+    Does the work of `accumulate`. `weight` may also be a SumOver. The loss is checked once for each key `compared_as`,
+    by default for each `loss_of`.
+    """
     parts = micro_batches(batch, n, shared=shared)
     rows = [rows_of(part, shared) for part in parts]
     is_checked = len(parts) > 1 and not (isinstance(weight, SumOver) or batch_norm)
@@ -174,7 +178,7 @@ def accumulate_weighted(
 
 
 def _run_backward(backward: Callable[[Tensor], object], loss: Tensor) -> None:
-    """Run `backward` from the loss. Raises LowtideError if a part of its graph is freed already."""
+    """Run `backward` from the loss. Raises LowtideError if a part of the loss's graph has been freed before."""
     try:
         backward(loss)
     except RuntimeError as error:

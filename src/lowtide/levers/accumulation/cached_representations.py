@@ -1,12 +1,12 @@
-"""Gradients, in pieces, of a loss that compares rows with each other: representations are computed first and cached.
+"""Gradients of a loss that compares rows with each other, computed in pieces from cached representations.
 
 A contrastive loss compares each row with all others, so it is no sum over pieces. But rows meet only in the loss;
-before it, each row's representation is computed independently. So:
+before the loss, each row's representation is computed independently. So:
 
 1. each piece is encoded without a graph, and its representations are cached;
-2. the loss of all representations gives the gradient of each of them;
-3. each piece is encoded again, with a graph and the random numbers of the first time, and backward begins at its
-   representations with their gradients.
+2. the loss of all representations gives the gradient of each representation;
+3. each piece is encoded again, with a graph and the random numbers of the first time, and backward begins at the
+   piece's representations with their gradients.
 
 That takes the memory of one piece, of the loss and of all representations, and the time of a second forward.
 
@@ -60,7 +60,7 @@ def accumulated_by_representations(
     differentiable: list[bool] = []
     for piece in pieces:
         before.append(RandomState.now())
-        # The graph of the first piece is only looked at. DistributedDataParallel would await its backward.
+        # The first piece's graph is only inspected. DistributedDataParallel would wait for its backward.
         has_graph = not cached and not several_processes()
         with torch.set_grad_enabled(has_graph):
             made = encode(piece)
@@ -71,11 +71,11 @@ def accumulated_by_representations(
         cached.append([leaf.detach() for leaf in leaves])
         outline = tree_map(lambda _: None, made)
         del made, leaves
-    torch.clear_autocast_cache()  # casts of weights that autocast cached without a graph would be used again
+    torch.clear_autocast_cache()  # else autocast would reuse casts of weights that it cached without a graph
 
     whole = [torch.cat(parts) for parts in zip(*cached, strict=True)]
     for leaf, has_gradient in zip(whole, differentiable, strict=True):
-        leaf.requires_grad_(has_gradient)  # not the keys of a queue, which would keep its graph
+        leaf.requires_grad_(has_gradient)  # not on the keys of a queue, which would keep its graph
     loss = loss_of(_filled(outline, whole))
     check_loss(loss)
     backward(loss)
@@ -117,7 +117,7 @@ def _filled(outline: Any, leaves: Sequence[Tensor]) -> Any:
 
 
 def _leaves(made: Any, rows: int) -> list[Tensor]:
-    """Return the tensors in a piece's representations. Raises LowtideError if their rows are not the piece's."""
+    """Return the tensors in a piece's representations. Raises LowtideError unless each tensor has `rows` rows."""
     leaves = tree_leaves(made)
     if not leaves:
         raise LowtideError(f"`representations` returned {made!r}, which has no tensor.")
@@ -149,7 +149,7 @@ def _check_alike(number: int, leaves: Sequence[Tensor], cached: Sequence[Tensor]
 
 @contextlib.contextmanager
 def _unsynchronized(encode: Callable[[Any], Any]) -> Any:
-    """Let DistributedDataParallel add up gradients without averaging them: the last piece's backward does that."""
+    """Stop DistributedDataParallel from averaging gradients in this block; the last piece's backward averages them."""
     with contextlib.ExitStack() as stack:
         for module in ReachableState(encode).modules:
             if isinstance(module, DistributedDataParallel):

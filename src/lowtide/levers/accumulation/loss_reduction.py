@@ -1,4 +1,5 @@
-"""The average that a loss takes, read from its autograd node, and each piece's share of the whole batch.
+"""Reduction of a loss (mean or sum), read from its autograd node, and each micro-batch's share of the whole batch's
+loss.
 
 The reasoning is in `accumulate.py`.
 """
@@ -57,7 +58,7 @@ class Average:
     ignored: int = -100
     class_weight: Tensor | None = None
     smoothing: float = 0.0
-    """The part of the loss that is the same for all classes (`label_smoothing`)."""
+    """Share of the loss that is spread evenly over all classes (`label_smoothing`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,26 +72,30 @@ class SumOver:
 
 
 Weight = Literal["rows", "sum"] | SumOver | Callable[[Any], float | Tensor] | None
-"""Kind of average that a loss takes; None or a SumOver if it is read from the loss's node."""
+"""Way in which a loss averages its terms; None or a SumOver if it is to be read from the loss's node."""
 
 _AVERAGE_KEY = "lowtide.average"  # key in the metadata of nodes that do not reveal their average
 
 
 def note_average(loss: Tensor, average: Callable[[], Average]) -> None:
-    """Record `average` on the node of `loss`, which does not have it; `average` is called when it is first needed."""
+    """Record the reduction of `loss` on its node, which does not reveal it; `average` is called when it is first
+    needed.
+    """
     if loss.grad_fn is not None:
         node_metadata(loss.grad_fn)[_AVERAGE_KEY] = average
 
 
 def average_of(loss: Tensor, weight: Weight = None) -> Average | None:
-    """Return the reduction by which `loss` averages its terms; None if it can't be read from the node."""
+    """Read the reduction of `loss` (mean or sum, and its terms) from its autograd node; None if the node does not
+    reveal it.
+    """
     node, divided = _find_reduction(loss, weight)
     average = None if node is None else _average_by(node)
     return None if divided and average is not None and average.kind != "sum" else average
 
 
 def _find_reduction(loss: Tensor, weight: Weight) -> tuple[Node | None, bool]:
-    """Return the node that reduced `loss` to a number, and True if the result was divided by the terms of `weight`."""
+    """Return the node that reduced `loss` to a number, and True if its result was divided by the terms of `weight`."""
     node, divided = loss.grad_fn, False
     while node is not None and _AVERAGE_KEY not in node_metadata(node):
         divides = not divided and isinstance(weight, SumOver) and _divides_by(node, weight.terms)
@@ -147,9 +152,10 @@ def _read_likelihood(node: Node) -> Average | None:
 
 @dataclass(frozen=True, slots=True)
 class _Smoothed:
-    """The parts of `cross_entropy(..., label_smoothing=smoothing)`: a likelihood, and a sum over the same labels.
+    """Nodes that compute `cross_entropy(..., label_smoothing=s)`: a likelihood, and a sum over the same labels.
 
-    (1 - s) nll + s / classes * sum / terms, which averages like the likelihood alone if both have the same divisor.
+    The loss is (1 - s) nll + s / classes * sum / terms. It averages like the likelihood alone if both have the same
+    divisor.
     """
 
     likelihood: Node
@@ -170,7 +176,7 @@ class _Smoothed:
 
 
 def _match_smoothing(node: Node) -> _Smoothed | None:
-    """Return the parts that `node` adds; None for any other node."""
+    """Return the parts of a cross entropy with label smoothing if `node` adds them; None for any other node."""
     if node.name() != "AddBackward0" or getattr(node, SAVED + "alpha", 1) != 1:
         return None
     scaled = [upstream for upstream, _ in node.next_functions]
@@ -195,7 +201,10 @@ def _match_smoothing(node: Node) -> _Smoothed | None:
 
 
 def _saved(node: Node, name: str) -> Tensor | None:
-    """Return a saved tensor, also if a plan of Lowtide holds it; None if other saved-tensor hooks do."""
+    """Return the saved tensor `name` of `node`, also if a plan of Lowtide keeps it.
+
+    None if the plan recomputes it, or if saved-tensor hooks other than Lowtide's have packed it.
+    """
     saved = peek(node, SAVED + name)
     if isinstance(saved, Handle):
         return saved.get() if saved.value.kept else None
@@ -203,7 +212,7 @@ def _saved(node: Node, name: str) -> Tensor | None:
 
 
 def _terms(node: Node) -> int | None:
-    """Count the elements of the tensor that `node` reduced."""
+    """Count the elements of the tensor that `node` reduced; None if that tensor has no node."""
     producer, output = node.next_functions[0]
     if producer is None:
         return None
@@ -238,7 +247,7 @@ def _terms_or_one(node: Node) -> int:
 
 
 class Shares:
-    """The share of each piece in the whole batch's loss, and the expected number of terms of each."""
+    """Share of each piece (micro-batch) in the whole batch's loss, and the expected number of terms in each piece."""
 
     def __init__(
         self, shares: Sequence[float], kind: str = "", expected: Sequence[float] = (), smoothing: float = 0.0
@@ -252,7 +261,7 @@ class Shares:
         return self._shares[number]
 
     def check_against_labels(self, loss: Tensor, parts: Sequence[Any]) -> None:
-        """Raise LowtideError if the labels that `loss` averages over give the pieces other shares than these."""
+        """Raise LowtideError if the labels that `loss` averages over give the pieces other shares than stated."""
         average = average_of(loss)
         if average is None or average.target is None or average.kind == "sum" or reduces_before(loss):
             return
@@ -269,7 +278,7 @@ class Shares:
             )
 
     def check(self, number: int, average: Average | None) -> None:
-        """Raise LowtideError unless the piece was averaged as estimated."""
+        """Raise LowtideError unless piece `number` was reduced as estimated from the first piece."""
         estimated = self._expected[number]
         if (
             average is not None
@@ -293,7 +302,10 @@ def shares_for(
     rows: Sequence[int],
     weight: Weight,
 ) -> Shares:
-    """Return the shares of `parts`, the first of which gave `loss`. Raises LowtideError if they are unknown."""
+    """Compute each part's share of the whole batch's loss; `loss` is the first part's loss.
+
+    Raises LowtideError if the shares can't be determined.
+    """
     if weight == "sum":
         return Shares([1.0] * len(parts))
     if weight == "rows":
@@ -328,10 +340,10 @@ def _normalized(counts: Sequence[float]) -> list[float]:
 
 
 def _count_terms(average: Average, target: Tensor, parts: Sequence[Any]) -> list[float] | None:
-    """Return the divisor of each part's mean, counted in the batch's tensor of labels.
+    """Count the terms of each part's mean in the batch's tensor of labels; None if that tensor can't be identified.
 
     Several tensors may equal the labels in the first part, such as a language model's tokens without padding. The rest
-    of the batch distinguishes them: only labels contain ignored ones.
+    of the batch distinguishes them: only labels contain ignored values.
     """
     divisors: set[tuple[float, ...]] = set()
     ignoring: set[tuple[float, ...]] = set()

@@ -1,10 +1,9 @@
 """Check that the rows of a batch do not depend on each other in a loss: if they do, pieces give other gradients.
 
-In-batch negatives, for example, compare every row with all others, and a piece has fewer of them. The way a loss
-averages does not tell that its rows are independent, so it is checked once for each loss function: the loss of the
-first two pieces together is compared with the losses of both. Dropout is disabled for this comparison; where other
-random numbers are drawn the losses cannot be compared, and the graph is searched for a product of all rows with all
-rows.
+In-batch negatives, for example, compare every row with all others, and a piece has fewer of them. A loss's reduction
+does not reveal that its rows are independent, so each loss function is checked once: the loss of the first two pieces
+together is compared with the losses of both. Dropout is disabled for this comparison. If other random numbers are
+drawn, the losses cannot be compared, and the graph is searched for a product of all rows with all rows.
 
 Debts: a ratio of sums over similar pieces (Dice over a batch) can differ by less than the tolerance for rounding.
 """
@@ -43,7 +42,7 @@ _compared: set[Hashable] = set()
 
 @dataclass(frozen=True)
 class RowComparison:
-    """The losses of a batch's first two pieces: of each alone, and of both together."""
+    """Losses of a batch's first two pieces: of each piece alone, and of both together."""
 
     identity: Hashable
     alone: tuple[Tensor, Tensor]
@@ -52,7 +51,8 @@ class RowComparison:
     """True if random numbers were drawn, other than for dropout, so that the losses can't be compared."""
 
     def check(self, first: Tensor, pair: Sequence[Any], rows: Sequence[int], weight: Weight) -> None:
-        """Compare the losses. Raises LowtideError if those alone do not add up to that of both.
+        """Compare the losses. Raises LowtideError if the losses of the single pieces do not add up to the loss of both
+        together.
 
         Args:
             first: The loss of the first piece, with its graph, which tells how the loss averages.
@@ -82,12 +82,13 @@ def compute_losses_to_compare(
     shared: Collection[str],
     compared_as: Hashable = None,
 ) -> RowComparison | None:
-    """Compute the losses of the first two pieces of `batch`, alone and together; None once that was done for `loss_of`.
+    """Compute the losses of the first two pieces of `batch`, alone and together; return None if they were compared
+    before.
 
-    The same code with the same functions, modules and objects is the same loss, unless `compared_as` is its key.
-
-    Also None if they can't be computed, as on fake tensors. The random number generators are restored. No graph is
-    made, so neither a plan nor a rehearsal of the step in which this happens sees work that later steps don't repeat.
+    Loss functions count as the same if they have the same code and use the same functions, modules and objects, or if
+    they have the same key `compared_as`. None is also returned if losses can't be computed, for example on fake
+    tensors. Random number generators are restored. No graph is made, so that no plan or rehearsal of this step sees
+    work that later steps don't repeat.
 
     Raises LowtideError for a model that normalizes over the batch.
     """
@@ -141,7 +142,7 @@ def _is_empty(cell: Any) -> bool:
 
 
 def check_no_product_of_rows(loss: Tensor, n_rows: int) -> None:
-    """Raise LowtideError if all rows of a piece are multiplied with all rows on the way to `loss`."""
+    """Raise LowtideError if the graph of `loss` multiplies all rows of a piece with all rows."""
     if n_rows < 2:
         return
     for node in nodes_behind([loss]):
@@ -153,13 +154,13 @@ def check_no_product_of_rows(loss: Tensor, n_rows: int) -> None:
 
 
 def _is_of_parameter(node: Any) -> bool:
-    """Return True for a parameter, or its transpose or cast."""
+    """Return True if `node` is that of a parameter, or of a parameter's transpose or cast."""
     inputs = [upstream for upstream, _ in node.next_functions if upstream is not None]
     return is_leaf(node) or (len(inputs) == 1 and is_leaf(inputs[0]))
 
 
 def batch_norm_refusal(name: str) -> LowtideError:
-    """Return the error for a model with the batch normalization `name` in training mode."""
+    """Build the error for a model with the batch normalization `name` in training mode."""
     return LowtideError(
         f"the model normalizes over the batch ({name} in training mode): in micro-batches its statistics, and with "
         "them the gradients, differ from those of the whole batch. Use layer or group norm, put the batch norm in "
@@ -192,7 +193,7 @@ def _preserve_random_state() -> Iterator[Callable[[], bool]]:
 
 
 class _WithoutDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Replaces dropout's masks by ones, so that losses of different pieces can be compared.
+    """Dispatch mode that replaces dropout's masks by ones, so that losses of different pieces can be compared.
 
     Raises LowtideError before a batch normalization in training mode.
     """

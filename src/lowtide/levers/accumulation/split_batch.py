@@ -17,7 +17,7 @@ from lowtide.errors import LowtideError
 Batch = TypeVar("Batch")
 
 Span = tuple[int, int]
-"""Range of rows: the first one, and the one after the last."""
+"""Range of rows: the first row, and the row after the last."""
 
 
 def micro_batches(batch: Batch, n: int, *, shared: Collection[str] = ()) -> list[Batch]:
@@ -53,7 +53,7 @@ def micro_batches(batch: Batch, n: int, *, shared: Collection[str] = ()) -> list
 
 
 def spans(rows: int, n: int) -> list[Span]:
-    """Return `n` ranges, or as many as there are rows, that cover `rows` rows: the longer ones first."""
+    """Split `rows` rows into `n` ranges, the longer ranges first; into single rows if there are fewer than `n`."""
     n = min(n, rows)
     size, longer = divmod(rows, n)
     ends = [size * (i + 1) + min(i + 1, longer) for i in range(n)]
@@ -61,12 +61,15 @@ def spans(rows: int, n: int) -> list[Span]:
 
 
 def first_rows(batch: Batch, n: int, shared: Collection[str] = ()) -> Batch:
-    """Return the first `n` rows of `batch`, as `micro_batches` would."""
+    """Return the first `n` rows of `batch`, cut as by `micro_batches`; entries named in `shared` stay whole."""
     return cast("Batch", _Splitter(rows_of(batch, shared), frozenset(shared)).part(batch, (0, n), ""))
 
 
 def rows_of(batch: Any, shared: Collection[str] = ()) -> int:
-    """Return the number of rows of the first tensor in `batch` that has any. Raises LowtideError if none has."""
+    """Count the rows of `batch`: the size of dimension 0 of its first tensor that has dimensions and is not `shared`.
+
+    Raises LowtideError if there is no such tensor, or if it has no rows.
+    """
     for name, tensor in tensors_by_name(batch):
         if tensor.dim() and not set(name.split(".")) & set(shared):
             if not tensor.shape[0]:
@@ -102,7 +105,7 @@ class _Splitter:
         self._shared = shared
 
     def part(self, batch: Any, span: Span, name: str) -> Any:
-        """Return the rows `span` of `batch`, which is at path `name` in the whole."""
+        """Return the rows `span` of `batch`, a container or tensor at path `name` inside the whole batch."""
         if name.rpartition(".")[2] in self._shared:
             return batch
         if isinstance(batch, Tensor):
