@@ -97,7 +97,7 @@ Out of memory?
 
 
 class LazyGroup(click.Group):
-    """A group that lists COMMANDS from their summaries alone, and imports the one that is called."""
+    """A click group that lists COMMANDS by their summaries alone, and imports only the command that is called."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -126,7 +126,9 @@ def lowtide() -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit code: the return value of the command, or its argument of `ctx.exit`."""
+    """Run the `lowtide` command with `argv`, by default the process's arguments; print errors, and return the exit
+    code.
+    """
     try:
         arguments = tuple(sys.argv[1:] if argv is None else argv)
         code = lowtide.main(args=argv, prog_name="lowtide", standalone_mode=False, obj=arguments)
@@ -140,7 +142,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except click.ClickException as error:
         error.show()
-        return 2  # click would return 1 for some of them, which means a finding here
+        return 2  # click would return 1 for some errors, which means a finding here
     except click.Abort:
         click.echo("interrupted", err=True)
         return 130

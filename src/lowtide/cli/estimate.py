@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 SLOW_S = 30
-"""Seconds after which a script that has not begun to train is said to be computed until then."""
+"""Seconds without training after which the user is told that everything before training is really computed."""
 
 _STAND_INS = "from here on nothing is computed: numbers that the script prints stand in for true ones"
 
@@ -200,7 +200,7 @@ def estimate(
 
 
 def _check_budget(gpu: GpuSpec | None, budget: str | None) -> None:
-    """Raise UsageError for a `--budget` beside `--device`."""
+    """Raise UsageError if `--budget` is given together with `--device`."""
     if gpu is not None and budget is not None:
         raise click.UsageError(
             f"--budget is a limit on this machine, and --device asks whether the step fits on {gpu.name}."
@@ -208,7 +208,7 @@ def _check_budget(gpu: GpuSpec | None, budget: str | None) -> None:
 
 
 def _check_how(gpu: GpuSpec | None, how: How, *, fewest: bool) -> None:
-    """Raise UsageError for a `--how` that does not go with the other options."""
+    """Raise UsageError for a `--how` that can't be combined with the other options."""
     if gpu is None and how != "plain":
         raise click.UsageError("--how is for a GPU: add --device.")
     if fewest and how != "plain":
@@ -249,7 +249,7 @@ def _write_files(records: list[dict[str, Any]], json_to: str | None, record_to: 
 
 
 def _record(estimates: Mapping[int | None, MemoryEstimate], target: str, budget_bytes: int | None) -> RunRecord:
-    """Return the record of all sizes; memory over the step is that of the last one."""
+    """Return the RunRecord of the estimates for all batch sizes; its memory over the step is that of the last size."""
     from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
 
     shown = estimates[[*estimates][-1]].to_record(command_line(), subject=target)
@@ -259,9 +259,9 @@ def _record(estimates: Mapping[int | None, MemoryEstimate], target: str, budget_
 
 @contextlib.contextmanager
 def _said_if_slow(target: str) -> Iterator[Callable[..., None]]:
-    """Yield a function to call, with what is to be said then, when the script begins to train.
+    """Tell the user, once, what takes long if the script does not begin to train within SLOW_S seconds.
 
-    If that takes long, say why, once.
+    Yields a function to call when the script begins to train, with texts to print then.
     """
     timer = threading.Timer(
         SLOW_S,

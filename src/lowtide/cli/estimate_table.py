@@ -13,7 +13,7 @@ from lowtide.utils.tables import Table
 
 
 def sweep(estimates: Mapping[int | None, MemoryEstimate]) -> str:
-    """Format one line for each size of the batch."""
+    """Format estimates for several batch sizes as a table with one line for each size."""
     rows: list[tuple[str, ...]] = []
     title: list[str] = []
     compared: list[str] = []
@@ -61,7 +61,7 @@ def _bounded_bytes(plan: Plan, estimate: MemoryEstimate) -> int:
 def record(
     estimate: MemoryEstimate, size: int | None, budget_bytes: int | None = None, plan: Plan | None = None
 ) -> dict[str, Any]:
-    """Return the estimate as plain data; amounts are bytes."""
+    """Return the estimate as plain data for JSON; amounts are bytes."""
     about: dict[str, Any] = {
         "at_peak_bytes": estimate.alive_at_peak(),
         "phases": [{"name": name, "peak_bytes": n_bytes} for name, n_bytes in estimate.phase_peaks()],

@@ -42,7 +42,7 @@ def explain(file: TextIO, alloc_conf: str | None, as_json: bool) -> int:
 
 
 class _Log:
-    """A file that is read piece by piece, with counts for the error if nothing was found."""
+    """A log file that is read in pieces, with counts of its lines for the error if no known message is found."""
 
     def __init__(self, file: TextIO) -> None:
         self._file = file

@@ -86,7 +86,7 @@ def _read(file: Path) -> RunRecord:
 
 @contextlib.contextmanager
 def _refusing_contradictions(*files: Path | str) -> Iterator[None]:
-    """Raise LowtideError, in one line, where the parts of a record contradict each other, as in an edited file."""
+    """Raise LowtideError, in one line, if parts of a record contradict each other, for example in an edited file."""
     try:
         yield
     except (ArithmeticError, AssertionError, LookupError, ValueError) as error:
@@ -126,7 +126,7 @@ def _compare(
 
 
 def _exporter(to: str) -> Callable[[RunRecord], str]:
-    """Return the function that writes a run in the format of a file's name."""
+    """Return the function that formats a run as the extension of the file name `to` asks."""
     from lowtide.report import exports
     from lowtide.report.page import run_page
     from lowtide.report.run_record import RunRecord, with_frontier

@@ -1,4 +1,4 @@
-"""Models of transformers with random weights on the meta device, and a training step of each."""
+"""Models of transformers with random weights on the meta device, and estimates of a training step of each."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class RandomModel:
     """The model and its step, in words."""
 
     def estimate_at(self, gpu: GpuSpec, size: int, how: How) -> GpuMemoryEstimate:
-        """Estimate a step with AdamW on `gpu`, run plainly or with recomputes as `how` says."""
+        """Estimate the memory of a step with AdamW on `gpu`; `how` says if and what the step recomputes."""
         model, batch = self.model, self.batch_of(size)
         optimizer = torch.optim.AdamW(model.parameters())
 
@@ -53,7 +53,7 @@ class RandomModel:
 
 
 def random_model(architecture: str, *, layers: int | None, seq: int | None, bf16: bool) -> RandomModel:
-    """Return the model of a configuration.
+    """Build a transformers model on the meta device from an architecture's name, or from a folder with a configuration.
 
     Raises LowtideError for an unknown architecture, and for more tokens than the model takes.
     """
@@ -114,7 +114,7 @@ def _config(transformers: Any, architecture: str, layers: int | None) -> Any:
 
 
 def _trained_class(transformers: Any, config: Any) -> Any:
-    """Return the class of models with a loss. Raises LowtideError if transformers has none of a known kind."""
+    """Find the transformers class that computes a loss for models of `config`. Raises LowtideError if there is none."""
     kinds: tuple[str, ...] = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForImageClassification")
     if config.is_encoder_decoder:
         kinds = ("AutoModelForSeq2SeqLM", *kinds)

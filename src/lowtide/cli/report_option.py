@@ -18,7 +18,7 @@ PAGES = (".html", ".htm")
 
 
 def report_option(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--report FILE`."""
+    """Add the option `--report FILE` to a command."""
     return click.option(
         "--report",
         "report_to",

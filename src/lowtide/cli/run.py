@@ -151,7 +151,8 @@ def run(
 def _check_options(budget: str | None, plan_file: str | None, needing_budget: Mapping[str, tuple[bool, str]]) -> None:
     """Raise UsageError unless exactly one of `--budget` and `--plan` is given, and only with options that go with it.
 
-    `needing_budget` has for each option of `--budget` True if it is given, and what a plan file does instead.
+    `needing_budget` holds, for each option that needs `--budget`, True if the option is given, and the reason why a
+    plan file makes it useless.
     """
     if (budget is None) == (plan_file is None):
         raise click.UsageError(
@@ -183,19 +184,19 @@ class _KeptPlan:
             self._record = record_of(self._command, profile=self._monitor.plans.profile, plan=plan, proof=proof)
 
     def report(self) -> None:
-        """Write the report, if one is wanted and a plan was kept."""
+        """Write the report, if an option asks for one and a plan was kept."""
         from lowtide.report.run_record import with_frontier, with_step_time
 
         if self._is_reported and self._record is not None:
             self._write(with_frontier(with_step_time(self._record, self._monitor.step_ms)))
 
     def report_refusal(self, why: Infeasible | OverBudget, budget_for: BudgetFor) -> None:
-        """Write a report of the rehearsed step and of the error, if one is wanted and a step was rehearsed."""
+        """Write a report of the rehearsed step and of the error, if an option asks for one and a step was rehearsed."""
         from lowtide.report.run_record import record_of, with_frontier
 
         if self._is_reported and self._monitor.plans.profile is not None:
             refused = replace(record_of(self._command, profile=self._monitor.plans.profile), refusal=str(why))
-            if budget_for == "requested":  # as all memory of the record
+            if budget_for == "requested":  # like all other bytes in the record
                 refused = replace(refused, plain_budget_bytes=why.budget_bytes)
             self._write(with_frontier(refused))
 
@@ -211,7 +212,7 @@ class _KeptPlan:
 
 
 def _train(script: Script, monitor: PlanMonitor) -> int:
-    """Run the script; count its repeated steps at the end."""
+    """Run the script under `monitor`, print the number of repeated steps, and return the script's exit code."""
     from lowtide.script.repeat_step import count_in_words
     from lowtide.script.run_listened import run_watched
 
@@ -222,7 +223,7 @@ def _train(script: Script, monitor: PlanMonitor) -> int:
 
 
 def _code_of(verdict: RunVerdict | None) -> int:
-    """Return 1 for a budget that the plan in force at the end of the script did not keep, else 0."""
+    """Return exit code 1, with a message, if the plan in force at the end of the script exceeded its budget, else 0."""
     if verdict is None or verdict.measured_peak_bytes is None or verdict.within_budget:
         return 0
     say(f"the script ended, and later steps were above the budget, so the exit code is 1: {verdict}")
@@ -230,7 +231,7 @@ def _code_of(verdict: RunVerdict | None) -> int:
 
 
 def _save(to: str, plan: Plan) -> None:
-    """Write the plan that stays in force. Training continues if that fails."""
+    """Write the plan that stays in force to the file `to`. If that fails, report it and let training continue."""
     try:
         write(plan.to_json(), to)
     except LowtideError as why:

@@ -26,7 +26,7 @@ OWN_OPTIONS_FIRST = dict(allow_interspersed_args=False)
 def script_arguments(
     metavar: str = "SCRIPT", *, required: bool = True
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add `-m`, the script and its arguments to a command."""
+    """Build a decorator that adds `-m`, the script and the script's arguments to a command."""
 
     def add(body: Callable[..., Any]) -> Callable[..., Any]:
         body = click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...", callback=_own_options)(
@@ -39,8 +39,9 @@ def script_arguments(
 
 
 def _own_options(ctx: click.Context, parameter: click.Parameter, args: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the script's arguments. An option of this command that follows the script is reported, unless the script's
-    source mentions it.
+    """Return the script's arguments, and report each option of this command among them.
+
+    An option that the script's source mentions is not reported.
     """
     script = Path(ctx.params.get("target") or "")
     ours = {option for parameter in ctx.command.params for option in parameter.opts if option.startswith("--")}
@@ -57,15 +58,15 @@ def _own_options(ctx: click.Context, parameter: click.Parameter, args: tuple[str
 
 
 def output_option(flag: str, name: str, help_: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Build an option for a file to write; "-" is stdout."""
+    """Build an option that names a file to write; "-" is stdout."""
     kind = click.Path(dir_okay=False, writable=True, allow_dash=True)
     return click.option(flag, name, type=kind, metavar="FILE", callback=to_be_written, help=help_)
 
 
 def to_be_written(ctx: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
-    """Return the absolute path, because a script may change the current folder.
+    """Check that the file `path` can be written before the work begins; return its absolute path.
 
-    A file that can't be written is rejected before the work, not after it.
+    Absolute, because a script may change the current folder.
     """
     if path is None or path == "-":
         return path
@@ -76,7 +77,7 @@ def to_be_written(ctx: click.Context, parameter: click.Parameter, path: str | No
 
 
 def lever_option(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--lever`, which may be repeated."""
+    """Add the option `--lever`, which may be repeated, to a command."""
     return click.option(
         "--lever",
         "levers",
@@ -87,7 +88,7 @@ def lever_option(body: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_place_option(body: Callable[..., Any]) -> Callable[..., Any]:
-    """Add `--no-in-place`."""
+    """Add the option `--no-in-place` to a command."""
     return click.option(
         "--no-in-place",
         is_flag=True,
@@ -102,7 +103,10 @@ def is_profile(target: str, *, is_module: bool) -> bool:
 
 
 def profile_source(metavar: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Add what a profile is read or made from to a command, which gets it as `source`."""
+    """Build a decorator that adds the arguments and options from which a profile is read or made to a command.
+
+    The command gets them as `source`, a ProfileSource.
+    """
 
     def add(body: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(body)
@@ -143,20 +147,21 @@ class ProfileSource:
     is_module: bool
     no_in_place: bool
     device: str | None
-    """GPU, or number of GPUs, that the machine need not have."""
+    """GPU, or number of GPUs, that the machine need not have; None to rehearse on this machine."""
     processes: int | None
-    """The script runs as process `rank` of this number; the other processes do not exist."""
+    """Number of processes; the script runs as process `rank` of them, and the other processes are simulated."""
     rank: int
 
     @property
     def is_profile(self) -> bool:
-        """True if the target is a profile in a file, not a script."""
+        """Return True if the target is a profile in a file, not a script."""
         return is_profile(self.target, is_module=self.is_module)
 
     def profile(self, *, plain: bool = False, quiet: bool = False, levers: tuple[str, ...] = ()) -> Profile:
-        """Return the profile in the file, or rehearse the script, whose output goes to stderr if `quiet`.
+        """Read the profile from the file, or rehearse the script, whose output goes to stderr if `quiet`.
 
-        Ends the command with exit code 2 and a message if the script fails: 1 would be a finding about its memory.
+        If the script fails, ends the command with a message and exit code 2: 1 would be a finding about the script's
+        memory.
         """
         return self._read(levers) if self.is_profile else self._rehearse(plain, quiet, levers)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from lowtide.script.runner import Script
 
 MOST_GPUS = 64
-"""Largest number of GPUs that is tried; numbers double, from 1 on."""
+"""Largest number of GPUs that is tried; tried numbers double, from 1 on."""
 
 
 HEADINGS = {
@@ -30,11 +30,14 @@ HEADINGS = {
     "recomputed": "the same with all but matrix products, convolutions and attention recomputed, as a plan may",
     "replayed": "the same with every block replayed as well, about the least memory of a plan",
 }
-"""Ways to take a step, with the first line of the table of each."""
+"""Heading of the table for each way to run a step."""
 
 
 class SeveralGpus:
-    """Runs of a script, each in its own process, because a process has only one default process group."""
+    """Estimates of a torchrun script's processes, each made in a process of its own.
+
+    A process has only one default process group, so it can stand for one rank only.
+    """
 
     def __init__(
         self, gpu: GpuSpec, script: Script, how: str, plan_file: str | None, *, strict: bool, snapshot_to: str | None
@@ -44,7 +47,7 @@ class SeveralGpus:
         self._n_gpus = 0
         """Number of GPUs that was requested; other numbers are tried, too."""
         self._is_last = False
-        """True if the last process needs more than the first, as with a larger batch."""
+        """True if the last process needs more memory than the first, for example because of a larger batch."""
 
     def estimate(self, n_gpus: int, json_to: str | None, *, fewest: bool) -> int:
         """Print the estimates of the first and of the last process; return the exit code.
@@ -85,12 +88,13 @@ class SeveralGpus:
     def _by_number(
         self, folder: Path, n_gpus: int, requested: Mapping[str, Any], gpu: GpuSpec, how: str
     ) -> list[dict[str, Any]]:
-        """Return the memory that the first process needs for each number of GPUs that is tried, or the last process if
-        it needs more. The smallest number comes first.
+        """Estimate the memory of one process for several numbers of GPUs; return a row for each number, the smallest
+        first.
 
-        The kernels are those of `gpu`. Numbers go down until no GPU with such kernels is large enough, and up until the
-        smallest one is, or to MOST_GPUS. Numbers for which the script fails are left out; if it fails for `n_gpus`,
-        there are none. `requested` is the record of the plain step on `n_gpus` of the given GPU.
+        The process is the first one, or the last one if that needs more. The kernels are those of `gpu`. Numbers go
+        down until no GPU with such kernels is large enough, and up until the smallest such GPU is large enough, or to
+        MOST_GPUS. Numbers for which the script fails are left out; if it fails for `n_gpus`, the list is empty.
+        `requested` is the record of the plain step on `n_gpus` of the GPU that the command line names.
         """
         names = [other.name for other in _alike(gpu)]
         powers = [2**power for power in range(MOST_GPUS.bit_length())]
@@ -114,13 +118,13 @@ class SeveralGpus:
         return with_gpus([rows[n] for n in sorted(rows)], names)
 
     def _record(self, folder: Path, gpu: GpuSpec, n_gpus: int, how: str) -> dict[str, Any] | None:
-        """Return the record of the process, of `n_gpus`, that needs most; None if the script fails."""
+        """Estimate that one of `n_gpus` processes that needs most; return its record, or None if the script fails."""
         rank = n_gpus - 1 if self._is_last else 0
         run = _Run(self, folder, gpu, n_gpus, rank, how, quiet=True).ended()
         return run.record() if run.code in (0, 1) else None
 
     def command(self, gpu: GpuSpec, n_gpus: int, rank: int, how: str, record_to: Path) -> list[str]:
-        """Return the command that estimates one process, and writes its record."""
+        """Return the command line that estimates process `rank` and writes its record to a file."""
         options = ["--device", f"{n_gpus} x {gpu.name}", "--rank", str(rank), "--how", how]
         options += ["--record", str(record_to)]
         options += ["--strict"] * self._strict
@@ -134,7 +138,7 @@ class SeveralGpus:
 
 
 class _Run:
-    """A running estimate of one process."""
+    """An estimate of one rank, which runs in a process of its own."""
 
     def __init__(
         self, several: SeveralGpus, folder: Path, gpu: GpuSpec, n_gpus: int, rank: int, how: str, *, quiet: bool = False
@@ -153,13 +157,13 @@ class _Run:
         return self
 
     def record(self) -> dict[str, Any]:
-        """Return the estimate as plain data."""
+        """Return the estimate of the ended process as plain data."""
         record: dict[str, Any] = json.loads(self._record.read_text(encoding="utf-8"))[0]
         return record
 
 
 def _is_newer(gpu: GpuSpec) -> bool:
-    """Return True for a GPU whose kernels are those of compute capability 8.0 and later."""
+    """Return True if `gpu` runs the kernels of compute capability 8.0 and later."""
     return gpu.capability is None or gpu.capability >= (8, 0)
 
 
@@ -174,8 +178,9 @@ def like_others(gpu: GpuSpec) -> GpuSpec:
 
 
 def compared(first: Mapping[str, Any], last: Mapping[str, Any]) -> str:
-    """Describe the last process by its peaks, or say that they equal those of the first. If the answers differ, the
-    last one's is added.
+    """Describe the peaks of the last process, or say that they equal those of the first process.
+
+    If the first and the last process have different answers, the last one's answer is added.
     """
     peaks = {kind: last[f"peak_{kind}_bytes"] for kind in ("requested", "allocated", "reserved")}
     if all(first[f"peak_{kind}_bytes"] == n_bytes for kind, n_bytes in peaks.items()):
@@ -191,16 +196,17 @@ def compared(first: Mapping[str, Any], last: Mapping[str, Any]) -> str:
 
 
 def _row(n_gpus: int, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the memory that one of `n_gpus` processes needs, and the smallest GPU that has as much."""
+    """Return a table row: the memory that one of `n_gpus` processes needs, its FLOPs, and the smallest GPU with enough
+    memory.
+    """
     columns = ("gpu", "peak_requested_bytes", "peak_reserved_bytes", "smallest_gpu", "flops")
     return {"n_gpus": n_gpus, **{name: record[name] for name in columns}}
 
 
 def with_gpus(rows: Iterable[Mapping[str, Any]], names: Sequence[str]) -> list[dict[str, Any]]:
-    """Add to each row the GPUs for which its number of GPUs is the smallest that is enough. `names` begins with the
-    smallest GPU.
+    """Add to each row the names of GPUs for which the row's number of GPUs is the smallest sufficient one.
 
-    A GPU that is larger than one with enough memory has enough, too.
+    `rows` begins with the smallest number, `names` with the smallest GPU. If a GPU suffices, each larger GPU does, too.
     """
     completed, remaining = [], list(names)
     for row in rows:
@@ -211,8 +217,11 @@ def with_gpus(rows: Iterable[Mapping[str, Any]], names: Sequence[str]) -> list[d
 
 
 def table(rows: Sequence[Mapping[str, Any]], gpu: GpuSpec, how: str = "plain") -> str:
-    """Format one line for each number of GPUs: reserved memory, and the GPUs for which it is the smallest number that
-    is enough. Numbers that are the smallest for none are shown only as estimated on `gpu`, the given one.
+    """Format a line for each number of GPUs: reserved memory, and the GPUs for which this number is the smallest
+    sufficient one.
+
+    A number that is the smallest for no GPU is shown only if it was estimated on `gpu`, the GPU that the command line
+    names.
     """
     extra = next((f", {row['extra_flops']:+.0%} FLOPs" for row in rows if row.get("extra_flops")), "")
     lines = [f"{HEADINGS[how]}{extra}:"]

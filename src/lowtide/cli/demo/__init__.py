@@ -6,6 +6,6 @@ models.py         GPT-2, BERT, Llama and ResNet from transformers, each with its
 workloads.py      `workload("gpt2")`: one of the models as a training step that can be reset to its initial bits
 training.py       the loop, and digests that reveal any bit that differs between two runs
 compare.py        `compare(work, plain, budgets)`: the loop within each budget, beside the plain one and checkpointing
-results.py        the findings, as records
+results.py        the results of all runs, as records
 results_table.py  a table of the records for people
 """

@@ -76,7 +76,7 @@ def demo(
 
 
 def _progress(*, quiet: bool) -> Progress:
-    """Return a bar on stderr, removed at the end; disabled without a terminal."""
+    """Build a progress bar on stderr, which is removed at the end, and disabled without a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 

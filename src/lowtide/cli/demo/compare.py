@@ -1,8 +1,8 @@
-"""`compare(work, ["70%"])`: the plain loop, the same loop within each budget, and checkpointing every block.
+"""`compare(work, plain, ["70%"])`: the plain loop, the same loop within each budget, and with every block checkpointed.
 
-Each run trains from the same first bit for the same number of steps, and all its results are compared with those of the
-plain loop. The two take turns, step by step, on two copies of the model: a machine's speed drifts, and so affects both
-equally. Times are taken without a recorder; a peak is recorded over one more step.
+Each run trains from the same initial bits for the same number of steps, and all its results are compared with those of
+the plain loop. A run and the plain loop take turns, step by step, on two copies of the model, so that drifts of the
+machine's speed affect both equally. Times are taken without a recorder; a peak is recorded over one more step.
 """
 
 import platform
@@ -50,10 +50,10 @@ def compare(
     """Train `work` within each of `budgets` (as `fit` takes them) and with every block checkpointed, in turns with
     `plain`.
 
-    Both are the same workload, built twice. One rehearsal serves all budgets. `steps` are those of each run. A budget
-    that is not reached becomes a run with a `refusal`, and then the smallest reachable budget is run too. Raises
-    BudgetError for a budget that is not an amount of memory, and RehearsalError if the step can't be rehearsed or
-    differs between two runs.
+    `work` and `plain` are the same workload, built twice. One rehearsal serves all budgets. Each run has `steps` steps.
+    A budget that is not reached becomes a run with a `refusal`, and then the smallest reachable budget is run, too.
+    Raises BudgetError for a budget that is not an amount of memory, and RehearsalError if the step can't be rehearsed
+    or differs between two runs.
     """
     work.exclude_from_entry()  # leave each copy out of the other's recordings
     plain.exclude_from_entry()
@@ -156,7 +156,10 @@ class _Duel:
         )
 
     def run(self, run: Run, doing: str) -> Run:
-        """Return `run` with the peak, times and bits of the loop under the plan or switch in force on `work`."""
+        """Train `work`, under the plan or switch in force on it, in turns with the plain loop.
+
+        Returns `run` with the measured peak, the times, and the comparison of bits.
+        """
         plain, loop = Loop(self._plain), Loop(self.work)
         with self.pace.stage(doing, self._steps_of_a_run):
             for pair in range(self.pace.steps):

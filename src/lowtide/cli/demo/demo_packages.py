@@ -27,7 +27,10 @@ def need(module: str) -> Any:
 
 
 def need_folder(package: str, folder: str) -> Path:
-    """Return a folder of data files inside an installed package, which is not imported."""
+    """Return a folder of data files inside an installed package, which is not imported.
+
+    Raises PackageMissing if the package or the folder is missing.
+    """
     spec = find_spec(package)
     for root in (spec.submodule_search_locations if spec else None) or ():
         if (path := Path(root) / folder).is_dir():

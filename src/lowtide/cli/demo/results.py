@@ -32,7 +32,7 @@ class Run(Record):
     losses: tuple[float, ...] = ()
     step_ms: tuple[float, ...] = ()
     plain_step_ms: tuple[float, ...] = ()
-    """Times of the plain loop, which took turns with this one."""
+    """Times of the plain loop, which took turns with this run."""
     time_ratio: float | None = None
     """Ratio of the fastest step's time to that of the fastest plain step."""
     same: Same | None = None
@@ -59,7 +59,7 @@ class Run(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison(Record):
-    """All findings of the demo. `runs` begins with the plain loop."""
+    """All results of the demo. `runs` begins with the plain loop."""
 
     versions: dict[str, str]
     model: str

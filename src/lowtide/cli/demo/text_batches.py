@@ -29,7 +29,8 @@ def python_reference() -> tuple[str, ...]:
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
     """Train a byte-level BPE (a `tokenizers.Tokenizer`) on `texts`: lossless, and the same at every call.
 
-    It has `vocab_size` tokens unless the text holds fewer pairs to merge. Takes about 0.2 s on the reference.
+    The tokenizer has `vocab_size` tokens unless the text holds fewer pairs to merge. Takes about 0.2 s on the
+    reference.
     """
     tokenizers = need("tokenizers")
     bytes_ = tokenizers.pre_tokenizers.ByteLevel
@@ -53,13 +54,16 @@ def token_ids(tokenizer: Any, texts: Iterable[str], between: tuple[int, ...] = (
 
 
 def windows(ids: Tensor, length: int, random: Generator) -> Tensor:
-    """Cut `ids` into rows of `length`, in random order; the rest is left out. [rows, length] int64."""
+    """Cut `ids` into rows of `length` tokens, in random order; tokens after the last full row are left out.
+
+    The result is [rows, length], int64.
+    """
     rows = ids[: len(ids) // length * length].view(-1, length)
     return rows[torch.randperm(len(rows), generator=random)]
 
 
 def grouped(batch_size: int, **columns: Tensor) -> tuple[Batch, ...]:
-    """Return batches of `batch_size` consecutive rows of each column; an incomplete last one is left out."""
+    """Return batches of `batch_size` consecutive rows of each column; an incomplete last batch is left out."""
     rows = min(map(len, columns.values()))
     if rows < batch_size:
         raise ValueError(f"a batch of {batch_size} rows was asked for, and the data has {rows}: take a smaller batch")
@@ -83,9 +87,10 @@ def masked_batches(
 ) -> tuple[Batch, ...]:
     """Make batches for BERT's objective: guess a share of the tokens.
 
-    Each row is framed as `first` row `last` ([CLS] and [SEP]). In each, the same number of tokens is chosen; 80 % of
-    those read `mask`, 10 % any token, 10 % the original (Devlin et al. 2019, appendix A.1). `input_ids` is
-    [batch, length + 2]; `positions` are the chosen places in the flattened batch and `labels` their tokens, [chosen].
+    Each row is framed as `first` row `last` ([CLS] and [SEP]). In each row, the same number of tokens is chosen; 80 %
+    of the chosen tokens are replaced by `mask`, 10 % by any token, and 10 % stay (Devlin et al. 2019, appendix A.1).
+    `input_ids` is [batch, length + 2]; `positions` are the chosen places in the flattened batch and `labels` their
+    tokens, [chosen].
     """
     count, length = rows.shape
     framed = torch.cat([rows.new_full((count, 1), first), rows, rows.new_full((count, 1), last)], dim=1)

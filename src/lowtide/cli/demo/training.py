@@ -52,12 +52,12 @@ class Training:
 
 
 class Loop:
-    """Training loop over a workload, run a step at a time from the initial state. Several can take turns in one
+    """Training loop over a workload, run a step at a time from the initial state. Several loops can take turns in one
     process.
 
-    It is the plain loop, with any plan or checkpointing switch on the model in force. Each loop continues with the
-    random numbers of its last step. Gradients are digested between backward and update, excluded from the time, on the
-    CPU without allocating tensors. Batches repeat after the last.
+    A plan or checkpointing switch on the model stays in force. Each loop continues with the random numbers of its own
+    last step. Gradients are digested between backward and update, on the CPU without allocating tensors; steps' times
+    exclude this. Batches repeat after the last.
     """
 
     def __init__(self, work: Workload) -> None:

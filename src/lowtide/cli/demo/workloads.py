@@ -76,7 +76,7 @@ class Workload:
 
     @property
     def checkpoint_refused(self) -> str | None:
-        """The reason why this model has no `checkpoint_every_block`, or None."""
+        """The reason why `checkpoint_every_block` can't be used on this model; None if it can."""
         model = self._of_transformers()
         if getattr(model, "supports_gradient_checkpointing", False):
             return None
@@ -88,7 +88,7 @@ class Workload:
 
     @contextmanager
     def checkpoint_every_block(self) -> Iterator[None]:
-        """Turn on transformers' own switch within this block: each block is a non-reentrant `torch.utils.checkpoint`.
+        """Checkpoint each block (non-reentrant `torch.utils.checkpoint`) in a `with` statement by transformers.
 
         Turning the switch off leaves attributes on the modules and a hook on the embedding; these are removed here,
         too. Raises ValueError if `checkpoint_refused`.
