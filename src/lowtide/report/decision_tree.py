@@ -1,4 +1,6 @@
-"""Decisions as a tree of modules: bytes kept, recomputed, replayed and offloaded, and the time that this takes."""
+"""Decisions as a tree of modules: bytes kept, recomputed, replayed and offloaded, and the time of recomputes and
+replays.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ class Branch:
     ms: float = 0.0
     """Time of recomputes and replays."""
     n_alike: int = 1
-    """Number of modules that this branch covers. `bytes` and `ms` are sums over them; `branches` are those of a
-    single one.
+    """Number of identical modules that this branch covers. `bytes` and `ms` are sums over all of them, `branches` are
+    the submodules of a single one.
     """
     branches: dict[str, Branch] = field(default_factory=dict)
 
@@ -72,7 +74,7 @@ class Branch:
 
 
 def decision_tree(profile: Profile, plan: Plan) -> Branch:
-    """Return the modules of a step with the decisions about their saved tensors; identical siblings are merged."""
+    """Build the tree of a step's modules and the decisions about their saved tensors; merge identical siblings."""
     own, sweep = swept(profile, plan.decisions)
     state = sweep.state.tolist()
     root = Branch(profile.fingerprint.model.partition(" ")[0])

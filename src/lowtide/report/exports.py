@@ -20,7 +20,7 @@ SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
 def tracks_of(run: RunRecord) -> list[tuple[str, StepMemory]]:
-    """Return the recorded steps of a run, by name. Raises LowtideError for a run without any."""
+    """Return the steps of a run, `before` and `after`, with their memory. Raises LowtideError for a run without any."""
     tracks = [(name, memory) for name, memory in (("before", run.before), ("after", run.after)) if memory is not None]
     if not tracks:
         raise LowtideError("this run has no memory timeline: it was watched, not rehearsed.")
@@ -102,7 +102,10 @@ def sarif(run: RunRecord) -> str:
 
 
 def github_annotations(run: RunRecord, findings: Sequence[Finding] | None = None) -> str:
-    """Return a workflow command of GitHub Actions for each finding, which annotates its line."""
+    """Return a workflow command of GitHub Actions for each finding, which annotates the finding's line.
+
+    `findings` are by default all of the run.
+    """
     lines = []
     for finding in _findings(run) if findings is None else findings:
         place = _place(finding)
@@ -126,13 +129,13 @@ def _message(finding: Finding) -> str:
 
 
 def _place(finding: Finding) -> tuple[str, int] | None:
-    """Return the file and line of the forward pass that allocated the memory."""
+    """Return the file and line of the forward pass that allocated a finding's memory; None if unknown."""
     path, _, line = (finding.made_at or "").rpartition(":")
     return (path, int(line)) if path and line.isdigit() else None
 
 
 def _uri(path: str) -> str:
-    """Return a path as SARIF requires it: a URI, relative if the path is."""
+    """Convert a path to the URI that SARIF requires; a relative path becomes a relative URI."""
     place = PurePath(path)
     return place.as_uri() if place.is_absolute() else quote(place.as_posix())
 

@@ -24,7 +24,7 @@ class Finding(Record):
     unit: str = ""
     """Words printed after the bytes, such as "of host memory a step"; empty for bytes that are simply held."""
     n_steps: int = 1
-    """Number of inspected steps in which it was seen."""
+    """Number of inspected steps in which the finding was seen."""
 
     def __str__(self) -> str:
         lines = [

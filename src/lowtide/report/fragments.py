@@ -35,7 +35,7 @@ def page(record: object) -> str:
 
 
 def _run_of(record: object) -> RunRecord | None:
-    """Return the record itself if it is a RunRecord, else one made from it; None if there is none."""
+    """Return `record` if it is a RunRecord, or a RunRecord made from it; None for records that are not of a run."""
     if isinstance(record, RunRecord):
         return record
     if isinstance(record, Profile):

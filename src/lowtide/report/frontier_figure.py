@@ -108,7 +108,7 @@ def _about(frontier: Frontier) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """Units of both axes, and the function from a point to its coordinates."""
+    """Units of both axes, and functions that map a point of the frontier to coordinates."""
 
     unit: str
     """Unit of the x axis: `MiB`."""
@@ -162,8 +162,9 @@ def _points(axes: Axes, scale: _Scale, frontier: Frontier, others: Sequence[Poin
 
 
 def _line(axes: Axes, scale: _Scale, frontier: Frontier) -> None:
-    """Draw the step line: a budget costs as much as the point with the largest peak within it. All above the line is
-    reachable.
+    """Draw the step line, and shade the area above it, which plans reach.
+
+    A budget costs as much as the point with the largest peak within the budget.
     """
     right, top = axes.get_xlim()[1], axes.get_ylim()[1]
     xs, ys = scale.xy(frontier.points)
@@ -236,7 +237,7 @@ def _pixels(axes: Axes, leader: Line2D) -> float:
 
 
 def _kinds(others: Sequence[Point]) -> dict[str, tuple[str, str]]:
-    """Return the colour and marker for each first word of the names."""
+    """Return a colour and a marker for each first word of the points' names."""
     kinds = dict.fromkeys(_kind(p) for p in others if p.name)
     return {kind: KINDS[n % len(KINDS)] for n, kind in enumerate(kinds)}
 

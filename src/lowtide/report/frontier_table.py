@@ -10,7 +10,7 @@ from lowtide.utils.tables import Styled, Table
 
 
 def table(points: Iterable[tuple[str | Styled, Point]], step_ms: float) -> Table:
-    """Return a table of one row per point, each with its name."""
+    """Build a table with a row for each named point: its peak, extra time and extra FLOPs."""
     rows = [
         (
             name,

@@ -33,12 +33,12 @@ def asset(name: str) -> str:
 
 
 def prose(text: str) -> str:
-    """Return text as HTML, with what stands between backticks as code."""
+    """Convert text to HTML; text between backticks becomes code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def run_page(run: RunRecord) -> str:
-    """Return the page of a run."""
+    """Render a run as a standalone HTML page."""
     made_for = run.fingerprint
     title = run.subject or ("A run" if made_for is None else made_for.model.partition(" ")[0])
     about = "" if made_for is None else f"batch {made_for.batch} · {made_for.device} · torch {made_for.torch}"
@@ -55,7 +55,7 @@ def run_page(run: RunRecord) -> str:
 
 
 def document(title: str, about: str, sections: Sequence[tuple[str, str, str]]) -> str:
-    """Return a page of sections: id, heading and HTML of each."""
+    """Build an HTML page from sections; each section is an id, a heading and HTML."""
     links = "".join(f'<a href="#{name}">{heading}</a>' for name, heading, _ in sections)
     body = "".join(
         f'<section id="{name}" aria-labelledby="{name}-title"><h2 id="{name}-title">{heading}</h2>{html}</section>'
@@ -78,7 +78,7 @@ def document(title: str, about: str, sections: Sequence[tuple[str, str, str]]) -
 
 
 def fits(run: RunRecord) -> str:
-    """Return the verdict, its numbers, bars of before and after, and the proof."""
+    """Render the section "Does it fit?" as HTML: the verdict, its numbers, bars of before and after, and the proof."""
     answer, sentence = verdict(run)
     parts = [f'<p class="lt-verdict is-{answer}">{escape(sentence)}</p>', _tiles(run), _bars(run)]
     if run.proof is not None:
@@ -227,7 +227,9 @@ def memory(
     budget_bytes: int | None = None,
     words: tuple[str, ...] = BEFORE_AND_AFTER,
 ) -> str:
-    """Return the memory plot of one step or two, which `words` name, with a description of each moment."""
+    """Render the memory of one or two steps, which `words` name, as HTML: a plot, and a description of the shown
+    moment.
+    """
     tracks = [(name, memory) for name, memory in (("before", before), ("after", after)) if memory is not None]
     if not tracks:
         return ""
@@ -272,13 +274,16 @@ def memory(
 
 
 def _heading(words: str) -> str:
-    """Return a heading: a name such as `before` capitalized, without what follows a colon; a file's name as it is."""
+    """Make a heading from a step's name: `before: without Lowtide` becomes `Before`.
+
+    A name without a colon, such as a file's, stays as it is.
+    """
     name, colon, _ = words.partition(":")
     return name.capitalize() if colon else words
 
 
 def reading(shown: StepMemory, moment: int) -> str:
-    """Return a moment in words: `At the peak, in backward, at transformer.h.3.mlp: 554 MiB`."""
+    """Describe a moment of a step: `At the peak, in backward, at transformer.h.3.mlp: 554 MiB`."""
     place = shown.at[moment] / max(shown.n_events - 1, 1)
     at = "At the peak" if moment == shown.peak_moment else f"At {format_ratio(place)} of the step"
     where = [f"in {p}" for p in [shown.phase_at(moment)] if p] + [f"at {m}" for m in [shown.module_at(moment)] if m]
@@ -286,7 +291,7 @@ def reading(shown: StepMemory, moment: int) -> str:
 
 
 def tensors(shown: StepMemory, moment: int) -> str:
-    """Return list items of the largest tensors alive at a moment."""
+    """Return HTML list items of the largest tensors alive at a moment."""
     largest = shown.tensors_at(moment)
     items = [
         f'<li><i class="lt-swatch lt-{tensor.category.replace(" ", "-")}"></i><code>{escape(tensor.name)}</code>'
@@ -297,7 +302,7 @@ def tensors(shown: StepMemory, moment: int) -> str:
 
 
 def _data(tracks: Sequence[tuple[str, StepMemory]]) -> str:
-    """Return the page script's data, as JSON that is safe inside HTML."""
+    """Return the data for the page's script, as JSON that is safe inside HTML."""
     base = tracks[0][1]
     by_track = {}
     for name, memory in tracks:
@@ -324,7 +329,7 @@ def _data(tracks: Sequence[tuple[str, StepMemory]]) -> str:
 
 
 def decided(run: RunRecord) -> str:
-    """Return the decisions, module by module."""
+    """Render the decisions of a run's plan as HTML, module by module."""
     if run.plan is None:
         if run.before is None:
             return ""
@@ -393,7 +398,9 @@ def _branch(branch: Branch, whole: int, depth: int, step_ms: float) -> Iterator[
 
 
 def alternatives(frontier: Frontier | None, plan: Plan | None, budget_bytes: int | None = None) -> str:
-    """Return the frontier with the plan and its budget marked on it, and the plans next to it."""
+    """Render the frontier as HTML: a plot with `plan` and its budget marked, and the next cheaper and the next smaller
+    plan.
+    """
     if frontier is None or not frontier.points:
         return ""
     named = ((Styled(n, "lt-mark") if n == "this plan" else n, point) for n, point in _named(frontier, plan))
@@ -423,7 +430,7 @@ def _named(frontier: Frontier, plan: Plan | None) -> list[tuple[str, Point]]:
 
 
 def _beside(frontier: Frontier, plan: Plan | None) -> str:
-    """Return a sentence on the next cheaper and the next smaller plan."""
+    """Describe the next cheaper and the next smaller plan, or, without `plan`, the smallest peak of any plan."""
     if plan is None:
         least = frontier.points[0]
         return (
@@ -457,7 +464,7 @@ def _costs(point: Point, frontier: Frontier) -> str:
 
 
 def outlives(run: RunRecord) -> str:
-    """Return the findings, or the command that looks for them."""
+    """Render the findings of a run as HTML, or the command that looks for findings."""
     if run.findings is None:
         return (
             "<p>Not looked at in this run: <code>lowtide watch SCRIPT</code> reports memory that outlives its step.</p>"
@@ -484,7 +491,9 @@ def _finding(finding: Finding) -> str:
 
 
 def obtained(run: RunRecord) -> str:
-    """Return versions, device, and what is measured, predicted, assumed and unknown."""
+    """Render as HTML the command that repeats a run, versions, device, and measured, predicted, assumed and unknown
+    facts.
+    """
     facts = [("versions", ", ".join(f"{name} {number}" for name, number in run.versions.items()))]
     if run.fingerprint is not None:
         made_for = run.fingerprint

@@ -25,7 +25,7 @@ _TICKS = 6
 NARROW = 6
 """Width of a phase, in percent of the plot, below which it has no room for its name."""
 NARROW_ON_PHONES = 20
-"""The same on a phone."""
+"""Width of a phase, in percent of the plot, below which it has no room for its name on a phone."""
 
 
 def escape(text: object) -> str:
@@ -63,7 +63,7 @@ class Axes:
 
 
 def axes_of(memories: Sequence[StepMemory], budget_bytes: int | None = None) -> Axes:
-    """Return axes that fit the memory of all steps, and the budget unless it is far above."""
+    """Choose axes that fit the memory of all steps, and the budget unless it is far above."""
     high = max(1, *(memory.peak_bytes for memory in memories))
     if budget_bytes is not None and budget_bytes < 1.5 * high:
         high = max(high, budget_bytes)
@@ -85,7 +85,7 @@ def _edges(memory: StepMemory, first: int, stop: int) -> tuple[int, int]:
 
 
 def memory_plot(tracks: Sequence[tuple[str, StepMemory]], *, budget_bytes: int | None = None) -> str:
-    """Return the plot area of one or two steps, stacked by category; the last one is shown first.
+    """Draw the memory of one or two steps, stacked by category, as HTML with SVG; at first the last step is shown.
 
     Args:
         tracks: Name -> memory, such as `before` and `after`.
@@ -148,7 +148,7 @@ def _ticks(axes: Axes) -> list[int]:
 def _memory_marks(
     tracks: Sequence[tuple[str, StepMemory]], axes: Axes, base: StepMemory, budget_bytes: int | None
 ) -> Iterator[str]:
-    """Yield texts and points over the plot: levels, phases, peaks, budget, cursor."""
+    """Yield HTML for texts and points over the plot: levels, phases, peaks, budget, cursor."""
     for level in _ticks(axes):
         yield f'<span class="lt-tick" style="top:{axes.top(level)}">{format_bytes(level)}</span>'
     for span in base.phases:
@@ -175,7 +175,7 @@ def _memory_marks(
 
 
 def legend(memory: StepMemory, moment: int, names: Collection[str]) -> str:
-    """Return the table of categories at a moment: name, bytes, share."""
+    """Render a table of a step's memory at a moment as HTML: for each category its name, bytes and share."""
     total = memory.totals[moment]
     parts = total - memory.floor_bytes
     rows = []
@@ -207,7 +207,7 @@ def _percent(part: int, whole: int) -> str:
 
 
 def frontier_plot(frontier: Frontier, plan: Plan | None = None, budget_bytes: int | None = None) -> str:
-    """Return the plot area of the frontier: extra time against peak, with the budget, and with the plan and its bound.
+    """Draw the frontier as HTML with SVG: extra time against peak, with the budget, and with the plan and its bound.
 
     Args:
         frontier: Plans to draw.

@@ -1,4 +1,4 @@
-"""Render plans for people: one in words, or a comparison of two."""
+"""Render plans for people: one plan in words, or a comparison of two plans."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def extra(extra_ms: float, step_ms: float) -> str:
 
 
 def _bound(plan: Plan) -> str:
-    """Return the least extra time of any plan for this budget, if known."""
+    """Return the least extra time of any plan for this plan's budget, in words; empty if unknown."""
     if not plan.bound_ms:
         return ""
     return f"; no plan takes less than {extra(plan.bound_ms, plan.step_ms)}"
 
 
 def blocks(decided: Decided) -> Iterator[str]:
-    """Yield one line per group of like-decided blocks: `transformer.h.{0-7}: recompute ln_1 (2), mlp.act`."""
+    """Yield one line per group of blocks with equal decisions: `transformer.h.{0-7}: recompute ln_1 (2), mlp.act`."""
     for block, made in decided.folded().items():
         kinds = ("recompute", *KINDS)
         parts = [f"{kind} {', '.join(_counted(made[kind], _IN_ITSELF[kind]))}" for kind in kinds if kind in made]
@@ -70,7 +70,9 @@ _IN_ITSELF = {
 
 
 def _counted(addresses: Iterable[str], in_itself: str) -> Iterator[str]:
-    """Yield the module path of each address, with the number of tensors if above 1. `@` marks a call argument."""
+    """Yield the module path of each address, with the number of tensors if above 1; addresses with `@` are call
+    arguments.
+    """
     modules = Counter(address.partition("#")[0] or in_itself for address in addresses if "@" not in address)
     yield from (module if n == 1 else f"{module} ({n})" for module, n in modules.items())
     if n := sum("@" in address for address in addresses):
@@ -131,7 +133,9 @@ def _decided(plan: Plan) -> dict[str, None]:
 
 
 def show_diff(first: Plan, second: Plan) -> str:
-    """Return the differences as text: numbers first, then `-` and `+` lines of each plan's own decisions, folded."""
+    """Return the differences of two plans as text: numbers first, then `-` and `+` lines of decisions that only one
+    plan has.
+    """
     differences = compare(first, second)
     if differences.same:
         return "the plans are the same"

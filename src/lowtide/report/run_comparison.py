@@ -38,13 +38,13 @@ class RunComparison:
 
     @property
     def peak_change(self) -> float | None:
-        """Change of the peak, as a share of the first run's; None if a run has none."""
+        """Change of the peak, as a share of the first run's peak; None if a run has no peak."""
         one, other = self.first.peak_bytes, self.second.peak_bytes
         return other / one - 1 if one and other is not None else None
 
     @property
     def new_findings(self) -> tuple[Finding, ...]:
-        """Findings that the first run does not have."""
+        """Findings of the second run that the first run does not have."""
         known = {(finding.code, finding.holder) for finding in self.first.findings or ()}
         return tuple(finding for finding in self.second.findings or () if (finding.code, finding.holder) not in known)
 
@@ -57,7 +57,7 @@ class RunComparison:
         return tuple(finding for finding in self.first.findings or () if (finding.code, finding.holder) not in known)
 
     def rows(self) -> Iterator[tuple[str, str, str, str]]:
-        """Yield a row for each difference: name, both values, and the change."""
+        """Yield a row for each difference between the runs: name, both values, and the change."""
         first, second = self.first, self.second
         sizes = [
             ("peak", first.peak_bytes, second.peak_bytes),

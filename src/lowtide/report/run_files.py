@@ -18,14 +18,15 @@ from lowtide.report.step_memory import StepMemory
 
 
 def read_run(path: Path, others: Mapping[str, Callable[[Path, str], RunRecord]] | None = None) -> RunRecord:
-    """Return the run in a file: a RunRecord, or what another `--json` wrote.
+    """Read a run from a file: a RunRecord, or another record that a command's `--json` wrote.
 
     Args:
         path: The file.
-        others: Further kinds of records, each with a function of the file and of the command to be named in its run.
+        others: Functions that read further kinds of records, by kind. Each takes the file, and the command to state in
+            the run.
 
     Raises:
-        LowtideError: For anything else, in one line.
+        LowtideError: For any other file, in one line.
     """
     try:
         text = unpacked(path)
@@ -55,7 +56,7 @@ def read_run(path: Path, others: Mapping[str, Callable[[Path, str], RunRecord]] 
 
 
 def _other_run(text: bytes, command: str) -> RunRecord:
-    """Return the run in the JSON of `lowtide watch` or `lowtide estimate`. Raises ValueError for another text."""
+    """Read the run in the JSON of `lowtide watch` or `lowtide estimate`. Raises ValueError for other text."""
     written = msgspec.json.decode(text, type=_Watched | list[msgspec.Raw])
     if isinstance(written, _Watched):
         check_numbers(written.findings)
@@ -94,7 +95,7 @@ class _Estimated(msgspec.Struct):
     budget_bytes: int | None = None
 
     def memory(self) -> StepMemory:
-        """Return the peak as a step of one moment."""
+        """Return the memory at the peak as a step with a single moment."""
         parts = self.at_peak_bytes
         memory = StepMemory(
             how="estimated",

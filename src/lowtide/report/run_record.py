@@ -1,7 +1,7 @@
 """The record of one run, which holds the contents of its report. Needs no torch, so pages can be made anywhere.
 
-A `RunRecord` is written by `--report FILE.json` of `lowtide run`, `rehearse`, `estimate`, `watch` and `demo`, and by
-`to_record()` of what `lowtide.fit` returns. `lowtide report` makes the page of it.
+A `RunRecord` is written by `--report FILE.json` of `lowtide run`, `rehearse`, `estimate`, `watch` and `demo`, and
+returned by `to_record()` of a Fitted object. `lowtide report` makes a page of it.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def record_of(
     trained: tuple[Trained, ...] = (),
     notes: Iterable[str] = (),
 ) -> RunRecord:
-    """Return the record of a rehearsed step, and of the plan for it if there is one.
+    """Build the record of a rehearsed step, and of the plan for it if there is one.
 
     Args:
         command: The command that repeats the run.
@@ -210,7 +210,7 @@ def record_of(
         plan: The plan in force, which was made from `profile` if that is given.
         proof: Measurements under the plan.
         trained: Ways to train that were compared.
-        notes: Remarks in addition to those of profile and plan.
+        notes: Remarks in addition to the notes of profile and plan.
     """
     made_for = plan.fingerprint if plan is not None else None if profile is None else profile.fingerprint
     measured, predicted = [], []
@@ -276,7 +276,7 @@ def with_step_time(run: RunRecord, planned_ms: float | None) -> RunRecord:
 
 
 def versions(made_for: Fingerprint | None = None) -> dict[str, str]:
-    """Return the versions that a report names."""
+    """Return the versions of Lowtide, Python and torch, and the platform, for a report."""
     from lowtide import __version__
 
     packages = {"lowtide": __version__, "python": platform.python_version()}

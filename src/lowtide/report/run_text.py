@@ -1,4 +1,6 @@
-"""Describe a run in sentences: the verdict, the peak and its parts, the cost. Pages and terminals use the same ones."""
+"""Describe a run in sentences: the verdict, the peak and its parts, the cost. Pages and terminals use the same
+sentences.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ Answer = Literal["yes", "no", "open", "plain"]
 _PARTS = 3
 """Number of parts of a peak that a sentence names."""
 _NOUNS = {"recomputed": "recomputed tensors", "left from before": "tensors left from before"}
-"""Categories that are no nouns, as a sentence names them."""
+"""Nouns for categories whose names are no nouns, for use in a sentence."""
 
 
 def show(run: RunRecord) -> str:
@@ -111,7 +113,7 @@ def _on_gpu(run: RunRecord) -> tuple[Answer, str]:
 
 
 def peak_sentence(memory: StepMemory) -> str:
-    """Return the peak in one sentence: its size, its moment, and what it is made of."""
+    """Describe the peak in one sentence: its size, its moment, and its parts."""
     moment = memory.peak_moment
     phase, module = memory.phase_at(moment), memory.module_at(moment)
     during = f" in {phase}" if phase else ""
@@ -124,7 +126,9 @@ def peak_sentence(memory: StepMemory) -> str:
 
 
 def parts_in_words(parts: Mapping[str, int]) -> str:
-    """Return the largest parts of a total: `412 MiB of activations, 157 MiB of parameters and 80 MiB of others`."""
+    """Describe the largest parts of a total: `412 MiB of activations, 157 MiB of parameters and 80 MiB of everything
+    else`.
+    """
     largest = sorted(((n, name) for name, n in parts.items() if n > 0), reverse=True)
     named = [f"{format_bytes(n)} of {_NOUNS.get(name, name)}" for n, name in largest[:_PARTS]]
     if rest := sum(n for n, _ in largest[_PARTS:]):
@@ -133,5 +137,5 @@ def parts_in_words(parts: Mapping[str, int]) -> str:
 
 
 def share(part: int, whole: int) -> str:
-    """Return a share of a total, in percent."""
+    """Format a share of a total, in percent."""
     return format_ratio(part / whole) if whole else ""

@@ -23,7 +23,7 @@ from lowtide.report.text_table import operator_name
 MOST_MOMENTS = 400
 """Largest number of moments shown of a step, more than a screen can resolve; longer steps are reduced to that many."""
 NAMED = 8
-"""Number of tensors, the largest, that are named at each moment."""
+"""Number of the largest tensors that are named at each moment."""
 
 CATEGORIES = (
     "parameters",
@@ -69,7 +69,9 @@ class Span(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory(Record):
-    """Memory of one step. A long step is cut into equal parts, of which the moment with the most memory is kept."""
+    """Memory of one step. A long step is cut into equal parts, and only the moment with the most memory of each is
+    kept.
+    """
 
     how: Literal["measured", "predicted", "estimated"]
     n_events: int
@@ -120,7 +122,7 @@ class StepMemory(Record):
         return self.modules[self.where[moment]] if self.where else ""
 
     def check(self) -> None:
-        """Raise ValueError if the parts contradict each other."""
+        """Raise ValueError if the fields contradict each other."""
         n = len(self.at)
         if not n or not self.bytes:
             raise ValueError("a step's memory has no moments")
@@ -160,8 +162,10 @@ def predicted_memory(profile: Profile, decisions: Decisions | None = None) -> St
 
 
 def swept(profile: Profile, decisions: Decisions) -> tuple[Profile, Sweep]:
-    """Return the profile with the gradients in place that `decisions` write in place, and its sweep under
-    `decisions`.
+    """Compute the memory at each position of the step under `decisions`; return it as a Sweep, after the profile it is
+    of.
+
+    That profile is `profile` with the gradients in place that `decisions` name.
     """
     n = prefix_length_of(profile, decisions.in_place) if decisions.in_place else 0
     simulator = simulator_of(profile, offload=bool(decisions.offload), in_place=n)
@@ -171,9 +175,10 @@ def swept(profile: Profile, decisions: Decisions) -> tuple[Profile, Sweep]:
 def recorded_memory(
     timeline: Timeline, how: Literal["measured", "estimated"], static: Static | None = None
 ) -> StepMemory:
-    """Return the memory in a timeline. Without `static`, levels are relative to entry.
+    """Convert a recorded timeline to the memory of a step.
 
-    Takes about 2 seconds and 500 MB for a million events.
+    `static` is the memory from before the step; without it, levels are relative to the step's beginning. Takes about 2
+    seconds and 500 MB for a million events.
     """
     events = timeline.stream.events or (Mark("", None),)
     read = _read(timeline, events)
@@ -223,7 +228,7 @@ class _EventColumns(NamedTuple):
     """The events of a timeline in columns, one entry for each event."""
 
     category: npt.NDArray[np.int8]
-    """Index in CATEGORIES of the block that is allocated or freed; -1 for other events and blocks from before."""
+    """Index in CATEGORIES of the block that is allocated or freed; -1 for other events, and for blocks from before."""
     change: Ints
     """Bytes allocated; negative for bytes freed."""
     freed_at: Ints
@@ -233,7 +238,7 @@ class _EventColumns(NamedTuple):
 
 
 def _read(timeline: Timeline, events: Sequence[object]) -> _EventColumns:
-    """Read `events`, those of `timeline`, into columns."""
+    """Read the events of `timeline` into columns."""
     kinds = {name: number for number, name in enumerate(CATEGORIES)}
     category_of = [kinds[label.category] for label in timeline.labels.values()]
     labelled = dict(zip(timeline.labels, category_of, strict=True))
@@ -259,7 +264,7 @@ def _read(timeline: Timeline, events: Sequence[object]) -> _EventColumns:
 
 
 def _predicted_columns(profile: Profile, sweep: Sweep) -> dict[str, Ints]:
-    """Return bytes by category at each position; their sum at the peak is the predicted peak."""
+    """Predict the bytes of each category at each position; their sum at the peak is the predicted peak."""
     static, n = profile.static, len(profile.base_bytes)
     gradients = np.array(profile.gradient_bytes, np.int64)
     temporaries = np.array(profile.base_bytes, np.int64) - gradients
@@ -300,7 +305,9 @@ def _entry(static: Static) -> dict[str, int]:
 
 
 def _add_entry(columns: dict[str, Ints], freed: Ints, static: Static | None) -> int:
-    """Add memory from before the step to `columns`, except what is freed; return the level where the stack begins."""
+    """Add memory from before the step to `columns`, less the bytes `freed` by then; return the level where the stack
+    begins.
+    """
     if static is None:
         most = int(freed.max())
         if most > 0:
@@ -320,7 +327,7 @@ def _add_entry(columns: dict[str, Ints], freed: Ints, static: Static | None) -> 
 
 
 def _moments(total: Ints, starts: Sequence[int]) -> Ints:
-    """Return the positions to keep: the highest of each of equal parts, and the beginnings of phases."""
+    """Choose the positions to keep: the highest of each of MOST_MOMENTS equal parts, and the beginnings of phases."""
     n = len(total)
     if n <= MOST_MOMENTS:
         return np.arange(n)
@@ -341,8 +348,9 @@ def _spans(starts: Sequence[tuple[int, str]], moments: Ints, n: int) -> tuple[Sp
 
 
 def _chosen(order: Ints, starts: Ints, stops: Ints, moments: Ints) -> list[tuple[int, int, int]]:
-    """Return tensors that are among the NAMED largest at some moment, with their lifetimes. `order` begins with the
-    largest.
+    """Choose tensors that are among the NAMED largest at some moment; return the index, first and last moment of each.
+
+    `order` holds indices of tensors, the largest first; `starts` and `stops` are their lifetimes in that order.
     """
     first, stop = np.searchsorted(moments, starts), np.searchsorted(moments, stops)
     count = np.zeros(len(moments), np.int64)
@@ -432,7 +440,7 @@ def _module_of(timeline: Timeline, events: Sequence[object], index: int) -> str:
 
 
 def moments_by_phase(memory: StepMemory, others: Mapping[str, tuple[int, int]]) -> tuple[float, ...]:
-    """Map each moment to a position on the axis of another step, phase by phase.
+    """Map each moment of a step to a position on the axis of another step, phase by phase.
 
     Args:
         memory: The step to map.

@@ -26,13 +26,13 @@ def lever_lines(plan: Plan | Profile) -> list[str]:
 
 
 def added_time(extra_ms: float, step_ms: float) -> str:
-    """Return `+12.5 ms a step (+4.1 %)`; without the share if the plain step was not timed."""
+    """Format extra time: `+12.5 ms a step (+4.1 %)`; without the share if the plain step was not timed."""
     share = f" ({format_ratio(extra_ms / step_ms, signed=True)})" if step_ms else ""
     return f"+{format_time(extra_ms)} a step{share}"
 
 
 def extra_time(plan: Plan) -> str:
-    """Return the plan's extra time and its bound: `, +4.1 % time predicted, bound +3.8 %`; empty if unknown."""
+    """Format the plan's extra time and its bound: `, +4.1 % time predicted, bound +3.8 %`; empty if unknown."""
     if not plan.step_ms:
         return ""
     extra, bound = (format_ratio(ms / plan.step_ms, signed=True) for ms in (plan.predicted.extra_ms, plan.bound_ms))
@@ -63,7 +63,7 @@ _OPS = {
     "ToCopy": "cast",
     "UnsafeView": "matrix product",  # torch.matmul's result: a view of the output of bmm or mm
 }
-"""Names that people use for an autograd node's output; other nodes keep their name, in words."""
+"""Usual names for an autograd node's output; other nodes keep their name, in words."""
 
 _WORD_STARTS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=\d)(?=[A-Z][a-z])|(?<=\dD)(?=[A-Z])")  # pool2D is one word
 
@@ -103,7 +103,7 @@ def decisions(plan: Plan) -> str:
 
 
 def merged(paths: Iterable[str]) -> list[str]:
-    """Return module paths with those that differ in one number joined: `h.0.mlp`, `h.1.mlp` -> `h.{0-1}.mlp`."""
+    """Join module paths that differ only in their first number: `h.0.mlp`, `h.1.mlp` -> `h.{0-1}.mlp`."""
     families: dict[str, set[int]] = defaultdict(set)
     plain: list[str] = []
     for path in dict.fromkeys(paths):
