@@ -1,4 +1,6 @@
-"""Names that plans write for an address: the node whose recipe recomputes the saved tensor, or a name defined below."""
+"""Names that a plan writes beside the address of a saved tensor: the autograd node whose recipe recomputes the tensor,
+or one of the constants below.
+"""
 
 from __future__ import annotations
 
@@ -11,33 +13,33 @@ MASK: Final = "Mask"
 INDICES: Final = "Indices"
 """Written for indices, such as those of max pooling, that are kept in as few bytes as they need."""
 SIGNS: Final = "Signs"
-"""Written for a tensor whose signs are all that backward reads: one bit per element is kept."""
+"""Written for a tensor of which backward reads only the signs: one bit per element is kept."""
 SHAPE: Final = "Shape"
-"""Written for a tensor whose shape is all that backward reads."""
+"""Written for a tensor of which backward reads only the shape."""
 
 NOTED: Final = "+noted"
 """Suffix of an autograd node whose recipe takes operands that must be captured (`runtime/operand_capture.py`). The
-tensors held for that follow, by their ordinals in the call: `SoftmaxBackward0+noted 0,2`.
+captured tensors follow, each as its ordinal in the module call: `SoftmaxBackward0+noted 0,2`.
 """
 OFFLOAD: Final = "Offload"
 """Written for a tensor that is offloaded to host memory."""
 
 
 def with_captured_operands(node: str, ordinals: Iterable[int]) -> str:
-    """Return a node's name as plans write it if its recipe takes captured operands."""
+    """Return a node's name with the suffix for captured operands and their ordinals: `SoftmaxBackward0+noted 0,2`."""
     return f"{node}{NOTED} {','.join(map(str, sorted(ordinals)))}".rstrip()
 
 
 def node_name(node: str) -> str:
-    """Return the node's own name, without the suffix that plans write."""
+    """Return the name of an autograd node without the suffix for captured operands."""
     return node.partition(NOTED)[0]
 
 
 def names_at(slots: Iterable[tuple[str, int]], nodes: Mapping[int, str]) -> dict[str, str]:
-    """Return the name that plans write for each address, given slots as (address, value) in the order of a step.
+    """Return the name that a plan writes for each address, given slots as (address, value) in the order of a step.
 
-    `nodes` are the names by value, captured operands included. Only the call that saves a value first captures operands
-    for it; later calls that save the same value do not.
+    `nodes` maps values to names, with the suffix for captured operands. Only the first call that saves a value captures
+    operands for it, so its addresses in later calls get the name without the suffix.
     """
     names, first = dict[str, str](), dict[int, str]()
     for address, value in slots:
@@ -60,7 +62,11 @@ _WRITTEN = re.compile(rf"[^+\0]{{1,500}}(?:{re.escape(NOTED)}(?: [0-9]{{1,9}}(?:
 
 
 def check_names(kind: str, names: Iterable[str], written: Iterable[str] = ()) -> None:
-    """Raise ValueError for a name that is invalid for decisions of `kind`, or an invalid node in `written`."""
+    """Check text from a plan's file. Raises ValueError for an invalid address or call id, or an invalid node name.
+
+    `names` are the addresses or call ids in decisions of `kind`: "recompute", "offload", "replay" or "advance".
+    `written` are names of autograd nodes.
+    """
     for name in names:
         if not _NAMED[kind].fullmatch(name):
             raise ValueError(f"{name[:100]!r} is no name of what a plan can {kind}")
@@ -70,6 +76,6 @@ def check_names(kind: str, names: Iterable[str], written: Iterable[str] = ()) ->
 
 
 def split_address(address: str) -> tuple[str, str, str]:
-    """Return an address's call, its mark and the number behind the mark."""
+    """Split an address into call, mark (`:`, or `@` for a replay's input) and ordinal: `a#0:1` -> `a#0`, `:`, `1`."""
     call, mark, place = re.split(r"([:@])(?=\d+$)", address)
     return call, mark, place

@@ -20,7 +20,7 @@ N_BUDGETS = 24
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Point(Record):
-    """One way to run the step: its memory, and its extra cost over the plain step."""
+    """One way to run the training step: its peak memory, and its extra cost over the plain step."""
 
     peak_bytes: int
     extra_ms: float | None
@@ -34,7 +34,7 @@ class Point(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frontier(Record):
-    """Extra time against peak. `points` go from the smallest peak to the plain step; each costs less than the last."""
+    """Extra time against peak memory. `points` go from the smallest peak to the plain step; their costs fall."""
 
     fingerprint: Fingerprint
     plain_bytes: int
@@ -55,10 +55,10 @@ class Frontier(Record):
 
 
 def frontier(profile: Profile, *, n_budgets: int = N_BUDGETS) -> Frontier:
-    """Plan for `n_budgets` budgets, evenly from the smallest reachable peak to the plain one, and list their costs.
+    """Plan for `n_budgets` budgets, evenly spaced from the smallest reachable peak to the plain one; list their costs.
 
-    Peaks and extras are predicted. A budget whose plan is no cheaper than that of a smaller one adds no point, so there
-    may be fewer points than budgets.
+    Peaks and costs are predicted. A budget adds no point if its plan is no cheaper than a smaller budget's plan, so
+    there may be fewer points than budgets.
 
     Args:
         profile: The profile of the step, from `rehearse`.
@@ -99,7 +99,9 @@ def frontier(profile: Profile, *, n_budgets: int = N_BUDGETS) -> Frontier:
 
 
 def read_points(path: Path) -> tuple[Point, ...]:
-    """Return the points in a file: a JSON list from a benchmark. Raises LowtideError for anything else."""
+    """Read points from a file that holds a JSON list of points, such as a benchmark's. Raises LowtideError for any
+    other file.
+    """
     try:
         points = msgspec.json.decode(unpacked(path), type=tuple[Point, ...])
         check_numbers(points)

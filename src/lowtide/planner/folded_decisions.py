@@ -7,8 +7,8 @@
      "replay": ["attn#0"]
     }
 
-A key is the path of a block, or of several blocks that differ in one number; the addresses in its entry are relative to
-each of them. A block may be in several keys.
+A key is the path of a block, or of several blocks whose paths differ in one number; the addresses in its entry are
+relative to each block. Several keys may cover one block.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ addresses."""
 KINDS = ("replay", "advance", "offload")
 
 MOST = 2**18
-"""Limit on the decisions that folded blocks stand for, beyond those written out."""
+"""Largest number of decisions that folded blocks may stand for, beyond the entries written in them."""
 _NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")
 """Pattern of a path component that is a number."""
 _RANGES = re.compile(r"\{([0-9,-]+)\}")
@@ -32,7 +32,7 @@ _RANGES = re.compile(r"\{([0-9,-]+)\}")
 def fold(
     recompute: Mapping[str, str], replay: Iterable[str], advance: Iterable[str] = (), offload: Iterable[str] = ()
 ) -> dict[str, Block]:
-    """Fold decisions by block: each is written once for all blocks that differ in one number and share it."""
+    """Group decisions by block path: the entry `h.{0-7}` has the decisions that the blocks `h.0` to `h.7` share."""
     numbers: dict[tuple[str, str, str, str], list[int]] = defaultdict(list)
     lists = zip(KINDS, (dict.fromkeys(listed, "") for listed in (replay, advance, offload)), strict=True)
     for kind, decisions in (("recompute", recompute), *lists):
@@ -55,7 +55,7 @@ def fold(
 
 
 def unfold(blocks: Mapping[str, Block]) -> tuple[dict[str, str], *tuple[tuple[str, ...], ...]]:
-    """Return `recompute` and then one tuple for each of KINDS: every decision under its full address, in order.
+    """Return folded decisions with full addresses, sorted: first `recompute`, then a tuple for each of KINDS.
 
     Raises ValueError for an invalid decision.
     """

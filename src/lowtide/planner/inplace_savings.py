@@ -1,6 +1,6 @@
-"""Build profiles of the step with gradients written in place: the same work with lower `base_bytes`.
+"""Derive profiles of the step with gradients written in place: the same work with lower `base_bytes`.
 
-Plans use a prefix of `Profile.in_place`: its first `n` entries, or none.
+A plan uses the first `n` entries of `Profile.in_place`, or none.
 """
 
 from __future__ import annotations
@@ -17,20 +17,26 @@ def without_in_place(profile: Profile) -> Profile:
 
 
 def prefix_lengths(profile: Profile) -> Iterator[int]:
-    """Yield the numbers of leading entries of `profile.in_place` that a plan may use: all that cost no time, then one
-    more each.
+    """Yield each number of leading entries of `profile.in_place` that a plan may use.
+
+    The first number covers only the entries without extra time; each further number covers one entry more.
     """
     free = next((n for n, group in enumerate(profile.in_place) if group.extra_ms), len(profile.in_place))
     yield from range(free, len(profile.in_place) + 1)
 
 
 def nodes_in_prefix(profile: Profile, n: int) -> dict[str, int]:
-    """Map the kinds of nodes in the first `n` entries to the least bytes of a gradient that is written in place."""
+    """Map each kind of node in the first `n` entries of `profile.in_place` to the least bytes of a gradient that is
+    written in place.
+    """
     return {node: least for group in profile.in_place[:n] for node, least in group.nodes.items()}
 
 
 def prefix_length_of(profile: Profile, nodes: frozenset[str]) -> int:
-    """Return the prefix length that holds just `nodes`. Raises ValueError if the profile has no such prefix."""
+    """Return the `n` for which the first `n` entries of `profile.in_place` have exactly these kinds of nodes.
+
+    Raises ValueError if there is no such `n`.
+    """
     for n in range(len(profile.in_place) + 1):
         if nodes_in_prefix(profile, n).keys() == nodes:
             return n
@@ -38,12 +44,15 @@ def prefix_length_of(profile: Profile, nodes: frozenset[str]) -> int:
 
 
 def extra_ms(profile: Profile, n: int) -> float:
-    """Return the extra time per step of the first `n` entries."""
+    """Return the extra time per step of writing the first `n` entries of `profile.in_place` in place."""
     return sum(group.extra_ms for group in profile.in_place[:n])
 
 
 def with_in_place(profile: Profile, n: int) -> Profile:
-    """Return the step with the first `n` entries in its plain step; their extra time is not included anywhere."""
+    """Return a profile whose plain step writes the first `n` entries of `profile.in_place` in place.
+
+    Their extra time is left out.
+    """
     base = profile.base_bytes
     for group in profile.in_place[:n]:
         base = tuple(level - saved for level, saved in zip(base, group.saved_bytes, strict=True))

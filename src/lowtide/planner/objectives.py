@@ -15,9 +15,9 @@ FLOP_WEIGHT = 10
 
 
 def with_flops_costs(profile: Profile) -> Profile:
-    """Return `profile` with costs that make the solver minimize FLOPs first, and time second.
+    """Return `profile` with costs in which FLOPs count FLOP_WEIGHT times as much as time, to minimize FLOPs.
 
-    Its milliseconds are no longer times: predict a plan's time with the original profile.
+    The milliseconds in the result are no longer times: predict a plan's time with the original profile.
     """
     costs: list[Value | Call] = [*profile.values, *profile.calls]
     flops = sum(cost.flops for cost in costs)

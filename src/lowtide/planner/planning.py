@@ -1,10 +1,10 @@
 """Make a plan from a profile and a budget.
 
 A simulator predicts the peak and the time of a step under given decisions (`simulate/`), and a solver searches for the
-decisions that take least time within the budget (`solve/`). Gradients that can be written over the ones that arrive are
-decided before the search: `Profile.in_place` lists them, those that cost no time first, and a plan uses the first `n`
-entries. The search runs once for each such `n`, on a step that has these gradients in place, and the cheapest result is
-the plan.
+decisions that take least time within the budget (`solve/`). Gradients that backward can write over incoming gradients
+are chosen before the search: `Profile.in_place` lists them, those without extra time first, and a plan uses the first
+`n` entries. The search runs once for each such `n`, on a step that has these gradients in place, and the cheapest
+result is the plan.
 
 A plan also has a fallback for batches larger than the rehearsed ones: the decisions with the smallest peak.
 """
@@ -32,13 +32,15 @@ Allowed = Literal["all", "cheap"]
 
 
 def plain_peak_bytes(profile: Profile) -> int:
-    """Return the peak of the step without recomputes and replays: the measured one, else the predicted one."""
+    """Return the peak of the step without recomputes and replays: as measured, or predicted if it was not measured."""
     measured = profile.measured_plain_peak_bytes
     return simulator_of(profile).predict(Decisions()).peak_bytes if measured is None else measured
 
 
 def in_place_peak_bytes(profile: Profile) -> int:
-    """Return the predicted peak of the step that keeps everything, with gradients in place where that costs nothing."""
+    """Return the predicted peak of the step that keeps every saved tensor, and writes gradients in place where that
+    takes no extra time.
+    """
     return simulator_of(profile, in_place=next(prefix_lengths(profile))).predict(Decisions()).peak_bytes
 
 
@@ -61,12 +63,11 @@ def plan(
         budget: Bytes, text with a unit ("8GiB"), or a share of the plain step's peak ("60%"): of the measured peak if
             the profile has one, else of the predicted one.
         allow: "cheap" recomputes no matrix product, convolution or attention.
-        minimize: "flops" looks for few FLOPs rather than little time, and has no bound; FLOPs are the same on any
+        minimize: "flops" looks for few FLOPs rather than little time, and computes no bound; FLOPs are the same on any
             machine, while times are those that the rehearsal measured.
         offload: Also copy tensors to host memory and back where that is cheaper; not on a CPU.
-        time_limit_s: Ends the search after so many seconds, except that the smallest peak is always searched for: the
-            plan is the best one found until then, its gap to the bound is reported, and another run may find another
-            plan.
+        time_limit_s: Seconds after which the search ends with the best plan found. Another run may find another plan.
+            The search for the smallest peak has no limit.
         solver: Function that finds the decisions.
 
     Returns:
@@ -74,7 +75,7 @@ def plan(
 
     Raises:
         BudgetError: If the budget is not an amount of memory.
-        Infeasible: If no plan fits; it has the smallest peak that was found.
+        Infeasible: If no plan fits; the error has the smallest peak that was found.
         LowtideError: If the profile contradicts itself.
 
     Example:
@@ -140,10 +141,10 @@ def _search(
     """Return the best decisions within the budget, and a lower bound on the time of any such decisions.
 
     Args:
-        simulator: The simulator that predicts the results; it knows all decisions.
-        make_simulator: Function that returns the simulator for a search. It knows the allowed decisions only, their
-            costs in the unit of an Objective, and the step with the first `in_place` gradients in place.
-        budget_bytes: The largest peak.
+        simulator: Simulator of all decisions, which predicts the results.
+        make_simulator: Function that takes an objective and `in_place`, and returns the simulator to search with: only
+            for allowed decisions, with costs in the objective's unit, and with the first `in_place` gradients in place.
+        budget_bytes: The largest peak allowed.
         minimize: The cost by which results are compared.
         solver: Function that finds the decisions.
         until: Time on the monotonic clock at which the search ends.
@@ -176,8 +177,8 @@ def _search(
 def unplanned_step(profile: Profile) -> Prediction:
     """Return peak and time of the unplanned step.
 
-    The peak of compiled code is the measured one: without a plan, compiled code saves other tensors than the profile
-    has, so that it cannot be predicted.
+    The peak of compiled code is as measured. It cannot be predicted, because without a plan compiled code saves other
+    tensors than the profile has.
     """
     plain = simulator_of(profile).predict(Decisions())
     if not profile.graphs:
@@ -191,7 +192,7 @@ def forecast_peak(profile: Profile, plan: Plan) -> int:
 
 
 def with_peak(prediction: Prediction, peak_bytes: int) -> Prediction:
-    """Return `prediction` with a measured peak; the difference is added to the temporaries."""
+    """Return `prediction` with the measured `peak_bytes`; the difference is added to its part "temporaries"."""
     temporaries = prediction.parts["temporaries"] + peak_bytes - prediction.peak_bytes
     return replace(prediction, peak_bytes=peak_bytes, parts={**prediction.parts, "temporaries": temporaries})
 
@@ -199,7 +200,7 @@ def with_peak(prediction: Prediction, peak_bytes: int) -> Prediction:
 def cheapest(profile: Profile, budget_bytes: int) -> Prediction:
     """Return peak and time of the plan for a budget that is below the plain step's peak.
 
-    Faster than `plan`, because no bound and no fallback are computed. Raises Infeasible.
+    Faster than `plan`, because no bound and no fallback are computed. Raises Infeasible if no plan fits.
     """
     simulator = simulator_of(profile)
     results = [
@@ -232,8 +233,8 @@ def smallest_peak(
 ) -> tuple[Decisions, Prediction]:
     """Return the decisions with the smallest peak that the search finds, and their prediction.
 
-    `offload` is as for `plan`. The result does not depend on `minimize`: with the same value as in `plan`, both use the
-    same cached simulator, and the search runs once.
+    `offload` also allows offloading to the host. `minimize` does not change the result; with the value given to `plan`,
+    both functions share a cached simulator, and the search runs once.
     """
     n = len(profile.in_place)
     smallest = minimize_peak(simulator_of(profile, minimize=minimize, offload=offload, in_place=n))
@@ -244,9 +245,9 @@ def smallest_peak(
 def _solve_with_in_place(
     simulator: Simulator, allowed: Simulator, budget_bytes: int, n: int, search: Solver
 ) -> Decisions | Infeasible:
-    """Return the decisions that the search finds with the first `n` gradients in place, or its error if none fit.
+    """Return the decisions that `search` finds with the first `n` gradients in place, or its error if none fit.
 
-    `simulator` is for all decisions, and `allowed` for those that the search may use.
+    `simulator` simulates all decisions, `allowed` only the decisions that the search may use.
     """
     try:
         decisions = search(allowed, budget_bytes)
@@ -260,8 +261,8 @@ def _solve_with_in_place(
 def _errors_in(results: list[Decisions | Infeasible]) -> list[Infeasible]:
     """Return the errors among `results`.
 
-    A function that raises one must not refer to it: the frames around, among them the training loop's, would be held by
-    a reference cycle, and with them their tensors.
+    A function that raises such an error must hold no reference to it: a variable that does would close a reference
+    cycle through the traceback, which keeps the frames around alive, and tensors in the training loop's frame.
     """
     return [result for result in results if isinstance(result, Infeasible)]
 
@@ -279,9 +280,10 @@ def _bound_ms(
     result: Decisions | Infeasible,
     until: float | None,
 ) -> float:
-    """Return a lower bound on the time of plans with just the first `n` gradients in place.
+    """Return a lower bound on the extra time of plans with just the first `n` gradients in place.
 
-    `result` is the result of the search for this `n`; its time tells when raising the bound is not worth the effort.
+    `result` is what the search found for this `n`. Its time, that of a known plan, tells if raising the bound is worth
+    the effort.
     """
     own_ms = extra_ms(simulator.profile, n)
     known_ms = simulator.predict(result).extra_ms - own_ms if isinstance(result, Decisions) else math.inf
@@ -289,7 +291,7 @@ def _bound_ms(
 
 
 def _decided_fields(profile: Profile, decisions: Decisions) -> dict[str, Any]:
-    """Return the values for the fields of `Decided`."""
+    """Return `decisions` as fields of a `Decided` record: sorted, each address with the node that recomputes it."""
     recomputable_nodes = {index: value.node for index, value in enumerate(profile.values) if value.recipe}
     nodes = names_at(((slot.address, slot.value) for slot in profile.slots), recomputable_nodes)
     return {
@@ -302,10 +304,9 @@ def _decided_fields(profile: Profile, decisions: Decisions) -> dict[str, Any]:
 
 
 def _find_ambiguous_addresses(profile: Profile) -> set[str]:
-    """Return the addresses at which a decision holds for some calls of the model only.
+    """Return the slot addresses at which only some calls of the model can recompute the saved tensor.
 
-    These are addresses whose tensors are outputs of different nodes in different calls, and those at which some call
-    saves a tensor that no recipe recomputes.
+    At such an address, different calls save outputs of different nodes, or some call saves a tensor without a recipe.
     """
     nodes: dict[str, set[str]] = {}
     for slot in profile.slots:
@@ -316,10 +317,10 @@ def _find_ambiguous_addresses(profile: Profile) -> set[str]:
 
 
 def with_free_recomputes(simulator: Simulator, decisions: Decisions) -> Decisions:
-    """Add recomputes that cost nothing and read nothing, such as that of a shape, unless they raise peak or time.
+    """Add recomputes without cost and operands, as of a tensor whose shape is enough, unless they raise peak or time.
 
-    The solver has no reason to choose them, but without them the runtime keeps whole tensors, and a recompute that
-    finds its operand kept reads that tensor instead of producing its own.
+    The solver has no reason to choose such recomputes. Without them the runtime keeps whole tensors, and other
+    recomputes read these kept tensors instead of recomputed operands.
     """
     values = simulator.profile.values
     slots = [slot for slot in simulator.profile.slots if not slot.is_input and slot.storage is not None]
@@ -342,8 +343,8 @@ def simulator_of(
     offload: bool = False,
     in_place: int = 0,
 ) -> Simulator:
-    """Return the simulator for the decisions of `profile` that are allowed; its step has the first `in_place` gradients
-    in place.
+    """Return a simulator of the allowed decisions about `profile`, for a step with the first `in_place` gradients in
+    place.
 
     The last few simulators are cached, because solvers keep their results on the simulator.
     """
@@ -363,8 +364,8 @@ def simulator_of(
 def without_expensive(profile: Profile) -> Profile:
     """Return `profile` without expensive recomputes, recomputes that run an expensive one, and replays that cost FLOPs.
 
-    A decision is for all tensors at an address, or for all calls with an id: if one of them is expensive, all are
-    refused. What the simulator predicts for the remaining decisions stays the same.
+    A decision is for all tensors at an address, or for all calls with an id: if one tensor or call is expensive, all
+    are refused. Predictions for the remaining decisions stay the same.
     """
     read = {slot.value for slot in profile.slots if not slot.is_input}
     values_at: dict[str, set[int]] = {}

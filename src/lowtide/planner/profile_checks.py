@@ -12,7 +12,7 @@ MOST = 2**60
 
 
 def check_profile(profile: Profile) -> None:
-    """Raise LowtideError unless indices, positions and the parts of `profile` fit each other."""
+    """Raise LowtideError if parts of `profile` contradict each other: indices out of range, lengths that differ."""
     end, n_storages = len(profile.base_bytes), len(profile.storages)
     if not end or len(profile.gradient_bytes) != end:
         raise contradiction(f"{end} positions of base_bytes, {len(profile.gradient_bytes)} of gradient_bytes")
@@ -38,7 +38,7 @@ def check_profile(profile: Profile) -> None:
 
 
 def _check_calls(profile: Profile, end: int) -> None:
-    """Check that calls are nested, and span positions before `end`."""
+    """Raise LowtideError unless each call comes after its parent, and spans positions before `end`."""
     depth: list[int] = []
     for index, call in enumerate(profile.calls):
         if call.parent is not None and not 0 <= call.parent < index:
@@ -53,7 +53,7 @@ def _check_calls(profile: Profile, end: int) -> None:
 
 
 def _check_slots(profile: Profile, end: int) -> None:
-    """Check that slots refer to parts of the profile, and to positions before `end`."""
+    """Raise LowtideError unless each slot's value, call and storage exist, and backward reads the slot before `end`."""
     n_storages = len(profile.storages)
     for slot in profile.slots:
         if not (0 <= slot.value < len(profile.values) and 0 <= slot.call < len(profile.calls)):
@@ -67,7 +67,7 @@ def _check_slots(profile: Profile, end: int) -> None:
 
 
 def _check_amounts(profile: Profile) -> None:
-    """Check that bytes, FLOPs and times are not negative, and that their sums can be computed."""
+    """Raise LowtideError if bytes, FLOPs or times are negative, or if their sum is above MOST."""
     static, measured = profile.static, profile.measured_plain_peak_bytes
     parts = (static.parameters, static.gradients, static.optimizer, static.buffers, static.inputs, static.carried_over)
     ms: list[float] = [profile.step_ms, *(group.extra_ms for group in profile.in_place)]

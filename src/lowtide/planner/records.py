@@ -20,15 +20,13 @@ from lowtide.utils.amounts import BudgetFor
 from lowtide.utils.rendering import text_of
 
 CHECKPOINTED: Final = "torch.utils.checkpoint"
-"""First words of a profile's note on calls that checkpoint themselves; the error for a budget that no plan fits repeats
-it.
-"""
+"""First words of a profile's note on calls that checkpoint themselves; the error Infeasible repeats this note."""
 CALLED_AGAIN: Final = "calls modules again in backward"
-"""Words in a profile's notes on Functions that checkpoint their modules; that error repeats these notes, too."""
+"""Words in a profile's notes on Functions that checkpoint their modules; the error Infeasible repeats these notes."""
 LEFT_ALONE: Final = "left alone, as it"
-"""First words of a profile's note on modules that plans leave alone; that error repeats it, too."""
+"""First words of a profile's note on modules that plans leave alone; the error Infeasible repeats this note."""
 AS_A_WHOLE: Final = "replayed as a whole"
-"""Words in a profile's notes on compiled code that is not planned inside; that error repeats these notes, too."""
+"""Words in a profile's notes on compiled code that is not planned inside; the error Infeasible repeats these notes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +72,7 @@ class Static(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Storage(Record):
-    """Memory that at least one slot holds. Its index is its place in `Profile.storages`."""
+    """A tensor storage that at least one slot (saved tensor) holds, known by its index in `Profile.storages`."""
 
     bytes: int
     allocated_at: int
@@ -91,23 +89,23 @@ class Storage(Record):
 class Value(Record):
     """One output of one autograd node: a base tensor, of which slots may be views.
 
-    Its index is its place in `Profile.values`; all `operands` have smaller ones.
+    Records refer to a value by its index in `Profile.values`; all `operands` have smaller indices.
     """
 
     storage: int | None
-    """Index of the storage that it was in when saved; None for a value without a slot, which exists only while
+    """Index of the value's storage when it was saved; None for a value without a slot, which exists only while
     recomputes run.
     """
     bytes: int
     node: str
     """Name of the autograd node, `GeluBackward0`; empty for a tensor without a node."""
     recipe: str | None = None
-    """Name of the recipe that recomputes it, bit-exact in the audit; None if it can only be kept or replayed."""
+    """Recipe that recomputes the value, bit-exact in the audit; None if the value can only be kept or replayed."""
     operands: tuple[int, ...] = ()
     overwrites: int | None = None
     """Index of the operand that the recipe overwrites with the result, if that operand was itself recomputed for it."""
     cost_ms: float = 0.0
-    """Time to recompute it: on the device alone if the profile has `clocks`, else of host and device together."""
+    """Time of the recompute: on the device alone if the profile has `clocks`, else of host and device together."""
     host_ms: float = 0.0
     """Time that the host takes to launch the recompute; 0 without `Profile.clocks`."""
     flops: int = 0
@@ -155,11 +153,11 @@ class Call(Record):
     enter: int
     exit: int
     cost_ms: float = 0.0
-    """Time of a replay; with `host_ms` as for a value."""
+    """Time of a replay: on the device alone if the profile has `clocks`, else of host and device together."""
     host_ms: float = 0.0
     flops: int = 0
     refused: str | None = "not audited"
-    """Reason for which it can't be replayed; None if a replay reproduced every saved tensor bit for bit."""
+    """Reason why the call can't be replayed; None if a replay reproduced every saved tensor bit for bit."""
     group: str | None = None
     """Name shared by the calls of blocks with the same structure and shapes."""
     result_value: int | None = None
@@ -171,7 +169,7 @@ class Call(Record):
     state_bytes: int = 0
     """Bytes of RNG state and buffers that the call holds for its replay; the replay saves the current ones as well."""
     begins_at: int | None = None
-    """Bytes, of `base_bytes`, that exist when the call begins; None if not recorded."""
+    """The part of `base_bytes` in use when the call begins; None if not recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,8 +185,8 @@ class AppliedLever(Record):
     settings: dict[str, float] = field(default_factory=dict)
     """Its parameters, given or derived from the step, for example the number of micro-batches."""
     bytes: int = 0
-    """Measured reduction of the plain step's peak against only the levers before it; if that peak is elsewhere, the
-    reduction of the smallest reachable one.
+    """Measured reduction of the plain step's peak, compared with the levers before this one. If the lever does not
+    lower that peak, the reduction of the smallest reachable peak.
     """
     extra_ms: float = 0.0
     """Extra time per step with the lever; 0 if it does no more work than the plain step."""
@@ -196,8 +194,8 @@ class AppliedLever(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InPlace(Record):
-    """Gradients that can be written over the gradients they are computed from (`runtime/inplace_gradients.py`), all of
-    them or none.
+    """A group of gradients that backward can write over the gradients from which it computes them
+    (`runtime/inplace_gradients.py`). A plan writes all or none of a group in place.
     """
 
     nodes: dict[str, int]
@@ -231,7 +229,7 @@ class Profile(Record):
     base_bytes: tuple[int, ...]
     """For each position, the most bytes live at once beyond `static`, except those of slots and recomputes."""
     gradient_bytes: tuple[int, ...]
-    """Gradients in `base_bytes`: negative where gradients that `static` includes were freed."""
+    """The part of `base_bytes` that is gradients: negative where gradients that `static` includes were freed."""
     phases: dict[str, int]
     """First position of `forward`, `backward` and `after backward` (of the first model call)."""
     storages: tuple[Storage, ...]
@@ -244,7 +242,7 @@ class Profile(Record):
     measured_plain_peak_bytes: int | None
     """Peak of the unplanned step, `static` included; None if it did not fit."""
     input_shapes: tuple[str, ...] = ()
-    """Shapes and dtypes of the arguments of the model, or of a part that is called by itself; equal ones once."""
+    """Shapes and dtypes of the arguments of the model, or of a part that is called by itself; each listed once."""
     in_place: tuple[InPlace, ...] = ()
     """Gradients that need no memory of their own; those that cost nothing come first."""
     allows_in_place: bool = True
@@ -258,11 +256,9 @@ class Profile(Record):
     random.
     """
     implementations: dict[str, str] = field(default_factory=dict)
-    """Autograd node -> implementation of its recipe, where the audit found that one exact and faster than the first.
-    """
+    """Autograd node -> implementation of its recipe, where the audit found it exact and faster than the first one."""
     excluded_modules: tuple[str, ...] = ()
-    """Paths of modules that save other tensors in each step: they have no slots, and their saved tensors are in
-    `base_bytes`.
+    """Paths of modules whose saved tensors differ between steps: these tensors have no slots, and are in `base_bytes`.
     """
     graphs: tuple[str, ...] = ()
     """Hashes of the joint graphs that torch.compile compiles for the step, whose calls then hold its slots."""
@@ -312,7 +308,7 @@ class Prediction(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided(Record):
-    """Decisions with everything that the engine needs to carry them out. In JSON text they are folded
+    """Decisions with the nodes and sizes that the engine needs to carry them out. JSON text has them folded by block
     (`folded_decisions.py`).
     """
 
@@ -338,11 +334,11 @@ class Decided(Record):
         )
 
     def folded(self) -> dict[str, Block]:
-        """Return the decisions written once for identical blocks."""
+        """Return the decisions grouped by block path, written once for identical blocks."""
         return fold(self.recompute, self.replay, self.advance, self.offload)
 
     def _folded(self) -> dict[str, object]:
-        """Return the fields as they are written."""
+        """Return the fields as JSON text has them: the decisions folded by block, and `in_place`."""
         return {"decisions": self.folded(), "in_place": self.in_place}
 
 
@@ -350,8 +346,9 @@ _D = TypeVar("_D", bound=Decided)
 
 
 def _unfolded(text: bytes, cls: type[_D]) -> _D:
-    """Return the `Decided` in a JSON text, without its fallback for larger batches. Raises ValueError for invalid
-    text.
+    """Read a record of class `cls` from JSON text, without its fallback for larger batches.
+
+    Raises ValueError for invalid text.
     """
     fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
     if "decisions" not in fields:
@@ -369,9 +366,9 @@ def _unfolded(text: bytes, cls: type[_D]) -> _D:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan(Decided):
-    """Decisions for each saved slot so that a step's peak stays within `budget_bytes`.
+    """Decisions for each slot (saved tensor) so that a step's peak stays within `budget_bytes`.
 
-    Its JSON text has them under `decisions`, written once for identical blocks.
+    A plan's JSON text has the decisions under `decisions`, written once for identical blocks.
     """
 
     fingerprint: Fingerprint
@@ -382,8 +379,8 @@ class Plan(Decided):
     plain: Prediction
     step_ms: float
     fallback: Decided | None = None
-    """Decisions for batches larger than `input_shapes`: those with the smallest peak. None if the plan's own have
-    it.
+    """Decisions with the smallest peak, for batches larger than `input_shapes`. None if they are the plan's own, and
+    for compiled code.
     """
     bound_ms: float = 0.0
     """Lower bound on the extra time of plans within the budget, valid if the measured costs are right; 0 if unknown."""
@@ -392,8 +389,8 @@ class Plan(Decided):
     input_shapes: tuple[str, ...] = ()
     """Shapes of the model's arguments in the rehearsal (`Profile.input_shapes`); larger ones may exceed the budget."""
     ambiguous_addresses: tuple[str, ...] = ()
-    """Addresses at which calls of the model save tensors of different nodes, so that a decision holds for a part of
-    them only.
+    """Addresses at which only some calls of the model can recompute the saved tensor, because nodes differ or one has
+    no recipe.
     """
     draws: int = 0
     """Number of steps, with other random numbers, in which the plan has to be measured (`Profile.draws`)."""
@@ -402,7 +399,7 @@ class Plan(Decided):
     excluded_modules: tuple[str, ...] = ()
     """Paths of modules that the plan leaves alone (`Profile.excluded_modules`)."""
     allows_in_place: bool = True
-    """False if no gradient may be written in place (`Profile.allows_in_place`): then none is."""
+    """False if no gradient may be written in place (`Profile.allows_in_place`)."""
     graphs: tuple[str, ...] = ()
     """Hashes of the joint graphs that the decisions are about (`Profile.graphs`)."""
     notes: tuple[str, ...] = ()

@@ -29,7 +29,7 @@ class Record(Displayed):
         return short_repr(type(self).__name__, self._summary())
 
     def _summary(self) -> str:
-        """Return the text between the parentheses of the `repr`: numbers and short texts, and sizes of the rest."""
+        """Return the text between the parentheses of the `repr`: each field, but only the lengths of containers."""
         return ", ".join(f"{field.name}={_brief(getattr(self, field.name))}" for field in fields(self))
 
     def to_json(self, path: str | Path | None = None) -> str:
@@ -70,8 +70,9 @@ class Record(Displayed):
 
     @classmethod
     def expect(cls, obj: object, by: str) -> Self:
-        """Return `obj` if it is a record of this class, else raise LowtideError. `by` names the function that takes
-        it.
+        """Return `obj` if it is a record of this class, else raise LowtideError.
+
+        `by` is the name of the calling function, for the message.
         """
         if not isinstance(obj, cls):
             hint = f"; {cls.__name__}.from_json(path) reads one" if isinstance(obj, str | os.PathLike) else ""
@@ -79,7 +80,7 @@ class Record(Displayed):
         return obj
 
     def _written(self) -> object:
-        """Return the contents of the JSON text."""
+        """Return the object that `to_json` encodes: this record, or its fields in another form."""
         return self
 
     @classmethod
@@ -107,11 +108,11 @@ _FIELD_OF_KIND = {
     "runs": "Comparison",
     "measured_peak_bytes": "Verdict",
 }
-"""Kinds of records that are saved in files, each by a field that no other kind has."""
+"""Kinds of records that are saved in files, by a field that no other kind has."""
 
 
 def kind_of(text: bytes) -> str | None:
-    """Return the kind of record that a JSON text holds; None for anything else."""
+    """Return the class name of the record in a JSON text, such as "Plan"; None for any other text."""
     try:
         fields = msgspec.json.decode(text, type=dict[str, msgspec.Raw])
     except (msgspec.MsgspecError, ValueError, RecursionError):
@@ -120,13 +121,13 @@ def kind_of(text: bytes) -> str | None:
 
 
 class _Versioned(msgspec.Struct):
-    """The only field of a record that all formats have in common."""
+    """The format number of a record, the only field that records of all formats have."""
 
     format: int | None = None
 
 
 def _format_of(text: bytes) -> int | None:
-    """Return the format that a JSON text states, or None."""
+    """Return the number in the field `format` of a JSON text, or None without one."""
     try:
         return msgspec.json.decode(text, type=_Versioned).format
     except (msgspec.MsgspecError, ValueError, RecursionError):
