@@ -1,27 +1,29 @@
-"""Assign a state to each value under a choice: kept, recomputed in one of three ways, offloaded or passed through.
+"""Assign a state to each value under a choice (decisions as flags): kept, recomputed in one of three ways, offloaded or
+passed through.
 
 **Recomputed.** A slot is recomputed if its address is chosen and a recipe exists.
 
-**Replayed.** Otherwise the innermost replayed call around it restores it. A replay holds its inputs, which are slots of
-the enclosing call. A replayed call inside another one leaves its inputs to the outer replay, which restores them and
-leaves the tensors saved in the inner call to the inner replay. Its state, RNG state and buffers, every replayed call
-keeps from its forward on. A tensor that is an input of several enclosing replayed calls is treated as an input of the
-outermost one. A tensor that one replayed call saves, and that an enclosing one saves or passes on, is restored by the
-outer one.
+**Replayed.** Otherwise the innermost replayed call around the slot restores it. A replay holds its inputs, which are
+slots of the enclosing call. If a replayed call is inside another replayed call, the outer replay restores the inputs of
+the inner call, and the inner replay restores the tensors saved in the inner call. Every replayed call holds its state,
+which is RNG state and buffers, from its forward on. A tensor that is an input of several nested replayed calls counts
+as an input of the outermost call. A tensor that an inner replayed call saves, and that an outer replayed call saves or
+passes on, is restored by the outer call.
 
-**Advanced.** An advanced call runs forward once more for its result, from its inputs, and saves nothing: no slot that
-saves the result, or is given it, holds it. Exceptions: a slot in the call itself keeps or recomputes the result, or a
-replayed call encloses the advanced one. So in a chain of replayed blocks only every n-th needs to keep its input; the
-other inputs are computed from it in turn, once (two-level checkpointing; "advance" is the name that Griewank
-and Walther 2000, doi 10.1145/347837.347846, give this action).
+**Advanced.** An advanced call runs forward again from its inputs, only for its result, and saves nothing. Its result is
+held neither by slots that save the result, nor by slots for inputs of other calls. A call is not advanced if a slot in
+the call itself keeps or recomputes the result, or if a replayed call encloses it. So in a chain of replayed blocks only
+every n-th block keeps its input; the inputs of the blocks behind it are computed one after the other, each once
+(two-level checkpointing; "advance" is the name that Griewank and Walther 2000, doi 10.1145/347837.347846, give this
+action).
 
 **Offloaded.** A value that would be kept, and whose address is chosen, is copied to the host, and back when needed.
 
-**Kept** otherwise. One kept slot keeps its value; else the first slot that saves a value decides and later ones share
-that state, except that a value which another slot offloads needs no replay.
+**Kept** otherwise. If several slots save a value, one kept slot is enough to keep it. Otherwise the first slot that
+saves the value decides for all, except that a value which another slot offloads needs no replay.
 
-A value without such a slot passes: it exists only while a recompute runs. If several recomputes need it, it is computed
-once and held for them, as if it were saved.
+A value without a slot is passed through: it exists only while a recompute runs. If several recomputes need the value,
+it is computed once and held for them, as if it were saved.
 """
 
 from __future__ import annotations
@@ -52,25 +54,25 @@ class DecisionVector:
 
     @property
     def key(self) -> bytes:
-        """Return a key that is equal for equal choices about one profile."""
+        """Return the flags as bytes, to compare choices about one profile."""
         return b"".join(f.tobytes() for f in (self.recompute, self.replay, self.advance, self.offload))
 
 
 class Assignment(NamedTuple):
-    """State of each node under a choice: values first, then calls."""
+    """State of each node (value or module call) under a choice: first all values, then all calls."""
 
     state: Ints
     """KEPT, PASSED, RECOMPUTED, REPLAYED, ADVANCED or OFFLOADED; for calls KEPT or REPLAYED."""
     by_call: Ints
     """The call that is replayed or advanced for a value, or -1."""
     foreign_values: list[tuple[int, int]]
-    """Pairs of a value and a replayed call that saves it, where the value is produced outside and is not an input.
-    Other holders keep the value, so it costs no memory, but reading it runs the replay, which is held
-    as long as the value.
+    """Pairs of a value and a replayed call that saves it, although the call neither produces it nor has it as an input.
+    Other holders keep the value, so it costs no memory. But reading it runs the replay, which is held as long as the
+    value.
     """
     held_inputs: Ints
-    """Rows of the input slots that calls hold, at least while they run: all inputs of replayed and advanced calls, and
-    only the state of calls inside a replayed one.
+    """Rows of the input slots that calls hold, at least while they run: all inputs of replayed and advanced calls, but
+    only the state of calls inside a replayed call.
     """
     offloaded_storages: list[int]
     """Storages of offloaded values, in the order in which their copies to the host start."""
@@ -79,7 +81,7 @@ class Assignment(NamedTuple):
 
 
 class _SlotStates(NamedTuple):
-    """State of each slot under a choice, as columns. A slot that exists and has none of three flags is kept."""
+    """State of each slot under a choice, as columns. A slot that exists and has no other flag is kept."""
 
     exists: Flags
     """Slots that a call saves, and inputs of calls that run again."""
@@ -91,7 +93,7 @@ class _SlotStates(NamedTuple):
 
 
 def assign(index: Index, choice: DecisionVector) -> Assignment:
-    """Return the state of each node under `choice`."""
+    """Return the state of each value and each module call under the decisions in `choice`."""
     is_replayed = index.calls.replayable & choice.replay[index.calls.id]
     replayed_around = _innermost_replayed(index, is_replayed)
     advanced = [
@@ -121,9 +123,9 @@ def assign(index: Index, choice: DecisionVector) -> Assignment:
 
 
 def _innermost_replayed(index: Index, is_replayed: Flags) -> Ints:
-    """Return, for each call, the innermost replayed one among itself and the calls around it, or -1.
+    """Return, for each module call, the innermost replayed call among the call itself and the calls around it, or -1.
 
-    The last entry is for code outside the model, which has the number -1.
+    One more entry, the last, is for code outside the model, so that the call number -1 finds it.
     """
     parent = index.calls.parent
     innermost = np.full(len(parent) + 1, -1, np.int64)
@@ -135,7 +137,7 @@ def _innermost_replayed(index: Index, is_replayed: Flags) -> Ints:
 def _assign_slots(
     index: Index, choice: DecisionVector, is_replayed: Flags, runs_again: Flags, replayed_around: Ints
 ) -> _SlotStates:
-    """Return the state of each slot."""
+    """Return the state of each slot: kept, recomputed, replayed or offloaded, or not held at all."""
     slots, repeated = index.slots, index.reruns.repeated
     replayed_call = replayed_around[slots.within]
     exists = ~slots.is_input | runs_again[slots.call]
@@ -154,7 +156,9 @@ def _assign_slots(
 
 
 def _assign_values(index: Index, slots: _SlotStates) -> tuple[Ints, Ints]:
-    """Return the state of each value, as its slots decide, and the replayed call that restores it, or -1."""
+    """Derive the state of each value from its slots. Also return, for each value, the replayed call that restores it,
+    or -1.
+    """
     exists, recompute, replay, offload, replayed_call = slots
     value, n_calls = index.slots.value, len(index.calls.parent)
     state = np.where(index.values.shared, RECOMPUTED, PASSED)
@@ -171,7 +175,7 @@ def _assign_values(index: Index, slots: _SlotStates) -> tuple[Ints, Ints]:
 
 
 def _keep_foreign(index: Index, state: Ints, by_call: Ints) -> Ints:
-    """Keep and return the foreign values: those produced outside the call whose replay should restore them."""
+    """Set foreign values, produced outside the call whose replay should restore them, to KEPT. Return these values."""
     values = np.flatnonzero(state == REPLAYED)
     allocated_at, calls = index.storages.allocated_at[index.values.storage[values]], by_call[values]
     is_outside = (allocated_at < index.calls.enter[calls]) | (allocated_at >= index.calls.exit[calls])
@@ -183,7 +187,10 @@ def _keep_foreign(index: Index, state: Ints, by_call: Ints) -> Ints:
 def _assign_advances(
     index: Index, advanced: list[int], slots: _SlotStates, state: Ints, by_call: Ints, foreign: Ints
 ) -> Ints:
-    """Advance calls whose result no slot inside the call holds. Return the foreign values that are no such result."""
+    """Set the results of `advanced` calls to ADVANCED, unless a slot inside the call holds the result.
+
+    Returns `foreign` without the values that are such results.
+    """
     for call in reversed(advanced):  # inner calls first
         rows, value = index.reruns.result_rows[call], index.reruns.result_value[call]
         if state[value] != ADVANCED and not any(slots.exists[row] and not slots.replay[row] for row in rows):

@@ -9,7 +9,7 @@ from lowtide.planner.simulate.profile_tables import Ints
 
 
 class ForwardMemory:
-    """Memory of repeated forwards of each call, derived from the trace of the first one."""
+    """Memory that each module call needs when its forward runs again, derived from the trace of the first forward."""
 
     def __init__(self, index: Index) -> None:
         self.index = index
@@ -32,7 +32,7 @@ class ForwardMemory:
         return self._peaks[call, kept_storages]
 
     def _window(self, call: int) -> Ints:
-        """Return the bytes that the forward of `call` allocates at each position, when nothing in it is kept."""
+        """Return, for each position of `call`, the bytes allocated in its forward and in use, if no storage is kept."""
         if call not in self._windows:
             index, enter, exit_ = self.index, int(self.index.calls.enter[call]), int(self.index.calls.exit[call])
             level = index.profile.calls[call].begins_at

@@ -5,36 +5,37 @@ A profile holds one traced step on its axis of positions, so any plan's memory i
     usage[i] = base[i] + storages alive at i + recomputed values still wanted at i + scratch memory at i
 
 `assignment.py` gives each value its state; this file computes when each value exists. Backward demands a value where it
-reads a slot of it, a recompute demands its operands, a replay its inputs. Values and calls are the nodes of one graph,
-visited dependents first; each passes demands to the nodes that it needs:
+reads a slot of that value, a recompute demands its operands, a replay its inputs. Values and calls are the nodes of one
+graph, visited dependents first; each node passes demands to the nodes that it needs:
 
     demanded first position of a demand: the node is recomputed then, once
-    wanted   until the last reader has released it and all nodes that demanded it have been recomputed
-    held     until the last reader of it, and of all values computed from it, has released them: it could be demanded
-             again
-    later    bytes that are computed from it, directly or not, at that same position: they do not exist yet when it is
-             recomputed
+    wanted   until the node's last reader has released it, and all nodes that demanded it have been recomputed
+    held     until the last readers of the node, and of all values computed from it, have released them: until then it
+             could be demanded again
+    later    bytes that are computed from the node, directly or not, at the position where it is recomputed: these bytes
+             do not exist yet when the node is recomputed
     kept     a storage exists from `allocated_at` to `freed_at`, and longer while the kept values in it are held, or
-             while a call to be replayed that was given one is still running
+             while a call that will be replayed, and has such a value as an argument, is still running
 
 Memory in use during part of a position counts for all of it, so the sum is an upper bound; running nodes count less:
 
     usage[i] = results[i] + max(base[i], base at the beginning of i + memory of the node that runs at i)
 
-Recomputes and replays run when backward reads a value, which is how a position begins: before anything is allocated in
-it. They run one after the other, each before those that depend on it: only the largest scratch memory counts, less the
-bytes computed later, on top of the values that wait for the others. Values that a recompute passes through are computed
-on the way, one after the other (`recompute_cost.py`); those that exist while an operand has still to be recomputed wait
-for it. A replay allocates again as much as its whole forward did (`call_allocations.py`); the engine stops it early and
-may need less. The same holds for an advance, which leaves only its result.
+Recomputes and replays run when backward reads a value. That is at the beginning of a position, before anything else is
+allocated in it. They run one after the other, each before the nodes that depend on it: only the largest scratch memory
+counts, less the bytes computed later, on top of recomputed values that wait for other recomputes. Values that a
+recompute passes through are computed on the way, one after the other (`recompute_cost.py`); such values wait if they
+exist while an operand has still to be recomputed. A replay allocates again as much as its whole forward did
+(`call_allocations.py`); the engine stops a replay early and may need less. The same holds for an advance, of which only
+the result remains.
 
-An offloaded storage stays in GPU memory until the next one has left, or forward has ended. It is back from the moment
-at which the storage that left after it is demanded, for as long as it is wanted. Copies are counted in full, both ways,
-although they overlap with other work: an upper bound.
+An offloaded storage stays in GPU memory until the next storage has been offloaded, or forward has ended. It is back in
+GPU memory from the moment at which the storage offloaded after it is demanded, for as long as it is wanted. The time of
+copies is counted in full, both ways, although they overlap with other work: an upper bound.
 
 Times add up, or where the profile has the clocks of host and device, they run side by side (`two_clocks.py`). Then each
-recompute and replay is work of both clocks at the position that demands it, and each packed slot is work of the host at
-the end of its call's forward; so is each kept slot in a call that has a packed one, for hooks are pushed around it.
+recompute and replay is work of both clocks at the position that demands it. Each packed slot is work of the host at the
+end of its call's forward, and so is each kept slot in the same call, because hooks are pushed around the call.
 
 Cost: array operations over slots and positions and a loop over nodes that are not kept, about 6 ms for 1000 slots; 1 ms
 if little has changed since another sweep (`recompute_segments.py`).
@@ -76,7 +77,7 @@ class Copies(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sweep:
-    """The step under a choice, position by position."""
+    """Memory and cost of the step under a choice (decisions as flags), position by position."""
 
     usage: Ints
     """Bytes beyond `static`, for each position."""
@@ -95,7 +96,7 @@ class Sweep:
 
 
 class Sweeper:
-    """Sweeps over the positions of one step."""
+    """Computation of memory sweeps for one step, with a cache of recent sweeps."""
 
     def __init__(self, index: Index, backward: int) -> None:
         self.index = index
@@ -112,7 +113,7 @@ class Sweeper:
         self._segments = Segments(index)
 
     def sweep(self, choice: DecisionVector) -> Sweep:
-        """Return the memory sweep of the step under `choice`. Recent ones are cached: searches revisit choices."""
+        """Return the memory and cost of the step under `choice`. Recent sweeps are cached: searches revisit choices."""
         key = choice.key
         sweep = self._recent.pop(key, None) or self._compute_sweep(choice)
         self._recent[key] = sweep
@@ -157,7 +158,10 @@ class Sweeper:
         )
 
     def _time_on_clocks(self, assignment: Assignment, work: Ints) -> list[float]:
-        """Return the extra time of `work` and of packing slots, for host and device side by side; [] without clocks."""
+        """Return the extra milliseconds of `work` and of packing slots, in a list of one number; [] without clocks.
+
+        Host and device work side by side. `work` has rows of positions, and of the nanoseconds of each clock there.
+        """
         index, clocks = self.index, self.index.clocks
         if clocks is None:
             return []
@@ -172,8 +176,8 @@ class Sweeper:
         return [clocks.extra_ms(host, device)]
 
     def _running_copies(self, runs: Ints, waits: Ints) -> Ints:
-        """Return the memory of running recomputes: at each position the largest need, beyond the bytes that are
-        computed later.
+        """Return the scratch memory of running nodes, as rows of `Copies`: at each position the largest need in `runs`,
+        together with the bytes in `waits`.
         """
         runs = runs[:, np.argsort(-runs[2], kind="stable")]
         _, first = np.unique(runs[0], return_index=True)
@@ -183,7 +187,9 @@ class Sweeper:
         return np.array((when, when + 1, np.maximum(need + waiting[when] - self._rise[when], 0), node))
 
     def _offload_copies(self, assignment: Assignment, returns: Ints) -> tuple[Ints, Ints]:
-        """Return the position at which each offloaded storage is freed, and the copies that exist after its return."""
+        """Return the position at which each offloaded storage leaves GPU memory, and as rows of `Copies` the memory of
+        each storage that is copied back.
+        """
         index, copies = self.index, []
         back: dict[int, tuple[int, int, int]] = {}
         for storage, when, until, value in returns.T.tolist():
@@ -198,7 +204,7 @@ class Sweeper:
         return np.array(leave, np.int64), np.array(copies, np.int64).reshape(-1, 4).T
 
     def _usage(self, ends: Ints, copies: Copies) -> Ints:
-        """Return bytes beyond `static` at each position, if storages last to `ends` and `copies` are added."""
+        """Return bytes beyond `static` at each position, if storages are freed at `ends` and `copies` exist as well."""
         changes = self._births.copy()
         np.subtract.at(changes, ends, self.index.storages.bytes)
         np.add.at(changes, copies.start, copies.bytes)
@@ -208,6 +214,6 @@ class Sweeper:
 
 
 def _concatenate(columns: Iterable[Ints], n: int) -> Ints:
-    """Return `n` columns with their parts concatenated."""
+    """Concatenate arrays of `n` rows each along their second axis; without any, return an empty array of `n` rows."""
     parts = [part for part in columns if part.shape[1]]
     return np.concatenate(parts, axis=1) if parts else np.zeros((n, 0), np.int64)

@@ -48,19 +48,19 @@ class Index:
         """Nodes, each after all nodes that could demand it."""
 
     def _clock_weights(self) -> tuple[float, float]:
-        """Return the weights of host and device in `weighted_ms`: the clock that the other one hides weighs less."""
+        """Return the weights of host and device time: less for the clock that does not bound the plain step's time."""
         if self.clocks is None:
             return 0.0, 1.0
         is_host_bound = 2 * self.clocks.critical_position() > self.first_read + self.end
         return (1.0, HIDDEN) if is_host_bound else (HIDDEN, 1.0)
 
     def weighted_ms(self, cost: RecomputeCost) -> float:
-        """Return one time for a cost on two clocks, to compare moves by before they are simulated."""
+        """Return the weighted sum of a cost's host and device time, to compare moves by before they are simulated."""
         host, device = self._weights
         return host * cost.host_ms + device * cost.ms
 
     def possible_operands(self, node: int) -> set[int]:
-        """Return the nodes that the cost of producing `node` can depend on."""
+        """Return the nodes (values or calls) on whose state the cost of producing `node` can depend."""
         inputs = self.reruns.inputs
         if node >= self.n_values:
             return set(inputs[node - self.n_values])

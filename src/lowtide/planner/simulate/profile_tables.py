@@ -21,7 +21,7 @@ class StorageTable:
         storages = profile.storages
         self.bytes = np.array([storage.bytes for storage in storages], np.int64)
         self.bytes_of: list[int] = self.bytes.tolist()
-        """`bytes` as numbers of Python, which loops read faster."""
+        """`bytes` as Python integers, which loops read faster."""
         self.allocated_at = np.minimum(np.array([storage.allocated_at for storage in storages], np.int64), end)
         self.freed_at = np.clip(np.array([storage.freed_at for storage in storages], np.int64), self.allocated_at, end)
         self.offload_ms = 2 * self.bytes / (profile.offload_bytes_per_ms or np.inf)
@@ -49,7 +49,7 @@ class CallTable:
 
         self.parent = np.array([-1 if call.parent is None else call.parent for call in calls], np.int64)
         self.around: list[tuple[int, ...]] = []
-        """For each call the call itself and the calls around it, innermost first."""
+        """For each call, the call itself and the calls around it, innermost first."""
         for index, call in enumerate(calls):
             self.around.append((index, *(() if call.parent is None else self.around[call.parent])))
         depth = np.array([len(around) for around in self.around], np.int64)
@@ -74,7 +74,7 @@ class SlotTable:
         self.order = self._order()
         """Rank of each slot by the moment at which it is filled. Inputs are filled when their call begins."""
         self.within = np.where(self.is_input, calls.parent[self.call], self.call)
-        """The call whose replay would restore each slot, or -1; inputs of a call by the call around it."""
+        """The call whose replay would restore each slot, or -1. For an input of a call, that is the enclosing call."""
         self.filled_at = np.where(self.is_input, calls.enter[self.call] + 1, calls.exit[self.call])
         """A position by which each slot is filled."""
 

@@ -1,10 +1,10 @@
-"""Compute the cost of one recompute. Values on the way that are not held are computed too, and freed once used.
+"""Compute the cost of one recompute, including values on the way that are not held: they are computed, used and freed.
 
-A value with no other reader may also be overwritten by its successor.
+A recipe may overwrite an operand that has no other reader.
 
-Values are computed in the engine's order (`materialize` in `runtime/saved_fields.py`): of the missing operands the last
-one comes first, after the values that it needs in turn. So the bytes in use are known at every moment, and also when an
-operand is demanded that may itself have to be recomputed.
+Values are computed in the engine's order (`materialize` in `runtime/saved_fields.py`): the last missing operand comes
+first, after the values that it needs itself. So the bytes in use are known at every moment, also when an operand is
+demanded that may have to be recomputed too.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class RecomputeCost(NamedTuple):
 def recompute_cost_of(
     value: int, values: Sequence[Value], operands: Sequence[Sequence[int]], passes: npt.NDArray[np.bool_]
 ) -> RecomputeCost:
-    """Return the cost of recomputing `value`, with the values that `passes` flags computed on the way."""
+    """Return the cost of recomputing `value`, including the recompute of needed values that `passes` flags."""
     ahead: dict[int, int] = {}
     computed: dict[int, int] = {}
     held_bytes = most = 0

@@ -32,14 +32,14 @@ NodeDemand = tuple[int, int, int, int]
 
 
 def combine_demands(one: NodeDemand, other: NodeDemand) -> NodeDemand:
-    """Return the combined demand of two demands on a node."""
+    """Combine two demands on a node: earliest `demanded`, latest `wanted` and `held`, `later` of the earlier demand."""
     later = one[3] if one[0] < other[0] else other[3] if other[0] < one[0] else max(one[3], other[3])
     return min(one[0], other[0]), max(one[1], other[1]), max(one[2], other[2]), later
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SegmentResult:
-    """Outcome of one segment, as columns, and its demands on later segments."""
+    """Cost and memory of the recomputes in one segment, as columns, and the segment's demands on later segments."""
 
     demands: list[tuple[int, NodeDemand]]
     restores: list[tuple[int, tuple[int, int]]]
@@ -53,7 +53,7 @@ class SegmentResult:
     runs: Ints
     """Positions, nodes that run there, and the bytes that each needs beyond those computed later."""
     waits: Ints
-    """Positions, and bytes in use until all nodes there have run."""
+    """Positions, and bytes in use until all nodes that run at that position have run."""
     holds: Ints
     """Kept values, and the position until which the values computed from them hold them."""
     returns: Ints
@@ -61,7 +61,7 @@ class SegmentResult:
 
 
 class Demands:
-    """Demands of backward and of the segments visited so far."""
+    """Demands on nodes (values or calls), by backward and by the segments visited so far."""
 
     def __init__(self, by_node: list[NodeDemand]) -> None:
         self.by_node = by_node
@@ -69,7 +69,7 @@ class Demands:
         """For each call the storages that its replay restores, and until when each is wanted."""
 
     def add(self, visit: SegmentResult) -> None:
-        """Add the recomputes that a visit to a segment needs."""
+        """Add the demands that a segment, with the outcome `visit`, has on nodes of later segments."""
         for node, wanted in visit.demands:
             self.by_node[node] = combine_demands(self.by_node[node], wanted)
         for call, wanted_back in visit.restores:
@@ -88,7 +88,7 @@ class Segment:
         self._visits: dict[object, SegmentResult] = {}
 
     def visit(self, assignment: Assignment, demand: Demands) -> SegmentResult:
-        """Return the outcome of this segment under `assignment`, for the demands `demand`."""
+        """Return cost and memory of this segment's recomputes under `assignment`, for the demands `demand`. Cached."""
         restores = {call: tuple(demand.restores[call]) for call in self.calls if call in demand.restores}
         key = (
             assignment.state[self._near].tobytes(),
@@ -105,8 +105,8 @@ class Segment:
 
 
 class Segments:
-    """All nodes in their order, cut into segments of such a length that looking up all of them takes about as long as
-    visiting one.
+    """All nodes in topological order, cut into segments. Looking up all segments in their caches takes about as long as
+    visiting one segment.
     """
 
     def __init__(self, index: Index) -> None:
@@ -123,10 +123,10 @@ class Segments:
         ]
 
     def visit_all(self, assignment: Assignment) -> list[SegmentResult]:
-        """Return one visit for each segment in which `assignment` recomputes something.
+        """Return the outcome of each segment with nodes that `assignment` recomputes, replays, advances or offloads.
 
-        If a replay saves a value that is also held elsewhere, the replay's values are held as long as that value. They
-        may themselves extend that time, so the visits are repeated until nothing is held longer than before.
+        If a replayed call saves a foreign value (`Assignment.foreign_values`), the replay's inputs are held as long as
+        that value. This may hold the value itself longer, so all segments are visited again until nothing changes.
         """
         by_node, n_values = self._by_backward.copy(), self.index.n_values
         elsewhere = [(value, n_values + call) for value, call in assignment.foreign_values]
@@ -155,7 +155,7 @@ class Segments:
 
 
 class _SegmentWalk:
-    """A visit to one segment, node by node."""
+    """Computation of one segment's outcome, node by node."""
 
     def __init__(self, segment: Segment, assignment: Assignment, demand: Demands) -> None:
         self._index, self._forwards, self._assignment = segment.index, segment.forwards, assignment
@@ -217,7 +217,7 @@ class _SegmentWalk:
         self._demands[node] = wanted if known is None else combine_demands(known, wanted)
 
     def _cost_of(self, node: int) -> RecomputeCost:
-        """Return the cost of producing `node`, except the memory of a forward."""
+        """Return the cost of recomputing, replaying or advancing `node`, except the memory of a module's forward."""
         index = self._index
         if node >= index.n_values:
             return index.reruns.replay_costs[node - index.n_values]
@@ -229,7 +229,7 @@ class _SegmentWalk:
         return index.values.recompute_costs[node]
 
     def _record_recompute(self, node: int, cost: RecomputeCost) -> int:
-        """Record the cost of producing `node`. Return the bytes in use once it exists."""
+        """Record time and memory of recomputing, replaying or advancing `node`. Return the bytes of its result."""
         index, (when, until, _, after) = self._index, self._demands[node]
         scratch = cost.scratch_bytes
         if node >= index.n_values:

@@ -1,4 +1,4 @@
-"""Module calls that can run again: what a replay or an advance of each holds, costs and gives."""
+"""Module calls that can run again: inputs, costs and results of a replay or an advance of each call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from lowtide.planner.simulate.value_table import ValueTable
 
 
 class RepeatedSlots(NamedTuple):
-    """Slots whose tensor is also an input of an enclosing call, as columns; innermost calls of a slot first."""
+    """Slots whose tensor is also an input of a call around them, as columns; innermost calls of a slot come first."""
 
     row: Ints
     input_row: Ints
@@ -21,8 +21,9 @@ class RepeatedSlots(NamedTuple):
 
 
 class RerunTable:
-    """Module calls of a profile, a row each, as a replay (which restores saved values) or an advance (which gives the
-    call's result) sees them.
+    """Inputs, costs and results of running each module call of a profile again, a row for each call.
+
+    A replay restores saved values; an advance computes only the call's result.
     """
 
     def __init__(
@@ -34,7 +35,7 @@ class RerunTable:
             input_rows.setdefault((int(slots.call[row]), int(slots.value[row])), row)
 
         self.inputs: list[tuple[int, ...]] = [() for _ in profile.calls]
-        """Values that running each call again needs."""
+        """Values that each call needs as inputs to run again."""
         for call, value in input_rows:
             self.inputs[call] += (value,)
         both = list(zip(self.inputs, profile.calls, strict=True))
@@ -50,9 +51,9 @@ class RerunTable:
         self.repeated = self._find_repeated(input_rows)
 
         self.result_value = [self._result_value_of(profile, call) for call in range(len(profile.calls))]
-        """The value that advancing each call gives, or -1."""
+        """The value that advancing each call computes, or -1."""
         self.by_result: dict[int, list[int]] = {}
-        """Calls by the value that advancing them gives."""
+        """Calls by the value that advancing them computes."""
         for call, value in enumerate(self.result_value):
             self.by_result.setdefault(value, []).append(call)
         self.result_rows = [self._result_rows_of(call) for call in range(len(profile.calls))]
@@ -69,7 +70,9 @@ class RerunTable:
                 self.advanced_by_id[id_].append(call)
 
     def _find_repeated(self, input_rows: dict[tuple[int, int], int]) -> RepeatedSlots:
-        """Return the slots that repeat an input, and add values that are no input to `restorable`."""
+        """Return the slots whose tensor is an input of a call around them. Add other values, if allocated in the call,
+        to `restorable`.
+        """
         slots, repeated = self._slots, []
         for row, (own_call, value) in enumerate(zip(slots.call.tolist(), slots.value.tolist(), strict=True)):
             enclosing = self._calls.around[own_call]

@@ -1,6 +1,7 @@
 """Decisions -> peak and extra time: the one simulator that solvers, reports and tests all use.
 
-`memory_sweep.py` computes the memory of the step; here decisions get their names, and peaks their parts.
+`memory_sweep.py` computes the memory of the step. This file turns names into flags and back, and splits peaks into
+parts.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from lowtide.planner.simulate.profile_index import Index
 def predict(profile: Profile, decisions: Decisions) -> Prediction:
     """Return peak, extra time and extra FLOPs of the step under `decisions`.
 
-    Raises ValueError for decisions that the profile does not know or cannot carry out, LowtideError for a profile that
+    Raises ValueError for decisions that the profile does not know or support, LowtideError for a profile that
     contradicts itself. For many predictions of one profile, hold a `Simulator`.
     """
     return Simulator(profile).predict(decisions)
@@ -60,7 +61,7 @@ class Simulator:
         return self._with_in_place[n]
 
     def choice(self, decisions: Decisions) -> DecisionVector:
-        """Return `decisions` as flags. Raises ValueError for those that the profile does not know or support."""
+        """Return `decisions` as flags. Raises ValueError for decisions that the profile does not know or support."""
         index, choice = self.index, self.keep_everything()
         for address in decisions.recompute:
             if address not in index.slots.address_index:
@@ -93,16 +94,16 @@ class Simulator:
         return choice
 
     def keep_everything(self) -> DecisionVector:
-        """Return the choice that keeps everything."""
+        """Return decisions, as flags, that keep every saved tensor."""
         addresses, ids = len(self.index.slots.addresses), len(self.index.calls.ids)
         return DecisionVector(*(np.zeros(size, np.bool_) for size in (addresses, ids, ids, addresses)))
 
     def sweep(self, choice: DecisionVector) -> Sweep:
-        """Return the memory of the step under `choice` at each position."""
+        """Return the memory and cost of the step under `choice`, position by position."""
         return self._sweeper.sweep(choice)
 
     def decisions(self, choice: DecisionVector) -> Decisions:
-        """Return `choice` as decisions by address and id."""
+        """Return the flags in `choice` as decisions by slot address and call id."""
         return Decisions(
             recompute=frozenset(self.index.slots.addresses[address] for address in np.flatnonzero(choice.recompute)),
             replay=frozenset(self.index.calls.ids[id_] for id_ in np.flatnonzero(choice.replay)),

@@ -11,9 +11,9 @@ long as the longest path that follows the host up to some position k, and the de
 
     step = max over k of  host[0] + ... + host[k] + device[k] + ... + device[end]
 
-So it is a maximum of sums: monotone and convex in all times, which gives the rows of `solve/linear_program.py`. Within
-a position the work is taken to be launched first. A device never launches work by itself, and the host never waits for
-the device: a step that reads results back (`loss.item()`) waits at that point, which is not known here.
+So the time is a maximum of sums: monotone and convex in all times, which gives the rows of `solve/linear_program.py`.
+Within a position, all work is assumed to be launched before the device begins. The host is assumed never to wait for
+the device: in a step that reads results back (`loss.item()`) it does, but these waits are not modelled.
 
 Times are whole nanoseconds: equal work in another order takes exactly the same time.
 """
@@ -40,8 +40,8 @@ def step_ns(host: Ints, device: Ints) -> int:
 
 
 def hand_overs(host: Ints, device: Ints) -> Ints:
-    """Return, for each position, the length in ns of the path that follows the host up to there and the device from
-    there on.
+    """Return, for each position, the ns of the path that follows the host up to that position and the device from that
+    position on.
     """
     ways: Ints = host.cumsum() + device[::-1].cumsum()[::-1]
     return ways

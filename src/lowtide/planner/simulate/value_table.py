@@ -1,4 +1,4 @@
-"""Values of a profile: when backward reads them, and what it costs to recompute each."""
+"""Values of a profile: the positions at which backward reads each, and the cost of recomputing it."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class ValueTable:
         unsaved = np.array([value not in saved for value in range(n)], np.bool_)
 
         self.storage = self._storages(slots)
-        """Storage of each value, or -1: its own, or that of the first slot which saves it."""
+        """Storage of each value: its own, else the storage of the first slot that saves it, else -1."""
         self.storage_of: list[int] = self.storage.tolist()
-        """`storage` as numbers of Python, which loops read faster."""
+        """`storage` as Python integers, which loops read faster."""
         self.bytes_of = [value.bytes for value in profile.values]
         self.operands = [tuple(need for need in value.operands if need not in held_anyway) for value in profile.values]
-        """Operands as in the profile, without tensors that exist anyway."""
+        """Operands as in the profile, without tensors that exist anyway, such as parameters."""
         self.recomputable = self._flag_recomputable()
 
         self.read_at = np.full(n, end, np.int64)
@@ -38,10 +38,10 @@ class ValueTable:
         np.maximum.at(self.released_at, slots.value, slots.released_at)
 
         self.may_pass = unsaved.copy()
-        """Values that no slot holds, or only inputs of replays: recomputes go through them."""
+        """Values that no slot holds, or only slots for inputs of replays: recomputes compute them on the way."""
         self.may_pass[list(only_inputs)] = True
         self.shared = self._flag_shared(saved - only_inputs)
-        """Values with bytes of their own that several recomputes need, and that a slot holds in no or not in all
+        """Values with bytes of their own that several recomputes need, and that no slot holds, in some or in all
         plans.
         """
         self.recompute_costs = [self.recompute_cost(value, unsaved) for value in range(n)]
@@ -50,10 +50,10 @@ class ValueTable:
             {need for need in cost.operands if self.shared[need] and self.storage[need] < 0}
             for cost in self.recompute_costs
         ]
-        """Operands of each recompute that no slot holds and that others need too: computed once for all of them."""
+        """Operands of each recompute that no slot holds and that other recomputes need too: computed once for all."""
         self.optional_operands = [tuple(set(cost.operands) & only_inputs) for cost in self.recompute_costs]
-        """Operands that only replays hold, as their inputs. Without such a replay `recompute_costs` leaves out their
-        own cost.
+        """Operands of each recompute that only replays hold, as their inputs. Without such a replay, the operand has to
+        be recomputed too, which `recompute_costs` leaves out.
         """
 
     def __len__(self) -> int:
@@ -67,7 +67,7 @@ class ValueTable:
         return storages
 
     def _flag_recomputable(self) -> Flags:
-        """Flag values with a usable recipe whose operands a slot holds or another recompute gives."""
+        """Flag values with a usable recipe whose operands are held by a slot or can be recomputed."""
         recomputable = np.zeros(len(self), np.bool_)
         for index, value in enumerate(self._values):
             is_reachable = all(self.storage[need] >= 0 or recomputable[need] for need in self.operands[index])
@@ -87,7 +87,7 @@ class ValueTable:
         return shared
 
     def recompute_cost(self, value: int, passed: Flags) -> RecomputeCost:
-        """Return the cost of recomputing `value` if values in `passed` are not held: they are computed on the way."""
+        """Return the cost of recomputing `value`, and on the way the values that it needs and that `passed` flags."""
         on_the_way = passed & self.recomputable & ~self.shared
         try:
             return recompute_cost_of(value, self._values, self.operands, on_the_way)
@@ -97,7 +97,7 @@ class ValueTable:
             ) from error
 
     def passed_and_operands(self, value: int) -> set[int]:
-        """Return all values that a recompute of `value` can need or go through."""
+        """Return all values that a recompute of `value` can read, or compute on the way."""
         operands, through = set[int](), [value]
         for passed in through:  # grows during the loop
             operands.update(self.operands[passed])

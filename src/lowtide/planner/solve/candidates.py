@@ -1,8 +1,8 @@
 """The decisions from which solvers choose: groups of recomputes, replays and advances, each with its savings and cost.
 
-A storage is freed only when every value in it is dropped, and an address covers the slots of every call of the
-model in the step. So recomputes come in groups: storages that share an address go together. A replay or an advance is
-one call id; recomputes inside a replay overlap with it, because values that it restores need no recompute.
+A storage is freed only when every value in it is dropped, and an address covers the slots of every call of the model in
+the step. So recomputes come in groups: storages that share an address are in one group. A replay or an advance is one
+call id. Recomputes inside a replayed call overlap with the replay, because values that it restores need no recompute.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replay:
-    """Replay of one module call, in every call of the model."""
+    """Replay of one module call, in every call of the model during the step."""
 
     id: int
     start: int
@@ -52,7 +52,7 @@ class Replay:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Advance:
-    """One module call whose result is not kept, in every call of the model."""
+    """Advance of one module call, in every call of the model: the call's result is not kept, but computed again."""
 
     id: int
     start: int
@@ -63,7 +63,7 @@ class Advance:
 
 
 def replays_of(index: Index) -> dict[int, Replay]:
-    """Return the calls whose replay restores something, by id."""
+    """Return, by call id, the replays that can restore at least one saved value."""
     calls_by_id = index.reruns.replayed_by_id
     restored = {
         id_: frozenset(int(index.values.storage[value]) for call in calls for value in index.reruns.restorable[call])
@@ -87,7 +87,7 @@ def replays_of(index: Index) -> dict[int, Replay]:
 
 
 def groups_of(index: Index, replays: dict[int, Replay]) -> list[Group]:
-    """Return the groups that can be recomputed, joined where they share an address or a storage."""
+    """Return the groups of storages that can be recomputed. Storages that share a slot address are in one group."""
     joined = _join_slots(index, np.flatnonzero(index.slot_recomputable).tolist())
     around = [set(index.calls.around[call]) for call in index.slots.call.tolist()]
     for row in np.flatnonzero(index.slots.is_input).tolist():
@@ -118,7 +118,7 @@ def groups_of(index: Index, replays: dict[int, Replay]) -> list[Group]:
 
 
 def advances_of(index: Index) -> list[Advance]:
-    """Return the calls that can be run forward for their results, in the order of the forward pass."""
+    """Return the calls that can run forward again for their results, in the order of the forward pass."""
     advances = [
         Advance(
             id=id_,
@@ -133,7 +133,10 @@ def advances_of(index: Index) -> list[Advance]:
 
 
 def offloads_of(index: Index, n_groups: int) -> list[Group]:
-    """Return the groups that can be offloaded, joined like recomputes; numbered after the `n_groups` of those."""
+    """Return the groups of storages that can be offloaded, numbered from `n_groups` on.
+
+    Storages that share a slot address are in one group.
+    """
     rows = np.flatnonzero(~index.slots.is_state).tolist() if index.can_offload else ()
     groups: list[Group] = []
     for members in _join_slots(index, rows).sets():
@@ -156,7 +159,9 @@ def _cost(index: Index, cost: RecomputeCost) -> float:
 
 
 def _join_slots(index: Index, rows: Iterable[int]) -> _DisjointSets:
-    """Return the addresses and storages of some slots, joined where one slot has both."""
+    """Return the addresses and storages of the slots in `rows` as disjoint sets; each slot joins its address and
+    storage.
+    """
     joined = _DisjointSets()
     for row in rows:
         joined.join(("address", int(index.slots.address[row])), ("storage", int(index.slots.storage[row])))

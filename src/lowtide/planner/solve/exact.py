@@ -1,9 +1,9 @@
-"""Find decisions by branch and bound: the covering problem in integers, until the simulator agrees.
+"""Find decisions by branch and bound: solve the covering problem in integers until the simulator confirms the result.
 
-HiGHS finds the cheapest decisions for the rows of `linear_program.py`. Those rows leave out memory that depends on all
-other decisions (scratch memory, copies made for others), so the decisions are simulated; at positions over the limit
-the omitted memory is subtracted from the capacity and the program is solved again. Decisions that are still a little
-over the limit are mended by greedy moves.
+HiGHS finds the cheapest decisions for the rows of `linear_program.py`. These rows omit memory that depends on all other
+decisions (scratch memory, values recomputed early for other recomputes), so the decisions are simulated. At positions
+over the limit the omitted memory is subtracted from the capacity, and the program is solved again. Decisions that are
+still a little over the limit are repaired by greedy moves.
 
 Optimal for the rows; the omitted memory is the only gap between a choice and the bound (`lower_bound.py`).
 Deterministic: stopped by numbers of nodes and rounds. Not yet: omitted memory is charged to a position regardless of
@@ -28,7 +28,7 @@ Bytes = dict[int, float]
 ROUNDS = 3
 """Largest number of integer programs that are solved for one limit."""
 ROUGH = 0.1
-"""Largest share of the limit that the rows may leave out; above it, their solutions are no guide to choices that
+"""Largest share of the limit that the rows may omit; if more is omitted, their solutions are no guide to choices that
 fit.
 """
 TIGHT = 0.97
@@ -38,7 +38,7 @@ TIE = 0.01
 
 
 class BranchAndBound:
-    """The covering problem of one profile, to be solved for any limit."""
+    """Solver of one profile's covering problem, for any limit on the peak."""
 
     def __init__(self, simulator: Simulator, moves: Moves) -> None:
         index = simulator.index
@@ -53,7 +53,7 @@ class BranchAndBound:
         self._recompute_variables = [
             [variables.n_storages + storage for storage in sorted(g.storages)] for g in moves.groups
         ]
-        """For each group the variable that is 1 if it is recomputed."""
+        """For each group the variables, one per storage, that are 1 if the group is recomputed."""
         self._advance_ids = [(v, int(index.calls.id[c])) for c, v in variables.advances.items()]
         calls = [
             [variables.runs[call] for call in calls if call in variables.runs] for calls in index.reruns.replayed_by_id
@@ -62,7 +62,7 @@ class BranchAndBound:
         self._offload_variables = [
             [variables.offloads[storage] for storage in sorted(g.storages)] for g in moves.offloads
         ]
-        """For each group the variable that is 1 if it is offloaded."""
+        """For each group the variables, one per storage, that are 1 if the group is offloaded."""
         self._equalities: list[Row] = []
         """Rows that treat all storages of a group alike, and a module call alike in every call of the model."""
         for first, *others in filter(None, [*self._recompute_variables, *self._offload_variables, *calls]):
@@ -74,10 +74,10 @@ class BranchAndBound:
     ) -> tuple[float, Bytes]:
         """Add choices that fit `limit`, at costs within `span`, to the pool of `search`.
 
-        `omitted_bytes` has the positions that mattered for a limit like this one, and the memory that the rows omit
-        there. Returns a lower bound on the cost of any choice that fits, FLOPs included, if as much is omitted then:
-        infinite if none fits, 0 if too much is omitted to tell; and `omitted_bytes` for this limit. Ends early at
-        `until`.
+        `omitted_bytes` has the positions that mattered for a similar limit, and the memory that the program's rows omit
+        there. Returns a lower bound on the cost, FLOPs included, of any choice that fits (infinite if none fits, 0 if
+        too much memory is omitted to tell), and `omitted_bytes` for this limit. The bound assumes that this choice has
+        as much memory that the rows omit. Ends early at `until`.
         """
         if is_rough(omitted_bytes, limit):
             return 0.0, omitted_bytes
@@ -103,7 +103,8 @@ class BranchAndBound:
     def _correct_rounds(
         self, problem: MilpProblem, search: GreedySearch, span: CostRange, omitted_bytes: Bytes
     ) -> tuple[DecisionVector, bool, Bytes]:
-        """Alternate between solving and simulating, which corrects `problem`, until decisions fit at costs in `span`.
+        """Solve `problem`, simulate the decisions and correct `problem` by the result, until decisions fit at a cost
+        within `span`.
 
         Returns the last decisions, True if they fit, and the omitted memory at the positions that mattered.
         """
@@ -139,11 +140,11 @@ class BranchAndBound:
         return choice, fits, omitted_bytes
 
     def cost_of(self, candidate: Candidate) -> float:
-        """Return the objective of a simulated choice."""
+        """Return a simulated choice's extra time plus a small weight for its FLOPs, as the solver minimizes both."""
         return candidate.extra_ms + self.tie * candidate.extra_flops
 
     def choice(self, variables: Floats) -> DecisionVector:
-        """Return the decisions that a solution's `variables` stand for."""
+        """Return the decisions in a solution of the program, given its `variables`: those above 0.5 are taken."""
         choice = self.simulator.keep_everything()
         for group, of_storages in zip(self.moves.groups, self._recompute_variables, strict=True):
             if variables[of_storages].max() > 0.5:
@@ -160,7 +161,7 @@ class BranchAndBound:
         return choice
 
     def _within(self, span: CostRange) -> list[Row]:
-        """Return rows that keep times within `span`, scaled by the largest possible time."""
+        """Return rows of the program that keep the time within `span`, scaled by the largest possible time."""
         ms = self.covering.costs.ms
         total = float(ms.sum())
         if not total:
@@ -171,5 +172,5 @@ class BranchAndBound:
 
 
 def is_rough(omitted_bytes: Bytes, limit: int) -> bool:
-    """Return True if the rows leave out so much that solving them is useless."""
+    """Return True if the program's rows omit so much memory at some position that solving them is useless."""
     return max(omitted_bytes.values(), default=0.0) > ROUGH * limit

@@ -7,7 +7,7 @@ covers little; coverage is always simulated, never guessed. Then unnecessary dec
 The search is repeated from other starts.
 
 Deterministic. Not optimal: `exact.py` is better wherever its rows describe nearly all memory. Elsewhere the greedy
-search finds the smallest peaks, mends choices that are a little over the limit, and needs no solver.
+search finds the smallest peaks, repairs choices that are a little over the limit, and needs no solver.
 """
 
 from __future__ import annotations
@@ -63,8 +63,9 @@ class GreedySearch:
         return self.sweep(choice).peak <= limit
 
     def fitting_choices(self, limit: int, *starts: DecisionVector) -> Iterator[DecisionVector]:
-        """Yield choices that fit: what `reduce` makes of each of `starts`; then all cheap recomputes, with just enough
-        replays of the first calls of each level.
+        """Yield choices whose peak is at most `limit`: first results of `reduce` for each of `starts`.
+
+        Then, for each nesting level of module calls, all cheap recomputes with just enough replays of the first calls.
         """
         cheap = self.moves.recompute_all(expensive=False)
         for start in starts:
@@ -78,7 +79,7 @@ class GreedySearch:
                 yield _with_replays(cheap, level[: count + 1])
 
     def reduce(self, choice: DecisionVector, limit: int) -> DecisionVector:
-        """Return `choice` with moves made until it fits or no move helps."""
+        """Apply moves to `choice` until its peak is at most `limit` or no move helps; return the result."""
         useless: set[Move] = set()
         sweep = self.sweep(choice)
         while sweep.peak > limit:
@@ -101,7 +102,11 @@ class GreedySearch:
     def _best(
         self, choice: DecisionVector, sweep: Sweep, limit: int, moves: list[tuple[float, Move]], useless: set[Move]
     ) -> Move | None:
-        """Return one of the best of `moves`, which are given with upper bounds of their worth, best first."""
+        """Return a move whose worth is nearly the best, or None if no move removes bytes over `limit`.
+
+        Worth is the bytes removed per cost. `moves` have upper bounds of their worth, best first; moves that turn out
+        to remove nothing are added to `useless`.
+        """
         missing, cost = _excess_bytes(sweep, limit), self.moves.cost(sweep)
         best, most = None, 0.0
         for tried, (bound, move) in enumerate(moves):
@@ -118,8 +123,8 @@ class GreedySearch:
         return best
 
     def _best_detour(self, choice: DecisionVector, sweep: Sweep, limit: int, moves: list[Move]) -> Move | None:
-        """Return one of the best of `moves`. Of many moves it tries a sample, then ever closer neighbours of the best
-        one.
+        """Return one of the best of `moves`. Of many moves, only a sample is simulated, then ever closer neighbours of
+        the best one so far.
 
         In a long chain, keeping a value again lowers the peak most if the value is near the middle.
         """
@@ -137,8 +142,8 @@ class GreedySearch:
         return best_move
 
     def prune(self, choice: DecisionVector, limit: int) -> DecisionVector:
-        """Return `choice` without decisions that are not needed to fit. The costliest are undone first, and the later
-        ones first among equals.
+        """Undo decisions in `choice` that are not needed for a peak of at most `limit`. The costliest decisions are
+        undone first, and among equals those about later calls.
 
         Several decisions are removed at once as long as the choice still fits, which takes fewer simulations.
         """
@@ -164,15 +169,17 @@ class GreedySearch:
 
     @staticmethod
     def _is_useless(move: Move, choice: DecisionVector, full: Flags) -> bool:
-        """Return True if a storage that `move` keeps again does not fit, which is known without a simulation."""
+        """Return True if `move` keeps a storage that `full` flags, so that no simulation is needed to know that its
+        peak is above the limit.
+        """
         kept = [group for group in move.keep if not choice.replay[list(group.inside)].any()]
         return any(full[list(piece.storages)].any() for piece in (*kept, *move.unoffload)) or any(
             full[list(advance.storages)].any() for advance in move.unadvance
         )
 
     def _storages_without_room(self, sweep: Sweep, limit: int) -> Flags:
-        """Flag the storages that would exceed `limit` if they were kept from forward until their recompute; runs no
-        simulation.
+        """Flag the storages that would raise the peak above `limit` if they were kept from forward until their
+        recompute. Runs no simulation.
         """
         index = self.simulator.index
         node, start = sweep.copies.node, sweep.copies.start
@@ -188,7 +195,7 @@ class GreedySearch:
         return full
 
     def drop_ineffective(self, choice: DecisionVector) -> DecisionVector:
-        """Return `choice` without decisions that change nothing."""
+        """Return `choice` without recomputes and offloads that have no effect on the step."""
         index, sweep = self.simulator.index, self.sweep(choice)
         calls = [call for id_ in np.flatnonzero(choice.replay) for call in index.reruns.replayed_by_id[id_]]
         calls += [call for id_ in np.flatnonzero(choice.advance) for call in index.reruns.advanced_by_id[id_]]
@@ -203,8 +210,9 @@ class GreedySearch:
         return tidied if (same.peak, same.extra_ms) == (sweep.peak, sweep.extra_ms) else choice
 
     def search_smallest(self) -> list[DecisionVector]:
-        """Return the choices with the smallest peaks: all decisions at once, and results of greedy searches for ever
-        lower limits.
+        """Return one or two choices with the smallest peak that is found by greedy searches for ever lower limits.
+
+        Searches start from nothing, and from choices that take many decisions at once.
         """
         moves = self.moves
         starts = [

@@ -1,23 +1,26 @@
 """Find decisions that keep a step's peak within a budget, and never cost more for a larger budget.
 
-Branch and bound (`exact.py`) and, where that leaves a gap, greedy searches (`greedy.py`); the cheapest
-of all simulated choices wins.
+Branch and bound (`exact.py`) searches first, and where it leaves a gap to its bound, greedy searches (`greedy.py`)
+follow; the cheapest of all simulated choices wins.
 
 **More budget never costs more** time, nor more FLOPs for the same time. A search alone may have bad luck with the
-larger of two budgets. So it is run on the rungs of a ladder that is independent of the asked budget: the smallest peak,
-the plain peak, and the midpoints between them, halved again and again towards the asked budget for as long as the costs
-on both sides of it differ. A rung is solved once the rungs on both sides of it are, and takes the cheapest choice seen
-that fits it and costs no less than the rung above and no more than the rung below. That choice is the plan of every
-budget from its own peak to the rung, and halving goes on below it. By induction costs fall from rung to rung, and a
-rung's plan is the same whichever budget led to it. A budget between two rungs gets a step of the staircase between
-them: choices seen on the way to those two rungs, each with a larger peak and lower costs than the last. That staircase
-is the same for every budget between the two. FLOPs alone may rise: the smallest peaks take replays that are slow and
-count few FLOPs, and a plan held to as few would be as slow with much more memory.
+larger of two budgets. So searches run for the rungs of a ladder that is independent of the asked budget: the smallest
+peak, the plain peak, and the midpoints between them, halved again and again towards the asked budget for as long as the
+costs on both sides of the budget differ. A rung is solved after the rungs on both sides of it. It takes the cheapest
+simulated choice that fits it and costs no less than the rung above and no more than the rung below. This choice is the
+plan of every budget from its own peak to the rung, and halving goes on below its peak. By induction costs fall from
+rung to rung, and a rung's plan is the same whichever budget led to it. A budget between two rungs gets a step of the
+staircase between them: choices simulated on the way to these two rungs, each with a larger peak and lower costs than
+the choice before. The staircase is the same for every budget between the two rungs. FLOPs alone may rise: the smallest
+peaks take replays that are slow and count few FLOPs, and a plan with as few FLOPs would be as slow with much more
+memory.
 
-Greedy searches start from the result of the rung above, within a little more room; from elsewhere only if that is near.
+Greedy searches start from the result of the rung above, which has a little more room. They also start from elsewhere
+if the limit is near the plain peak.
 
-Deterministic. The order costs `NEAR` of the cost or one of `2 ** HALVINGS` parts of the budget's range, and now and
-then a lucky find. Not yet: fewer rungs are solved for very deep models, so that planning stays quick.
+Deterministic. This order makes plans dearer by a share of up to `NEAR`, or by up to one of `2 ** HALVINGS` parts of the
+budget's range, and sometimes loses a lucky result. Not yet: fewer rungs are solved for very deep models, so that
+planning stays quick.
 """
 
 from __future__ import annotations
@@ -57,7 +60,7 @@ NEAR_PLAIN = 0.5
 NOTHING_NEW = 1e-3
 """Relative difference of costs below which a rung adds nothing to the one below it."""
 STUCK = 0.05
-"""Relative difference of costs up to which no further rungs are solved above a rung that tells nothing new."""
+"""Relative difference of costs up to which no further rungs are solved above a rung that adds nothing (NOTHING_NEW)."""
 
 
 NOTHING_SAVED = 0.97
@@ -67,7 +70,7 @@ save next to nothing.
 
 
 LEFT_SHARE = 0.05
-"""Share of the smallest peak from which the same error says that the step before has left memory there."""
+"""Share of the smallest peak from which the error for an infeasible budget names memory left by the step before."""
 
 _TEMPORARIES = {
     "before forward": "at its peak, before forward, are temporaries",
@@ -80,9 +83,9 @@ _TEMPORARIES = {
 def solve(simulator: Simulator, budget_bytes: int, *, until: float | None = None) -> Decisions:
     """Return decisions whose peak is at most `budget_bytes`, at an extra time that never grows with the budget.
 
-    Results stay with the simulator: further budgets take less time. With `until` (by `time.monotonic()`) the search
-    ends there with the best result so far; the smallest peak is always searched for. Raises Infeasible, with the
-    smallest peak that was found.
+    Results are cached for each simulator, so further budgets take less time. At `until` (by `time.monotonic()`) the
+    search ends with the best result so far; the smallest peak is always searched for. Raises Infeasible if no decisions
+    fit, with the smallest peak that was found.
     """
     ladder = ladder_of(simulator)
     candidate = ladder.best(budget_bytes - simulator.profile.static.total, until)
@@ -128,7 +131,7 @@ def infeasible(simulator: Simulator, budget_bytes: int, smallest: DecisionVector
 
 
 def _left_at(profile: Profile, position: int) -> int:
-    """Return the bytes from the step before that are certain to be in memory at `position`."""
+    """Return the bytes left by the previous step that are certain to be in memory at `position`."""
     freed_bytes = max(0, profile.gradient_bytes[position] - profile.base_bytes[position])
     return max(0, profile.static.carried_over - freed_bytes)
 
@@ -160,8 +163,8 @@ class BudgetLadder:
         pruned = search.prune(low[0].choice, peak)
         choice = pruned if search.sweep(pruned).peak == peak else low[0].choice
         self.bottom = Candidate.of(choice, search.sweep(choice))
-        """A choice with the smallest peak that does not depend on measured times. A search by time may find a smaller
-        one, which no error promises.
+        """A choice with the smallest peak found without measured times. A search by time may find a smaller peak, but
+        no error message names it.
         """
         search.sweep(simulator.keep_everything())
         self.top = min(search.pool.candidates, key=lambda candidate: (candidate.cost, candidate.peak))
@@ -172,10 +175,10 @@ class BudgetLadder:
             storages, self._halvings = storages // 2, self._halvings - 1
 
     def best(self, limit: int, until: float | None = None) -> Candidate | None:
-        """Return the plan for peaks of at most `limit`, or None below the smallest. See the top of this file.
+        """Return the choice for peaks of at most `limit`, or None if the smallest peak is larger.
 
-        If `until` ends the search, the plan is the cheapest one found so far, and a larger budget may get a costlier
-        one.
+        The top of this file describes the search. If `until` ends it, the result is the cheapest choice found so far,
+        and a larger limit may get a costlier choice.
         """
         if limit < self.bottom.peak:
             return None
@@ -208,7 +211,7 @@ class BudgetLadder:
         return [step for step in steps if step.peak <= limit][-1]
 
     def _best_so_far(self, limit: int, path: list[BudgetStep]) -> Candidate:
-        """Return the cheapest choice found on the way, or one that a single greedy search finds."""
+        """Return the cheapest choice that fits `limit`, among those found for `path` and by one more greedy search."""
         search = GreedySearch(self.moves)
         search.reduce(self.simulator.keep_everything(), limit)
         candidates = (
@@ -221,7 +224,10 @@ class BudgetLadder:
         )
 
     def _solve_step(self, limit: int, span: CostRange, path: list[BudgetStep], until: float | None) -> BudgetStep:
-        """Solve the rung at `limit`, whose cost is in `span`, from the rungs in `path`. Ends early at `until`."""
+        """Find the cheapest choice that fits `limit` at a cost within `span`, beginning from the results in `path`.
+
+        Ends early at `until`.
+        """
         search, pools = GreedySearch(self.moves), [rung.pool for rung in path]
         # Where the rows leave out too much for this limit, they may still be good enough for a larger one.
         guides = (rung for rung in reversed(path) if rung.limit > limit or not is_rough(rung.omitted_bytes, rung.limit))
@@ -248,8 +254,9 @@ _SMALLEST: list[tuple[Profile, bool, list[Candidate]]] = []
 
 
 def _smallest_candidates(profile: Profile, is_quick: bool) -> list[Candidate]:
-    """Return choices with small peaks, the smallest first. They depend on no measured time, so every rehearsal of a
-    step finds the same, and all objectives share them.
+    """Return choices with small peaks, smallest first, from a cache of the last few searches.
+
+    The search uses no measured times, so all rehearsals of a step and all objectives get the same choices.
     """
     timeless = replace(with_work_costs(profile), static=Static(), notes=())
     for known, was_quick, candidates in _SMALLEST:
@@ -272,7 +279,7 @@ def _search_smallest(profile: Profile, is_quick: bool) -> list[Candidate]:
 
 
 def _cheapest(limit: int, span: CostRange, pools: Sequence[ParetoPool]) -> Candidate:
-    """Return the cheapest choice in one of `pools` that fits and has a cost within `span`."""
+    """Return the cheapest choice in `pools`, or end of `span`, that fits `limit` at a cost within `span`."""
     if span.least.peak <= limit:
         return span.least
     fitting = (pool.best(limit, span) for pool in pools)
@@ -286,7 +293,7 @@ _RECENT: list[BudgetLadder] = []
 
 
 def ladder_of(simulator: Simulator) -> BudgetLadder:
-    """Return the ladder of `simulator`, from a cache of the last few, along with its results."""
+    """Return the budget ladder of `simulator`. The last few ladders are cached, with all their results."""
     for ladder in _RECENT:
         if ladder.simulator is simulator:
             return ladder

@@ -1,17 +1,17 @@
-"""Relax the problem of a profile to a linear program that never overestimates the cost.
+"""Relax the planning problem of a profile to a linear program that never overestimates the cost.
 
-For each storage x says that it is dropped, d that it is recomputed, o that it is offloaded; for each call q says that
-it runs again, and a that it is advanced; for each unheld value that several recomputes need p says that it is computed.
-Any solver's decisions give such numbers, 0 or 1, that satisfy every row below; so no plan can take less time than the
-minimum over these rows. Omitted effects only make that minimum smaller.
+Variables are x, d and o for each storage (1 if it is dropped, recomputed, offloaded), q and a for each call (1 if it is
+replayed, advanced), and p for each value that no slot holds and several recomputes need (1 if it is computed). Any
+plan's decisions give such numbers, 0 or 1, that satisfy every row below. So no plan can take less time than the minimum
+over these rows. Omitted effects only make that minimum smaller.
 
-    dropped     x <= d + o + the q and a that can restore it; tensors saved only in a running call are not kept
-    passing     d <= p, and p <= p' for the values that p needs in turn
+    dropped     x <= d + o + the q and a that can restore it; tensors saved only in a replayed call are not kept
+    passing     d <= p, and p <= p' for the values that the value of p needs
     capacity    at position t: base + storages alive by themselves + (1 - x) * bytes kept for backward
                 + x * bytes that backward has read and not released + bytes recomputed early <= limit
     early       a recompute needs its operands, and a call its inputs, before backward reads those itself:
                 m[v, t] >= m[u, t] + d[v] - 1 where a recompute of u needs v, with m[u, t] = d[u] once u is read;
-                a call that runs for one value restores all its others, unless a call inside it does
+                a call replayed for one value restores all its other values, unless a call inside it restores them
 
     clocks      with clocks of host and device, the cost is one more variable, the extra time t. For some positions k:
                 t >= host time launched by k + device time from k on - the plain step's slack at k (`two_clocks.py`);
@@ -58,18 +58,18 @@ class Rows(NamedTuple):
 
 
 class Spans(NamedTuple):
-    """For each storage its bytes, and the positions [start, end) in which it takes them; none if `end` is not later."""
+    """For each storage its bytes, and the positions [start, end) at which they are in use; none if `end` <= `start`."""
 
     start: Ints
     end: Ints
     bytes: Ints
 
     def at(self, position: int) -> Ints:
-        """Return bytes by storage at `position`."""
+        """Return, for each storage, the bytes in use at `position`."""
         return np.where((self.start <= position) & (position < self.end), self.bytes, 0)
 
     def usage(self, n_positions: int, shares: Floats | float = 1.0) -> Floats:
-        """Return bytes by position of the given shares of the storages."""
+        """Return, for each position, the bytes in use if each storage counts with its share."""
         size = np.where(self.start < self.end, self.bytes * shares, 0.0)
         changes = np.zeros(n_positions + 1)
         np.add.at(changes, self.start, size)
@@ -107,7 +107,7 @@ class StorageMemory:
 
 
 class CoveringProblem:
-    """Rows and costs for one profile. Memory is in bytes beyond `static`, costs are in milliseconds."""
+    """Rows and costs of one profile's linear program. Memory is in bytes beyond `static`, costs in milliseconds."""
 
     def __init__(self, index: Index) -> None:
         self.index = index
@@ -136,7 +136,9 @@ class CoveringProblem:
         self._at: dict[int, Rows] = {}
 
     def _always_restored(self) -> dict[int, list[int]]:
-        """Return, for each call, the storages that its replay always restores, unless they are recomputed."""
+        """Return, for each call that can be replayed, the storages that are saved only in it: its replay restores them
+        unless they are recomputed.
+        """
         index, saved = self.index, self.saved
         repeating = set(index.slots.value[index.reruns.repeated.row].tolist())
         slot_calls: dict[int, list[int]] = {}
@@ -150,7 +152,7 @@ class CoveringProblem:
         return inside
 
     def _structure(self) -> list[Row]:
-        """Return the rows `dropped` and `passing`, which hold at every position."""
+        """Return the rows "dropped" and "passing" of the program (top of this file), which hold at every position."""
         variables, saved, n, rows = self.variables, self.saved, self.variables.n_storages, list[Row]()
         for storage, values in enumerate(saved.by_storage):
             restoring = {variables.runs[call] for value in values for call in saved.restoring_calls.get(value, ())}
@@ -174,8 +176,8 @@ class CoveringProblem:
         return rows
 
     def at(self, position: int) -> Rows:
-        """Return the rows for one position. The last row is the capacity; to its bound, 0, the caller adds the limit
-        divided by `StorageMemory.plain`.
+        """Return the program's rows for one position. The last row is the capacity, to whose right side the caller adds
+        the limit, divided by `StorageMemory.plain`.
         """
         if position not in self._at:
             rows, early = self._early_recomputes(position)
@@ -191,7 +193,10 @@ class CoveringProblem:
         return self._at[position]
 
     def _early_recomputes(self, position: int) -> tuple[list[Row], dict[int, int]]:
-        """Return rows for values recomputed before backward reads them, and the variable of each, by storage."""
+        """Return rows for values that are recomputed before backward reads them and exist at `position`.
+
+        Also return, by storage, the variable of each such value.
+        """
         index, variables, saved, n = self.index, self.variables, self.saved, self.variables.n_storages
         ahead = [
             (storage, value)
@@ -209,7 +214,7 @@ class CoveringProblem:
         early_runs = {call: next(numbers) for call in sorted(calls)}
 
         def recomputed_variable(value: int) -> int | None:
-            """Return the variable that says that `value` has been recomputed by now."""
+            """Return the variable that is 1 if `value` has been recomputed by `position`, or None."""
             if index.values.read_at[value] <= position:
                 return n + saved.storage_of[value]
             return recomputed.get(value)
@@ -237,8 +242,8 @@ class CoveringProblem:
         return rows, early
 
     def _other_ways(self, call: int, storage: int) -> dict[int, float]:
-        """Return the variables by which a storage saved in `call` is restored without replaying `call`: replays inside
-        it, and advances.
+        """Return coefficients of the variables that restore `storage`, saved in `call`, without a replay of `call`:
+        replays of inner calls, advances, offloading.
         """
         variables, saved, around = self.variables, self.saved, self.index.calls.around
         value = saved.sole[storage]

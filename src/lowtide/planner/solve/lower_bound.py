@@ -24,10 +24,10 @@ SLACK = 1e-6
 def lower_bound(
     simulator: Simulator, budget_bytes: int, *, known_ms: float = np.inf, until: float | None = None
 ) -> float:
-    """Return the least milliseconds of any plan whose peak is at most `budget_bytes`; infinite if no plan fits.
+    """Return a lower bound on the extra milliseconds of any plan whose peak is at most `budget_bytes`.
 
-    `known_ms` is the time of some plan that fits: a bound close to it, or far below it, is not worth the time that
-    raising it takes. At `until` (by `time.monotonic()`) further improvement is skipped; the result is still a bound.
+    The bound is infinite if no plan can fit. `known_ms` is the extra time of some plan that fits: a bound that is close
+    to it, or far below, is not improved further. Neither is any bound after `until` (by `time.monotonic()`).
     """
     covering = covering_of(simulator)
     limit = budget_bytes - simulator.profile.static.total

@@ -1,10 +1,10 @@
-"""Assemble the rows of a covering problem and solve them with HiGHS: in shares of decisions, and in decisions.
+"""Assemble the rows of a covering problem and solve them with HiGHS, with decisions as shares (0 to 1) or as integers.
 
 HiGHS (Huangfu and Hall 2018, doi 10.1007/s12532-017-0130-5) is stopped by the number of branch-and-bound nodes, not by
-a clock unless one is given: the same program has the same solution each time. Before it branches, decided variables are
-removed: if the reduced cost of a variable at its bound is more than `slack`, a solution with the variable elsewhere
-costs at least that much more than the relaxation (Dantzig, Fulkerson and Johnson 1954, doi 10.1287/opre.2.4.393). A
-solution found with little slack is good, takes a tenth of the time, and tells the slack that the best one needs.
+a clock unless one is given: the same program has the same solution each time. Before HiGHS branches, decided variables
+are removed: if the reduced cost of a variable at its bound is more than `slack`, a solution with the variable elsewhere
+costs at least `slack` more than the relaxation (Dantzig, Fulkerson and Johnson 1954, doi 10.1287/opre.2.4.393). A
+solution found with little slack is good, takes a tenth of the time, and tells the slack that the best solution needs.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ IMPOSSIBLE = Solution(None, np.inf, np.inf, {})
 
 @dataclass(slots=True)
 class MilpProblem:
-    """One limit, the positions that matter for it, and further rows that a solution must satisfy."""
+    """A covering problem for one limit, with the positions that matter for this limit and further rows to satisfy."""
 
     covering: CoveringProblem
     limit: int
@@ -93,14 +93,17 @@ class MilpProblem:
         return bool(new)
 
     def subtract_omitted(self, simulated: Ints, solved: Mapping[int, float]) -> None:
-        """Add to `omitted_bytes` the excess of simulated over solved memory, at positions over the limit."""
+        """Add to `omitted_bytes` the excess of simulated memory over the program's, at positions over the limit."""
         for position in self.positions:
             if (over := float(simulated[position])) > self.limit:
                 more = self.omitted_bytes.get(position, 0.0) + over - solved[position]
                 self.omitted_bytes[position] = max(more, 0.0)
 
     def solve_relaxation(self) -> Solution:
-        """Return the cheapest shares of decisions, with positions added until none is over the limit."""
+        """Return the cheapest solution with decisions as shares (0 to 1).
+
+        Positions over the limit are added to the program until a solution has none, at most ROUNDS times.
+        """
         covering = self.covering
         if not self.positions:
             self.add(covering.memory.usage(np.zeros(covering.variables.n_storages)))
@@ -115,9 +118,9 @@ class MilpProblem:
         return best
 
     def solve_decisions(self, *, accept_any: bool = False) -> Solution:
-        """Return decisions for the current positions: near the cheapest, or if `accept_any` the first found.
+        """Return decisions for the current positions: near the cheapest, or with `accept_any` the first ones found.
 
-        Cores are searched one after the other, until a larger one would take more time than it is worth.
+        Larger and larger parts of the decisions (CORES) are searched, until a larger part would not be worth its time.
         """
         relaxed = self._relaxation()
         least = relaxed.answer.bound
@@ -140,7 +143,8 @@ class MilpProblem:
     def tighten_bound(self, known: float) -> float:
         """Return a lower bound on the cost of decisions for the current positions; some decisions cost `known`.
 
-        It improves on the bound of shares only if that is not close to `known`, and not too many decisions are open.
+        The relaxation's bound is returned if it is close to `known`, or if the relaxation leaves too many decisions
+        between 0 and 1. Otherwise branch and bound improves it.
         """
         relaxed = self._relaxation()
         least = relaxed.answer.bound
@@ -153,7 +157,7 @@ class MilpProblem:
         return max(least, min(relaxed.rows.solve_integers(relaxed.fixed_variables(slack)).bound, known))
 
     def _relaxation(self) -> _Relaxation:
-        """Return the relaxation of the current rows; the previous one if nothing has changed since."""
+        """Return the relaxation of the current rows, solved again only if rows have changed."""
         now = len(self.positions), len(self.rows), tuple(self.omitted_bytes.items())
         if self._last is None or self._last[0] != now:
             self._last = now, _MatrixForm(self).solve_relaxation()
@@ -167,7 +171,9 @@ def is_over(until: float | None) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Relaxation:
-    """The solution in shares, and the least extra cost of a solution with a variable away from 0, or away from 1."""
+    """Solution with decisions as shares; for each variable, the least extra cost of solutions where it is not 0, or not
+    1.
+    """
 
     rows: _MatrixForm
     answer: Solution
@@ -182,13 +188,13 @@ class _Relaxation:
         return int(np.count_nonzero(np.abs(decisions - 0.5) < 0.5 - OPEN))
 
     def fixed_variables(self, slack: float) -> tuple[Flags, Flags]:
-        """Return the decisions that are 0, and those that are 1, in every solution that costs at most `slack` more."""
+        """Flag the decisions that are 0 in every solution that costs at most `slack` more, and those that are 1."""
         fixed = np.arange(self.rows.n) < self.rows.covering.variables.n_decisions
         return fixed & (self.cost_above_zero > slack), fixed & (self.cost_below_one > slack)
 
 
 class _MatrixForm:
-    """A program as A @ variables <= b. Imports SciPy only to solve, so that reading records does not wait for it."""
+    """A program as A @ variables <= b. SciPy is imported only here, so that reading records does not wait for it."""
 
     def __init__(self, problem: MilpProblem) -> None:
         from scipy.sparse import csr_array
@@ -225,7 +231,7 @@ class _MatrixForm:
         self.upper = np.concatenate([covering.costs.upper, np.ones(n_own)])
 
     def solve_relaxation(self) -> _Relaxation:
-        """Return the solution in shares of decisions."""
+        """Return the cheapest solution with decisions as shares (0 to 1), and the cost of moving each variable."""
         from scipy.optimize import linprog
 
         bounds = np.column_stack((np.zeros(self.n), self.upper))
@@ -238,7 +244,9 @@ class _MatrixForm:
         )
 
     def solve_integers(self, settled: tuple[Flags, Flags]) -> Solution:
-        """Return decisions close to the bound, with `fixed_variables` variables fixed."""
+        """Return integer decisions of nearly the least cost. `settled` flags decisions fixed at 0, and those fixed at
+        1.
+        """
         from scipy.optimize import Bounds, LinearConstraint, milp
 
         lower, upper = np.where(settled[1], self.upper, 0.0), np.where(settled[0], 0.0, self.upper)
@@ -265,7 +273,7 @@ class _MatrixForm:
 
 
 def worst_positions(usage: Floats, limit: int, known: list[int]) -> list[int]:
-    """Return positions over the limit that are not `known`: each the worst of its surroundings, in descending order."""
+    """Return positions over the limit that are not `known`, the worst first, at most one in each neighbourhood."""
     over = np.array(usage, np.float64) - limit * (1 + 1e-7)
     over[known] = 0
     positions: list[int] = []

@@ -44,7 +44,7 @@ class Move:
     unoffload: tuple[Group, ...] = ()
 
     def apply_to(self, choice: DecisionVector) -> DecisionVector:
-        """Return `choice`, changed by this move."""
+        """Return a copy of `choice` in which this move's decisions are taken and undone."""
         more = choice.copy()
         for group in self.keep:
             more.recompute[group.addresses] = False
@@ -62,7 +62,7 @@ class Move:
 
 
 class MoveWorths:
-    """Columns about all moves, from which the worth of each under a choice follows."""
+    """Upper bounds on the worth of all moves under a choice: bytes over the budget that a move removes, per cost."""
 
     def __init__(self, index: Index, moves: list[Move], groups: list[Group], replays: dict[int, Replay]) -> None:
         self._index, self._n = index, len(moves)
@@ -102,8 +102,8 @@ class MoveWorths:
     def under(self, choice: DecisionVector, sweep: Sweep, excess: Ints) -> Floats:
         """Return, for each move, an upper bound on the removed `excess` (bytes over the budget, by position) per cost.
 
-        0 if nothing is left to gain. Decisions that a move undoes are not counted, so a solver simulates a move
-        before accepting it.
+        The bound is 0 if a move can remove nothing. Memory of decisions that a move undoes is not counted, so a solver
+        simulates a move before accepting it.
         """
         index, n = self._index, self._n
         over = np.concatenate(([0], np.cumsum(excess > 0)))
@@ -168,7 +168,7 @@ class Moves:
         )
 
     def cost(self, sweep: Sweep) -> float:
-        """Return the objective: the extra time."""
+        """Return the extra milliseconds of a sweep, plus a tiny weight for FLOPs that breaks ties."""
         return sweep.extra_ms + sweep.extra_flops * MS_PER_FLOP
 
     def detours(self, choice: DecisionVector, sweep: Sweep) -> list[Move]:
@@ -193,8 +193,9 @@ class Moves:
         return detours
 
     def undo_moves(self, choice: DecisionVector) -> list[Move]:
-        """Return moves that undo each group and call of `choice`: the costliest first, and the later ones first among
-        equals.
+        """Return one move for each group or call that `choice` does not keep, to undo that decision.
+
+        The costliest decisions come first, and among equals those about later groups and calls.
         """
         index = self.simulator.index
         parts: list[tuple[float, int, Move]] = [
@@ -216,7 +217,7 @@ class Moves:
         return [move for _, _, move in sorted(parts, key=lambda part: part[:2])]
 
     def recompute_all(self, *, expensive: bool) -> DecisionVector:
-        """Return the choice that recomputes every cheap group, and all others too if `expensive`."""
+        """Return the choice that recomputes every cheap group, and with `expensive` also every expensive group."""
         groups = tuple(group for group in self.groups if expensive or not group.expensive)
         return Move(recompute=groups).apply_to(self.simulator.keep_everything())
 
@@ -254,7 +255,7 @@ class Moves:
 
 
 def _strides(n: int) -> list[int]:
-    """Return the distances between kept results to try for `n` advanceable calls; with the last one none is kept."""
+    """Return the strides to try in a chain of `n` results of which every stride-th is kept; with the last, none is."""
     strides, stride = [], 2
     while stride <= n:
         strides.append(stride)
@@ -263,7 +264,7 @@ def _strides(n: int) -> list[int]:
 
 
 def _pairs(moves: Iterable[Sequence[_Part]], numbers: Callable[[_Part], Iterable[int]]) -> tuple[Ints, Ints]:
-    """Return two columns: the index of a move, and one of the `numbers` of one of its parts."""
+    """List, as two columns, each move's index with each of the `numbers` of each of its parts."""
     pairs = [(move, number) for move, parts in enumerate(moves) for part in parts for number in sorted(numbers(part))]
     first, second = np.array(pairs, np.int64).reshape(-1, 2).T
     return first, second

@@ -12,7 +12,7 @@ from lowtide.planner.simulate.memory_sweep import Sweep
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Candidate:
-    """One choice with its peak, time and FLOPs. `peak` is in bytes beyond `static`."""
+    """A choice (decisions as flags) with its simulated peak in bytes beyond `static`, extra time and extra FLOPs."""
 
     peak: int
     extra_ms: float
@@ -50,7 +50,9 @@ class ParetoPool:
         self.candidates: list[Candidate] = []
 
     def add(self, choice: DecisionVector, sweep: Sweep) -> None:
-        """Add `choice` unless another dominates it, and drop those that it dominates."""
+        """Add `choice`, with the peak and cost in `sweep`, unless a choice in the pool is as good in both. Drop choices
+        that it beats.
+        """
         new = Candidate.of(choice, sweep)
         if not any(f.peak <= new.peak and f.cost <= new.cost for f in self.candidates):
             self.candidates = [f for f in self.candidates if f.peak < new.peak or f.cost < new.cost]
@@ -63,7 +65,7 @@ class ParetoPool:
 
 
 def pareto_front(candidates: Iterable[Candidate], span: CostRange) -> list[Candidate]:
-    """Return those of `candidates` within `span` that form a chain with ever larger peaks and ever lower costs."""
+    """Return `span.most`, and then the candidates within `span` with ever larger peaks and ever lower costs."""
     chain = [span.most]
     for candidate in sorted(candidates, key=lambda candidate: (candidate.peak, candidate.cost)):
         if candidate.peak > chain[-1].peak and span.least.cost <= candidate.cost < chain[-1].cost:

@@ -16,7 +16,7 @@ step's critical one. They divide the plain step's times into equal parts.
 
 
 class VariableCosts:
-    """Cost of each variable, in ms and in FLOPs, and its upper limit."""
+    """Costs of the linear program's variables, in ms and in FLOPs, and their upper limits."""
 
     def __init__(self, index: Index, variables: Variables, saved: SavedValues) -> None:
         n_fixed = variables.n_fixed
@@ -54,8 +54,8 @@ class VariableCosts:
             self.last[recomputed] = max((values.read_at[value] for value in read), default=index.end - 1)
 
     def move_to_clocks(self, index: Index, variables: Variables, saved: SavedValues) -> list[Row]:
-        """Move all costs but those of copies to the variable of the extra time; return the rows that bound it from
-        below.
+        """Move all costs, except those of copies to the host, to the variable for the extra time. Return the rows that
+        bound this variable from below.
         """
         clocks, time = index.clocks, variables.time
         assert clocks is not None
@@ -83,7 +83,9 @@ class VariableCosts:
 
 
 def _packing(index: Index, clocks: TwoClocks, variables: Variables, saved: SavedValues) -> tuple[Floats, Ints]:
-    """Return, for each variable, the host time of packing its slots, and the position by which they are packed."""
+    """Return, for each variable, the host milliseconds of packing its slots, and the position by which all of them are
+    packed.
+    """
     packing_ms, packed_by = np.zeros(variables.n_fixed), np.full(variables.n_fixed, index.end, np.int64)
     rows = np.flatnonzero(~index.slots.is_input)
     sole = rows[np.isin(index.slots.storage[rows], list(saved.sole))]
@@ -94,7 +96,7 @@ def _packing(index: Index, clocks: TwoClocks, variables: Variables, saved: Saved
 
 
 def _hand_over_positions(clocks: TwoClocks, end: int) -> list[int]:
-    """Return the positions at which the extra time is bounded."""
+    """Return the positions whose rows bound the extra time: first, last, the critical one and HAND_OVERS in between."""
     elapsed = (clocks.host + clocks.device).cumsum()
     shares = elapsed[-1] * np.arange(1, HAND_OVERS + 1) // (HAND_OVERS + 1)
     between = np.minimum(np.searchsorted(elapsed, shares), end - 1).tolist()

@@ -1,4 +1,4 @@
-"""Variables of the linear program, by number, and the ways in which each saved value can come back."""
+"""Numbers of the linear program's variables, and the ways in which each saved value can be restored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ Row = tuple[dict[int, float], float]
 
 
 class Variables:
-    """Numbers of the variables. For storage s, x has the number s, and d the number `n_storages + s`."""
+    """Numbers of the linear program's variables. Storage s has the numbers s (dropped) and `n_storages + s`
+    (recomputed).
+    """
 
     def __init__(self, index: Index) -> None:
         reruns, n = index.reruns, len(index.storages.bytes)
@@ -37,7 +39,7 @@ class Variables:
 
 
 class SavedValues:
-    """Values that slots save, by storage, and the ways in which each can come back."""
+    """Values that slots save, by storage, and the recomputes, replays and advances that restore or need each."""
 
     def __init__(self, index: Index, variables: Variables) -> None:
         reruns, values = index.reruns, index.values
