@@ -1,1 +1,1 @@
-"""Carry out a plan: saved-tensor hooks, recompute, replay, offload and in-place gradients."""
+"""Execution of a plan: saved-tensor hooks, recompute, replay, offload and in-place gradients."""

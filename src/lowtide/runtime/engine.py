@@ -1,11 +1,11 @@
-"""A plan in force on a model: it runs the model's calls with the pair of saved-tensor hooks.
+"""Execution of a plan on a model: the model's calls run with a pair of saved-tensor hooks.
 
 Interceptors in the modules report which call of which module is running; a plan addresses a saved tensor by that call
-and by its ordinal there. A `SavedTensorPacker` keeps, recomputes or replays the tensor. Once runs have shown which
-tensors the hooks have to see (`LearntSlots`), they are in force only in calls that save such tensors.
+and by the tensor's ordinal in the call. A `SavedTensorPacker` keeps, recomputes or replays the tensor. Once runs have
+shown which tensors the hooks need to see (`LearntSlots`), the hooks are pushed only around calls that save them.
 
-All state of a forward pass is in one `ForwardPass`, so nothing is left over when it ends, however it ends: the call in
-progress is its `scope`, and the innermost call around it that will be replayed is its `frame`.
+All state of a forward pass is in one `ForwardPass`, so nothing is left over when the pass ends, also by an exception.
+Its `scope` is the module call in progress; its `frame` is the innermost call in progress that will be replayed.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """The pair of saved-tensor hooks that carries out a plan, or one of several, on one model."""
+    """Executor of a plan on one model by saved-tensor hooks, or of several plans, one of them in each run."""
 
     is_measured: ClassVar[bool] = False
-    """True while this model's step is measured, so that plans of other models are ignored."""
+    """True for an engine under which a step is measured: plans on other models are ignored meanwhile."""
 
     def __init__(
         self,
@@ -58,9 +58,9 @@ class Engine:
         Args:
             model: The model, which is changed by `install` only.
             actions: For each plan, the decisions by module path and call number.
-            in_place: For each plan, the kinds of nodes whose gradients are written over incoming ones, with the least
-                bytes of such a gradient.
-            packer: The object that carries out the decisions on saved tensors; None for one that does as decided.
+            in_place: For each plan, the names of autograd nodes that write their result over the incoming gradient,
+                each with the smallest size in bytes of such a gradient.
+            packer: The object that carries out the decisions on saved tensors; None for a new `SavedTensorPacker`.
         """
         self.model = model
         self.packer = SavedTensorPacker(model) if packer is None else packer
@@ -84,13 +84,14 @@ class Engine:
         """
 
     def has_room(self, plan: int, n_elements: int) -> bool:
-        """Return True if a run on `n_elements` is within the budget of `plan` with all of its saved tensors kept."""
+        """Return True if a run on inputs of `n_elements` keeps to the budget of `plan` with all saved tensors kept."""
         return False
 
     def decide_further(self, interceptor: CallInterceptor, plan: int, number: int) -> Actions:
-        """Return the decisions for a module's last planned call, for use in a call beyond it.
+        """Return decisions for call `number` of a module, which is not planned: those for its last planned call.
 
-        Such a call occurs if a step calls the module more often than the first step under the plan did.
+        Such a call occurs if a step calls the module more often than the first step under the plan did. A message
+        reports it.
         """
         self.messages.say_different(
             "this step calls modules more often than the first step under the plan did: further calls get the last "
@@ -106,11 +107,11 @@ class Engine:
 
     @property
     def does_anything(self) -> bool:
-        """Return True if any plan has an effect, for any batch."""
+        """Return True if at least one of the engine's plans decides anything."""
         return any(self.tables) or any(self.in_place)
 
     def choose(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return the number of the plan for a run of the model that begins with this call."""
+        """Return the index of the plan to use in a run of the model that begins with this call."""
         return 0
 
     def keeps_all(self, plan: int) -> bool:
@@ -118,14 +119,16 @@ class Engine:
         return False
 
     def begin(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the model, or a part of it called directly, with hooks if a training backward will follow."""
+        """Run a call from outside the model, of the model or a part of it; under a plan if a training backward may
+        follow.
+        """
         if not torch.is_grad_enabled() or in_backward():
             with without_overrides():  # a call inside backward, where a torch.utils.checkpoint recomputes
                 return interceptor.inner(*args, **kwargs)
         if not self.model.training:
             self.n_runs_in_eval_mode += 1
             return interceptor.inner(*args, **kwargs)
-        if in_forward_mode() and not in_transform():  # the level of the tangents ends before a replay
+        if in_forward_mode() and not in_transform():  # forward-mode AD ends the dual level before a replay would run
             with self.handling(self.interceptors.passthrough):
                 return interceptor.inner(*args, **kwargs)
         self.n_runs += 1
@@ -205,7 +208,11 @@ class Engine:
 
     @contextlib.contextmanager
     def _alone(self, interceptor: CallInterceptor) -> Iterator[None]:
-        """Raise LowtideError if another thread is in the model: replays restore state of the whole process."""
+        """Mark this thread, inside the block, as the one that runs the model.
+
+        Raises LowtideError if another thread runs the model and the plan replays calls: a replay restores state of the
+        whole process.
+        """
         before, me = self._thread, threading.get_ident()
         if before not in (None, me) and any(interceptor.replays for interceptor in self.interceptors.all):
             raise LowtideError(
@@ -229,7 +236,7 @@ class Engine:
             self.here.handler = before
 
     def install(self) -> None:
-        """Install an interceptor in every module, until `remove`. Raises LowtideError if the model has a plan."""
+        """Install an interceptor in every module, until `remove`. Raises LowtideError if a plan is already in force."""
         front = self.model.__dict__.get(CALL)
         while isinstance(front, CallInterceptor | OuterInterceptor):
             if isinstance(front, CallInterceptor) and front.engine.model is self.model:
@@ -252,7 +259,7 @@ class Engine:
         self.interceptors.install(self)
 
     def wrote_in_place(self, node: str, n_bytes: int) -> None:
-        """Tell the observer that a gradient will be written over the one that arrived at a node of kind `node`."""
+        """Notify the observer, if any, that a node named `node` will write its result over its incoming gradient."""
         if (observer := values.observer_of(self)) is not None:
             observer.on_write_in_place(node, n_bytes)
 

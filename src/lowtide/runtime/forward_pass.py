@@ -54,7 +54,7 @@ class CallScope:
         self.needed = needed
         """Ordinals of the saved tensors that are not simply kept; None if unknown."""
         self.learnt: set[int] | None = None
-        """Needed ordinals that were seen so far, if they are being learnt."""
+        """Ordinals found to be needed so far, in a run that learns them; else None."""
         self._id: str | None = None
         self.site: CaptureSite | None = None
         """Site of the captured numbers, once there is one."""
@@ -81,13 +81,13 @@ class CallHandler(Protocol):
 
     @property
     def idle(self) -> frozenset[CallInterceptor]:
-        """Return the modules whose calls need not be reported now."""
+        """Return the interceptors whose calls need not be reported now."""
 
     def call(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any: ...
 
 
 class ThreadState(threading.local):
-    """The call handler active in this thread; None outside the model's forward."""
+    """Thread-local state: the handler of module calls in this thread, None outside the model's forward."""
 
     handler: CallHandler | None = None
 
@@ -98,7 +98,7 @@ class ThreadState(threading.local):
 
 
 class ForwardPass:
-    """One run of the model's forward, with its position in the model."""
+    """State of one run of a model's forward: the module call in progress, its hooks, and what later runs learn."""
 
     __slots__ = (
         "__weakref__",
@@ -125,7 +125,11 @@ class ForwardPass:
     def __init__(
         self, engine: Engine, plan: int = 0, needed: NeededSlots | None = None, *, learns: bool = False
     ) -> None:
-        """Begin a run. Without `needed` the hooks see every saved tensor; `learns` records those they have to see."""
+        """Begin a run under the plan of number `plan`.
+
+        Without `needed`, the hooks see every saved tensor. With `learns`, the run records which of them the hooks need
+        to see in later runs.
+        """
         self.engine, self.packer = engine, engine.packer
         self.plan = plan
         """Number of the plan in force in this run."""
@@ -155,7 +159,7 @@ class ForwardPass:
         """Results of calls that are recomputed by advancing, held until their readers have handles."""
 
     def call(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module call under the plan."""
+        """Run a module call under the plan, with the hooks pushed if the call saves a tensor that the plan needs."""
         needed = self.needed
         if needed is not None and interceptor in needed.idle and not self.is_capturing and self.frame is None:
             is_switched = self.switch_hooks(on=False)
@@ -208,7 +212,7 @@ class ForwardPass:
             if observer is not None:
                 observer.on_exit(interceptor)
             if ordinals and needed is not None and scope.ordinal > needed.n_saved[interceptor][number]:
-                needed.unneeded = None  # it may have called a module that has no interceptor
+                needed.unneeded = None  # it may have called a module whose interceptor is out
             self.scope = outer
             if is_pushed and (top := saved_tensor_hooks()) is not None and top[0] is self.pack:
                 pop_saved_tensor_hooks()
@@ -218,7 +222,7 @@ class ForwardPass:
                 self.switch_hooks(on=not self.has_hooks)
 
     def switch_hooks(self, *, on: bool) -> bool:
-        """Push or pop the hooks, unless other hooks are in force. Return True if that was done."""
+        """Push this run's hooks (`on`) if none are in force, or pop them if they are on top. Return True if done."""
         top = saved_tensor_hooks()
         if on:
             if top is not None:
@@ -235,7 +239,7 @@ class ForwardPass:
         return True
 
     def run_capturing(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call and capture its operands, including those of inner calls."""
+        """Run a call and capture the operands that autograd does not record, in the call and in calls inside it."""
         self.is_capturing = True
         try:
             with OperandCapture(self):
@@ -246,7 +250,7 @@ class ForwardPass:
             self.is_capturing = False
 
     def site_of_numbers(self) -> CaptureSite:
-        """Return the site of the numbers that are captured in the call in progress."""
+        """Return the capture site that all numbers captured in the call in progress share."""
         scope = self.scope
         assert scope is not None
         if scope.site is None:
@@ -254,7 +258,9 @@ class ForwardPass:
         return scope.site
 
     def unrecorded(self, operand: Tensor) -> tuple[CaptureSite, Value | None]:
-        """Record an operand of the call in progress that autograd does not record."""
+        """Note an operand in the call in progress that autograd does not record; return its site, and a value that
+        holds it if the plan needs it.
+        """
         scope = self.scope
         assert scope is not None
         place = CaptureSite(scope.id, scope.n_captured)
@@ -269,7 +275,7 @@ class ForwardPass:
         return place, value
 
     def sized_by_contents(self, operator: str) -> None:
-        """Report an operator whose memory depends on the contents of a tensor."""
+        """Report to the observer, if any, an operator whose memory depends on the contents of a tensor."""
         if (observer := values.observer_of(self.engine)) is not None:
             observer.on_sized_by_contents(operator)
 
@@ -307,9 +313,10 @@ class ForwardPass:
         return result
 
     def may_replay(self, interceptor: CallInterceptor) -> bool:
-        """Return True if a replay of the module in backward will find the present state, if known.
+        """Return True if, as far as is known, a replay of the module in backward will repeat the call that begins.
 
-        It is False, and reported, if something was installed on the module since its plan was put in force.
+        Returns False if an earlier call read a tensor that was overwritten before backward. Returns False, and reports
+        it, if the module has changed since its plan was put in force, for example by a new hook.
         """
         if interceptor.mutable_state.is_overwritten:
             return False
@@ -324,7 +331,9 @@ class ForwardPass:
         return change is None
 
     def argument(self, scope: CallScope, places: Iterator[int], outer: ReplayFrame | None, tensor: Tensor) -> Handle:
-        """Hold an argument of a call that will be replayed, as if the outer call had saved it."""
+        """Return a handle on a tensor argument of a call that will be replayed, as if the replayed call around it,
+        `outer`, had saved the tensor.
+        """
         if outer is not None:
             outer.count += 1
         handle = self.packer.hold(tensor, scope.actions.inputs.get(next(places)), outer, scope)
@@ -360,7 +369,9 @@ paused = _Paused()
 
 @contextlib.contextmanager
 def pausing(pack: Callable[[Tensor], Any] | None) -> Iterator[None]:
-    """In this block, let plans on other models pack with `pack`, the hook of the outer plan, if there is one."""
+    """Set `paused.pack` inside the block. With a pack hook there, plans on inner models do nothing: their saved tensors
+    belong to the outer plan, whose hook it is.
+    """
     before, paused.pack = paused.pack, pack
     try:
         yield
@@ -369,7 +380,7 @@ def pausing(pack: Callable[[Tensor], Any] | None) -> Iterator[None]:
 
 
 def make_pack_hook(run: ForwardPass) -> Callable[[Tensor], Handle | KeptTensor]:
-    """Return the pack hook, which refers to the run weakly.
+    """Return the pack hook of `run`, which refers to the run weakly.
 
     Autograd holds the hook as long as the saved tensor, so it must not keep alive a model that stores its own output.
     """

@@ -1,4 +1,4 @@
-"""The interceptors that a plan has in the modules of its model."""
+"""Interceptors of a plan: one in each module of its model, which reports the module's calls."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 
 class ModelInterceptors:
-    """The interceptors in all modules of a model; none until `install`, and after `remove`."""
+    """The interceptors in all modules of a model; there are none before `install` and after `remove`."""
 
     def __init__(self) -> None:
         self.all: list[CallInterceptor] = []
-        """One for each module, that of the model first; none inside compiled modules."""
+        """One interceptor for each module, the model's own first; none for modules inside compiled modules."""
         self._remove_own_calls: list[Callable[[], None]] = []
         """Functions that remove the replacements of classes' own `__call__`."""
         self.inside, self.passthrough = InterceptorsInside(()), Passthrough(frozenset())
 
     def install(self, engine: Engine) -> None:
-        """Install an interceptor in every module of the engine's model."""
+        """Install an interceptor in every module of the engine's model, except inside compiled modules."""
         compiled: set[nn.Module] = set()
         for path, module in engine.model.named_modules():
             if module in compiled:
@@ -39,7 +39,9 @@ class ModelInterceptors:
         self._remove_own_calls = intercept_calls(engine.model.modules())
 
     def displaced(self) -> Iterator[CallInterceptor]:
-        """Yield the interceptors that another object has displaced, as `Module.compile` does."""
+        """Yield the interceptors that calls no longer reach, because other code, such as `Module.compile`, took their
+        place.
+        """
         return (interceptor for interceptor in self.all if not (self.inside.are_out or interceptor.is_reached()))
 
     def remove(self) -> None:

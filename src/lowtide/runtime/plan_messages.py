@@ -1,4 +1,4 @@
-"""Messages about a plan in force, each text once."""
+"""Messages to the user about a plan in force, each reported once."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class PlanMessages:
 
     def __init__(self, model: nn.Module) -> None:
         self.tell: Callable[[str], object] = warnings.warn
-        """Function that gets the messages."""
+        """Function that is called with each message."""
         self.is_taken: Callable[[], bool] = lambda: False
         """Function that returns True if steps that differ from the rehearsed ones get another plan when they need it.
         """
         self._model = model
         self._said: set[str] = set()
         self._has_given_away = False
-        """True once a copy because of an array was reported."""
+        """True once a message reported a tensor that was copied because a NumPy array shares its memory."""
 
     def say(self, what: str) -> None:
         """Report a message, unless the same text was reported before."""
@@ -38,15 +38,16 @@ class PlanMessages:
             self.tell(what)
 
     def say_different(self, what: str, advice: str) -> None:
-        """Report a difference from the rehearsed step, unless it was reported; `advice` is for plans that stay."""
+        """Report a difference from the rehearsed step, once; `advice` is added if no new plan will be made for it."""
         if what not in self._said:
             self._said.add(what)
             self.say(f"{what}. {MEASURED if self.is_taken() else advice}")
 
     def say_copied(self, tensor: Tensor, who: str) -> None:
-        """Report a tensor that was copied before a write, because a recompute or replay still reads it.
+        """Report that `tensor` was copied before `who` writes to it, because a recompute or replay still reads it.
 
-        Only the first of several tensors that share memory with arrays is reported, as in a histogram of all weights.
+        If `who` is the method that shares memory with a NumPy array, only the first tensor is reported: a histogram of
+        all weights calls that method for each of them.
         """
         if who == SHARES_MEMORY:
             if self._has_given_away:
@@ -62,9 +63,9 @@ class PlanMessages:
         )
 
     def own_tensor(self, tensor: Tensor) -> tuple[str, Tensor] | None:
-        """Return the name of the model's parameter or buffer that has this tensor's memory, and that parameter or
-        buffer; None if there is none.
+        """Return the model's parameter or buffer that has the memory of `tensor`, with its name; None if there is
+        none.
         """
         named = itertools.chain(self._model.named_parameters(), self._model.named_buffers())
-        with without_function_modes():  # the map of a replay would search again
+        with without_function_modes():  # a parameter that a replay replaced by `_Changed` would raise and search again
             return next(((name, own) for name, own in named if is_same_memory(own, tensor)), None)

@@ -1,6 +1,6 @@
 """The pack hook's work: each saved tensor becomes a `Handle`, which the unpack hook reads in backward.
 
-A handle refers to a `Value`: a kept tensor, or one that its `maker` recomputes or replays.
+A handle refers to a `Value`: a kept tensor, or a tensor that the value's `maker` recomputes or replays.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class SavedTensorPacker:
-    """The decisions of a plan on saved tensors: keep, recompute, leave to a replay, or offload."""
+    """Packer of saved tensors, which are kept, recomputed, left to a replay, or offloaded as a plan decides."""
 
     captures_all: bool = False
     """True if operands that autograd does not record are captured in every call, not only where the plan says so."""
@@ -56,9 +56,9 @@ class SavedTensorPacker:
         self.here = ThreadState()
         """The handler of module calls in this thread: the run in progress, if any."""
         self.bypassed: str | None = None
-        """Description of a call whose saved tensors did not get here, with a remedy."""
+        """Description of a call whose saved tensors did not reach the pack hook, with a remedy; None without one."""
         self.versions: dict[str, int] = {}
-        """For each address the version of the recomputed tensor when it was first saved there."""
+        """For each address, the version of the recomputed tensor when it was first saved there."""
         self.drifted: set[str] = set()
         """Addresses where a step has saved something other than the plan expected."""
         self.ambiguous_addresses: frozenset[str] = frozenset()
@@ -69,7 +69,7 @@ class SavedTensorPacker:
         """True if a recompute has taken another path than in the learning run, so that the next run has to learn."""
 
     def pack(self, run: ForwardPass, tensor: Tensor) -> Handle:
-        """Keep `tensor`, or record how to recompute it."""
+        """Return a handle on a tensor that is being saved: kept, recomputed, replayed or offloaded as decided."""
         scope, frame = run.scope, run.frame
         assert scope is not None
         ordinal = scope.ordinal
@@ -91,8 +91,8 @@ class SavedTensorPacker:
         return handle
 
     def hold(self, tensor: Tensor, decision: Decision | None, frame: ReplayFrame | None, scope: CallScope) -> Handle:
-        """Return a handle on `tensor`, whose value is shared with an earlier slot, recomputed, replayed by `frame`, or
-        kept.
+        """Return a handle on `tensor`. Its value is shared with an earlier saved tensor, recomputed, replayed by
+        `frame`, offloaded, or kept.
 
         The tensor is the last one saved in the call of `scope`, or an argument of that call.
         """
@@ -151,9 +151,11 @@ class SavedTensorPacker:
         return Handle(value if offloading is None else self.offload(value, base, offloading), view)
 
     def keep(self, tensor: Tensor) -> Handle | None:
-        """Return a handle on `tensor`, which has no decision and no replay around it; None if it is recomputed.
+        """Return a handle on `tensor`, for which there is no decision and no replay; None if its value is not kept,
+        because an earlier decision recomputes or replays it.
 
-        This is the common case. Backward reads the detached tensor that is created here, with no view to take then.
+        This is the fast path for most saved tensors. The handle on a view holds the view, so that backward need not
+        take it.
         """
         if native is not None and (handle := native.kept(tensor)) is not None:
             return handle  # type: ignore[no-any-return]
@@ -172,10 +174,10 @@ class SavedTensorPacker:
     def recompute(
         self, node: Node, output: int, base: Tensor, earlier: Value | None, decision: Decision, scope: CallScope
     ) -> Value:
-        """Return a value that recomputes `base`, the output of `node`.
+        """Return a value that recomputes `base`, the output of `node`. Raises CannotRecompute, with the reason.
 
-        If the output was an intermediate of other recomputes so far, `earlier` is its value, and is returned, so that
-        all of them share one recompute.
+        `earlier` is the output's value so far, if any. If only other recomputes have read `earlier`, it is returned, so
+        that all readers share one recompute.
         """
         if self.versions.setdefault(decision.address, base._version) != base._version:
             raise CannotRecompute("it is written to without autograd, and was not before")
@@ -187,9 +189,9 @@ class SavedTensorPacker:
         return value
 
     def follow_path(self, tensor: Tensor, decision: Decision, path: RecomputePath) -> Handle | None:
-        """Return a handle on a value that recomputes `tensor` from operands where earlier runs found them.
+        """Return a handle on a value that recomputes `tensor`, with its operands found at the places in `path`.
 
-        Returns None if anything differs from those runs; `hold` then searches for the operands.
+        Returns None if anything differs from the run that recorded the path; `hold` then searches for the operands.
         """
         base, view = tensor, None
         if base_of(tensor) is not None:
@@ -209,8 +211,8 @@ class SavedTensorPacker:
         return Handle(value, view)
 
     def recompute_by_search(self, node: Node, output: int, base: Tensor, decision: Decision, scope: CallScope) -> Value:
-        """Return a value that recomputes `base`, after a search for its operands, and remember where they were
-        found.
+        """Search for operands from which `base` can be recomputed, and store the path to them in `decision`; return a
+        value that recomputes `base`.
         """
         self.builder.length = 0
         path = None
@@ -232,8 +234,8 @@ class SavedTensorPacker:
         return value
 
     def hold_part(self, tensor: Tensor, decision: Decision) -> Handle | None:
-        """Return a handle on the part of `tensor` that its reader needs; None for another reader, and where that saves
-        nothing.
+        """Return a handle on the part of `tensor` that backward needs: its shape, its signs, or its elements in fewer
+        bytes. Returns None if that saves nothing, or if `tensor` is not as the plan expects.
         """
         if decision.node == SHAPE:
             value = Value(tensor.detach())  # held until the call ends (`free_values`)
@@ -250,7 +252,7 @@ class SavedTensorPacker:
         return None
 
     def free_values(self, scope: CallScope, result: Any) -> None:
-        """Reduce the saved input of a finished call to its shape, as decided, if backward reads nothing else of it."""
+        """Replace the saved input of a finished call by its shape, if the plan says so and backward reads no more."""
         held = saved_for_shape(result)
         for ordinal, decision in scope.actions.recompute.items():
             if decision.node != SHAPE or ordinal >= scope.ordinal:  # nothing was saved
@@ -269,17 +271,18 @@ class SavedTensorPacker:
         return value
 
     def unrecorded(self, place: CaptureSite, operand: Tensor) -> Value | None:
-        """Return a value that holds `operand`, which autograd does not record for its operator, if one is needed."""
+        """Return a value that holds `operand`, which autograd does not record, if the plan needs it; else None."""
         scope = self.here.scope
         assert scope is not None
         is_wanted = place.ordinal in scope.actions.captured and not is_overwritten(operand)
         return self.relied_on.of(Value(operand.detach()), operand) if is_wanted else None
 
     def note_drift(self, decision: Decision, node: Node | None = None) -> None:
-        """Record that the tensor saved at this address, made by `node`, differs from the plan.
+        """Record that the tensor saved at the address of `decision`, made by `node`, is not the planned one. The first
+        such tensor is reported.
 
-        A small last batch may take other kernels, and save other tensors, without need of any plan. Where blocks are
-        skipped at random, another node makes the input of a block that follows; peaks were measured in such steps.
+        Expected differences are ignored: in a batch that needs no plan, such as a small last one, other kernels may
+        run; where blocks are skipped at random, another node makes the next block's input.
         """
         run = self.here.handler
         if node is not None and self.draws:
@@ -302,7 +305,9 @@ class _NotLearnt(Exception):
 
 
 def without_history(tensor: Tensor, base: Tensor, frame: ReplayFrame | None) -> Value:
-    """Return the value behind a tensor that no node made: kept, unless it is an argument or result of a replay."""
+    """Return a value for `base`, which no autograd node made: kept, an argument of the call of `frame`, or restored by
+    its replay.
+    """
     if frame is not None and not frame.is_static(base):
         if (value := frame.arguments.value_of(base)) is not None:
             return value
@@ -312,11 +317,12 @@ def without_history(tensor: Tensor, base: Tensor, frame: ReplayFrame | None) -> 
 
 
 def can_share(value: Value, base: Tensor, frame: ReplayFrame | None) -> bool:
-    """Return True if a slot of `base` in `frame` can share the value of an earlier slot of the same output.
+    """Return True if `base`, saved again in the replayed call of `frame`, can share `value`, made when it was saved
+    before.
 
-    False if the tensor was changed in between without autograd noticing. False too if it is left to the replay of a
-    finished call unrelated to `frame`, such as the cast of a weight that autocast cached there: that replay would
-    run too early. `frame` sees such a tensor itself.
+    Returns False if `base` was modified in between without autograd. Returns False too if the replay of another
+    finished call restores `value`, such as a weight's cast that autocast cached in that call: that replay would run too
+    early, and the replay of `frame` can restore `base` itself.
     """
     if value.version not in (base._version, -1):
         return False

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
     from lowtide.runtime.operand_capture import CaptureSite
 
 SEED_BYTES = 64
-"""Largest size in bytes of a tensor without a node, such as a seed, that is kept although a replay could restore it. On
-a GPU,
-kernels of attention save their seeds even if they have drawn no numbers; the seeds are uninitialised then.
+"""Largest size in bytes of a tensor without a node, such as a seed, that is kept although a replay could restore it.
+
+On a GPU, attention kernels save their seeds even if they have drawn no numbers; the seeds are uninitialised then.
 """
 
 KeptTensor = tuple["Tensor", int]
@@ -59,7 +59,7 @@ class Recomputation(Protocol):
         """Return the operands, which have to be available before `make`."""
 
     def make(self, value: Value) -> Tensor:
-        """Return the value's tensor, and store other values that come with it by `Value.store_recomputed`."""
+        """Return the tensor of `value`; store other values recomputed with it by `Value.store_recomputed`."""
 
 
 class Value(ValueFields):
@@ -80,7 +80,7 @@ class Value(ValueFields):
         return self.version != EXPOSED or not _contents[self].are_in(tensor)
 
     def expose(self) -> None:
-        """Compare the contents before each read from now on: autograd does not count all writes to the tensor."""
+        """From now on, compare the tensor's contents before each read: autograd does not count all writes to it."""
         if self.version != EXPOSED and self.tensor is not None and not self.is_changed:
             _contents[self], self.version = Contents(self.tensor), EXPOSED
 
@@ -94,13 +94,15 @@ class Value(ValueFields):
         return tensor
 
     def saved_in(self, needed: set[int], ordinal: int) -> None:
-        """Remember a call that has saved the value, and its ordinal there."""
+        """Remember that a call has saved the value, as its tensor number `ordinal`; `needed` is the call's set of
+        ordinals that the hooks have to see.
+        """
         if self.places is None:
             self.places = []
         self.places.append((needed, ordinal))
 
     def need(self) -> None:
-        """Make the hooks of later runs see the saved tensors that are this value."""
+        """Let the hooks of later runs see each saved tensor of this value, because a recompute reads the value."""
         for needed, ordinal in self.places or ():
             needed.add(ordinal)
         self.places = None
@@ -134,7 +136,7 @@ def value_without_grad_fn(tensor: Tensor) -> Value:
 
 
 class Handle(HandleFields):
-    """One reader's claim on a value, seen through the reader's view of it."""
+    """One reader's claim on a value, with the view of the value that the reader gets."""
 
     __slots__ = ("__weakref__",)
 
@@ -148,7 +150,7 @@ class Handle(HandleFields):
         return tensor.as_strided(*view) if isinstance(view, tuple) else tensor if view is None else view
 
     def refer_to(self, value: Value) -> None:
-        """Claim another value. Not for a handle that has been read."""
+        """Make the handle refer to `value` instead. Not for a handle that has been read."""
         self.value.readers -= 1
         self.value = value
         value.readers += 1
@@ -166,7 +168,7 @@ KEYS = tuple(("lowtide", output) for output in range(8))
 
 
 def register(node: Node, output: int, value: Value) -> None:
-    """Let later readers of the node's output find `value` while a handle holds it. The node does not keep it alive."""
+    """Register `value` for an output of `node`, so that later readers find it. The node does not keep it alive."""
     node_metadata(node)[KEYS[output] if output < len(KEYS) else ("lowtide", output)] = weakref.ref(value)
 
 
@@ -189,7 +191,7 @@ def unpack_in_python(handle: Handle | KeptTensor) -> Tensor:
     if present is None:
         return handle.get()
     if not present.has_packed(handle):
-        observer = None  # it does not observe recomputes for this handle either
+        observer = None  # the observer ignores recomputes for this handle, too
         try:
             return handle.get()
         finally:
@@ -218,11 +220,11 @@ if native is not None:
 
 
 def peek(node: Node, attribute: str) -> Any:
-    """Return the content of a node's `attribute`, without recomputing it and without running other hooks.
+    """Return the content of a node's `attribute`, without a recompute and without running other hooks.
 
-    A tensor: the handle that Lowtide's pack hook returned, or the tensor itself if no hook saw it; None if it is absent
-    (yet, or no longer) or packed by other hooks. Several tensors: a tuple of these. Else the constant. Raises
-    AttributeError if the node has no such attribute.
+    For a saved tensor: the handle that Lowtide's pack hook returned, or the tensor itself if no handle was needed; None
+    if it is not saved yet, was released, or was packed by other hooks. For a list of saved tensors: a tuple of such
+    results. For a constant: the constant. Raises AttributeError if the node has no such attribute.
     """
     slot = saved_slot(node, attribute)
     if slot is None:
@@ -253,10 +255,10 @@ class Observer:
         """Observe that a module is about to run; `engine.here.scope` is its call."""
 
     def on_return(self, interceptor: CallInterceptor, result: Any) -> None:
-        """Observe that the call is about to end, with a result."""
+        """Observe that a module call is about to return `result`."""
 
     def on_exit(self, interceptor: CallInterceptor) -> None:
-        """Observe that the call is over, with a result or an exception."""
+        """Observe that a module call has ended, with a result or an exception."""
 
     def on_pack(self, handle: Handle, tensor: Tensor) -> None:
         """Observe that `tensor` was saved for backward, as `handle`."""
@@ -280,7 +282,7 @@ class Observer:
         """Observe the outputs of a recipe or a replay."""
 
     def on_write_in_place(self, node: str, n_bytes: int) -> None:
-        """Observe that a gradient will be written over one of `n_bytes` that arrived at a node of kind `node`."""
+        """Observe that a node named `node` will write its result over its incoming gradient of `n_bytes`."""
 
 
 observer: Observer | None = None
