@@ -1,7 +1,7 @@
 """Additive masks of attention that runs without a fused kernel (`attention.cpp` of torch 2.13).
 
-The sum is computed in C++, is not saved, and does not record the mask. While attention runs, `OperandCapture` holds its
-arguments.
+Attention adds the mask to its scores in C++; the sum is not saved, and its node does not record the mask. So
+`OperandCapture` holds the mask of a call while attention runs.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 
 def added_to_scores(node: Node, name: str) -> tuple[CaptureSite, Value] | None:
-    """Return the additive mask of attention if `node` adds it and `name` is its mask operand; else None."""
+    """Return the site and value of attention's additive mask if `node` adds it to the scores as operand `name`; else
+    None.
+    """
     attention = here.attention
     if attention is None or (node.name(), name) != ("AddBackward0", "other"):
         return None

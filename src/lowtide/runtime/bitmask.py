@@ -1,8 +1,8 @@
 """Masks stored with one bit per element.
 
-A mask marks the elements that stay. Dropout on a CPU, and attention without a fused kernel, multiply by a tensor of
-zeros and of one number, 1 / (1 - p), that no autograd node made. Dropout on a GPU, `where` and `masked_fill` save
-booleans, a byte each. One bit holds the same information: 1/32 of a mask in single precision, 1/8 of a boolean one.
+A mask marks the elements that stay. Dropout on a CPU, and attention without a fused kernel, multiply by a mask of
+numbers that no autograd node made: each element is 0 or 1 / (1 - p). Dropout on a GPU, `where` and `masked_fill` save
+booleans, a byte each. One bit holds the same information: 1/32 of a float32 mask, 1/8 of a boolean one.
 
 Nothing is guessed: every element is read in every step, and a tensor with a third value is kept unchanged.
 """
@@ -78,7 +78,7 @@ def _is_positive(flat: Tensor) -> Tensor:
 
 
 def room_for_bits(tensor: Tensor) -> Tensor:
-    """Allocate one bit for each element. Raises TooSmall if that gains nothing."""
+    """Allocate one bit for each element of `tensor`. Raises TooSmall if that gains nothing."""
     if tensor.nbytes < LEAST_BYTES:
         raise TooSmall("too small to gain anything")
     return torch.empty(-(-tensor.numel() // 8), dtype=torch.uint8, device=tensor.device)
@@ -96,9 +96,10 @@ def is_whole(tensor: Tensor) -> bool:
 
 
 def fill(bits: Tensor, mask: Tensor) -> int:
-    """Mark in `bits` the elements of `mask` that are not zero; return their value, as an integer of the same bits.
+    """Set in `bits` the bit of each element of `mask` that is not zero; return the value of these elements, with its
+    bits read as an integer.
 
-    Raises CannotRecompute if their values differ.
+    Raises CannotRecompute if the values differ, or if all elements of a numeric mask are zero.
     """
     flat, number = mask.as_strided((mask.numel(),), (1,)), 0
     if mask.dtype is torch.bool:
@@ -135,7 +136,7 @@ def _first_number(part: NDArray[Any]) -> int:
 def mask_of(
     *, bits: Tensor, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, number: int | None
 ) -> Tensor:
-    """Return the mask that `fill` packed into `bits`; of ones and zeros without a `number`."""
+    """Restore a mask from its `bits`: elements are 0, or have the bits of the integer `number` (1 without a number)."""
     mask = torch.empty_strided(shape, stride, dtype=dtype, device=bits.device)
     if is_fake(bits):
         return mask
@@ -151,7 +152,7 @@ def mask_of(
 
 
 def _look_up(bits: Tensor, flat: Tensor, number: int | None) -> None:
-    """Fill `flat` from a table, eight elements at a time for each byte of `bits`."""
+    """Fill a flat mask on the CPU from its `bits`, by a table that has eight elements for each value of a byte."""
     if number is None or flat.dtype is torch.bool:
         number = int.from_bytes(AS_ARRAY(torch.ones(1, dtype=flat.dtype).view(torch.uint8)).tobytes(), "little")
     size, whole = flat.element_size(), flat.numel() // 8
@@ -172,7 +173,7 @@ def _elements(size: int, number: int) -> NDArray[np.uint8]:
 
 
 def _parts(flat: Tensor) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of the elements of a mask, chunk by chunk, and of the bytes that hold their bits, eight per byte."""
+    """Yield, for each chunk of a mask, a slice of its elements and a slice of the bytes that hold their bits."""
     at_once = AT_ONCE if flat.device.type == "cpu" else MANY_AT_ONCE
     for first in range(0, len(flat), at_once):
         last = min(first + at_once, len(flat))
@@ -180,7 +181,7 @@ def _parts(flat: Tensor) -> Iterator[tuple[slice, slice]]:
 
 
 def _gather(stays: Tensor, bits: Tensor) -> None:
-    """Pack eight booleans into each byte, the first one into its lowest bit."""
+    """Pack the booleans `stays` into `bits`, eight per byte, the first one in the lowest bit."""
     if stays.device.type == "cpu":
         AS_ARRAY(bits)[:] = np.packbits(_read(stays), bitorder="little")
         return

@@ -2,18 +2,18 @@
 
 Autograd does not record a number that is added to a tensor, subtracted from it, or put in its place by `where` or
 `masked_fill`, nor a tensor in that role that needs no gradient, such as the mask that attention adds to its scores; no
-edge leads there. There are three ways to learn it, in each step again, as a schedule may change it:
+edge leads to such an operand. There are three ways to learn it, in each step again, because a schedule may change it:
 
-- Compute it: a result minus its operand, compared everywhere. The operand is mostly recomputed itself and already freed
-  when the result is saved; recomputing it in forward, or holding it until then, costs what the plan is to save.
-- Remember the rehearsal's operand, and compare some elements of each step. That is a guess.
-- Observe it. A `TorchFunctionMode` sees each operator that Python calls, with its arguments: about 1.5 us an operator
-  (`x + 1` takes 3), and no element is read.
+- Compute it: the result minus the other operand, compared everywhere. The other operand is mostly recomputed itself and
+  already freed when the result is saved; recomputing it in forward, or holding it, costs the memory to be saved.
+- Remember the rehearsal's operand, and compare some elements in each step. That is a guess.
+- Observe it. A `TorchFunctionMode` sees each operator that Python calls, with its arguments. That takes about 1.5 us an
+  operator (`x + 1` takes 3), and reads no element.
 
 So the audit has such a mode in force all the time and marks the recomputes that depend on it
 (`Recompute.captured_sites`), and a plan puts it in force only in the calls with such recomputes. A number is stored at
-its node. A tensor is held from then on, if the plan says that a recompute will use it: so it is counted as memory, and
-numbered, as saved tensors are. A captured operand counts for a node only if the node's other edges are those of the
+its node. A tensor is held from then on, if the plan says that a recompute will use it; it counts as memory, and has a
+number like a saved tensor. A captured operand is used for a node only if the node's other edges are those of the
 operator's other operands.
 
 The mode does not see operators that are called from C++, as in scripted modules: their results are kept. There is one
@@ -109,7 +109,7 @@ class CaptureListener(Protocol):
     """Receiver of captured operands: one run of a model's forward."""
 
     def site_of_numbers(self) -> CaptureSite:
-        """Return the site of the numbers that are captured in the module call in progress."""
+        """Return the site that all numbers captured in the module call in progress share."""
 
     def unrecorded(self, operand: Tensor) -> tuple[CaptureSite, Value | None]:
         """Return the site of an operand that autograd does not record, and a value that holds it, if a recompute needs
@@ -133,7 +133,7 @@ class CaptureSite(NamedTuple):
 
 
 class CapturedOperand(NamedTuple):
-    """One operand of an operator."""
+    """One captured operand of an operator, with its site."""
 
     place: CaptureSite
     what: Number | Tensor | weakref.ref[Value]
@@ -161,7 +161,7 @@ here = _Here()
 
 
 class OperandCapture(TorchFunctionMode):
-    """Mode that stores operands that autograd does not record at their nodes."""
+    """Function mode that stores operands which autograd does not record, in the metadata of the operators' nodes."""
 
     def __init__(self, listener: CaptureListener) -> None:
         super().__init__()
@@ -186,7 +186,9 @@ class OperandCapture(TorchFunctionMode):
         is_in_order = len(args) == len(names) and not kwargs
         operands = dict(zip(names, args, strict=True)) if is_in_order else _by_name(names, args, kwargs)
         edges: dict[str, tuple[Any, int] | None] = {}
-        """The end of each operand's gradient edge: its node and output, or a leaf itself; None without gradient."""
+        """For each operand, its node, or the operand itself if it is a leaf, and its output number; None if it needs no
+        gradient.
+        """
         unrecorded: list[tuple[str, Number | Tensor]] = []
         for name, operand in operands.items():
             if isinstance(operand, Tensor) and operand.requires_grad:
@@ -210,8 +212,8 @@ class OperandCapture(TorchFunctionMode):
         return out
 
     def _note(self, operand: Number | Tensor, out: Tensor) -> CapturedOperand | None:
-        """Return the operand in the form in which nodes store it; None for a tensor that can't be held, or that no
-        recompute uses.
+        """Return the operand in the form in which nodes store it; None for a tensor that can't be held, is too large to
+        gain anything, or is not needed by the plan.
         """
         if not isinstance(operand, Tensor):
             return CapturedOperand(self._listener.site_of_numbers(), operand)
@@ -223,7 +225,9 @@ class OperandCapture(TorchFunctionMode):
         return None if value is None else CapturedOperand(place, weakref.ref(value))
 
     def _attention(self, given: dict[str, Any]) -> Attention | None:
-        """Return the mask of a call; None without one, and for one that can't be held."""
+        """Return the mask of a call of attention with the arguments `given`; None without a mask, or if the mask can't
+        be held or is not needed by the plan.
+        """
         query, key, mask = given.get("query"), given.get("key"), given.get("attn_mask")
         if not (isinstance(query, Tensor) and isinstance(key, Tensor)):
             return None
@@ -261,7 +265,7 @@ def captured_operand(node: Node, name: str) -> tuple[CaptureSite, Number | Tenso
 
 
 def _is_worth_it(operand: Tensor, size: int) -> bool:
-    """Return True if an operand can be held, and takes less memory than a result of `size` elements."""
+    """Return True if an operand can be held, and has at most half as many elements as a result of `size` elements."""
     return is_plain(operand) and not operand.is_inference() and 2 * operand.numel() <= size
 
 

@@ -23,7 +23,9 @@ if TYPE_CHECKING:
 
 
 class OperandLookup:
-    """Lookup of the operands and constants of one node's recipe."""
+    """Lookup of the operands and constants of one node's recipe: on the node, its edges, and modules that own its
+    parameter.
+    """
 
     __slots__ = ("_edges", "builder", "captured_sites", "depth", "like", "node", "output", "recipe")
 
@@ -42,7 +44,7 @@ class OperandLookup:
 
     @property
     def edges(self) -> tuple[tuple[Node | None, int], ...]:
-        """Return the node's input edges, which torch lists again for each access."""
+        """Return the node's input edges, read once because torch builds the list anew at each access."""
         if self._edges is None:
             self._edges = self.node.next_functions
         return self._edges
@@ -83,7 +85,9 @@ class OperandLookup:
         raise CannotRecompute(f"{self.node.name()} does not record {name}")
 
     def operands(self, name: str) -> list[Handle | None]:
-        """Return the operands of a list parameter: saved tensors, or the values on every input edge."""
+        """Return the operands of a list parameter: saved tensors, or the values on all input edges. Raises
+        CannotRecompute if neither gives all of them.
+        """
         saved = self.saved(name)
         if saved is not None:
             return [None if item is None else self.relied_on.of_slot(item) for item in saved]
@@ -178,9 +182,10 @@ _AUTOGRAD_S: Final = object()
 
 
 def ours(slot: Any) -> Any:
-    """Return a slot's content; None for a partial value, which only its own node can use.
+    """Return the content of a node's slot: a handle, a tensor, or the marker `_AUTOGRAD_S`. Returns None for an empty
+    slot, and for a partial value, which only its own node can use.
 
-    Raises CannotRecompute if other hooks packed it, which would look like an empty slot.
+    Raises CannotRecompute if other hooks packed the tensor, which would otherwise look like an empty slot.
     """
     data = slot.data
     if isinstance(data, Handle):

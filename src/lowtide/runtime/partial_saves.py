@@ -1,8 +1,8 @@
 """Saved tensors that backward needs in part only: their shape, or their signs.
 
-A pooling layer saves its input for its size. A ReLU saves its result to know where it was above 0, for which a bit is
-enough (Jain et al., Gist, ISCA 2018, doi 10.1109/ISCA.2018.00070). If no other node saved the result, as is the case
-before a pooling layer, no recompute is needed.
+A pooling layer saves its input only for the input's shape. A ReLU saves its result to know which elements were above 0,
+for which one bit each is enough (Jain et al., Gist, ISCA 2018, doi 10.1109/ISCA.2018.00070). If no other node saved the
+result, as is the case before a pooling layer, no recompute is needed.
 
 A pack hook is not told which node saves a tensor. A ReLU saves its own result if the result's node has yet to save one.
 An input that was saved for its shape is recognized later, when the call returns the output of the node that saved it.
@@ -53,13 +53,13 @@ READS_SIGNS: Final = frozenset({"ReluBackward0"})
 
 
 def saves_signs(tensor: Tensor) -> bool:
-    """Return True if `tensor`, which is being saved, is saved by the node that made it, for its signs."""
+    """Return True if `tensor`, which is being saved, is saved by its own node, which reads only the signs (ReLU)."""
     node = tensor.grad_fn
     return node is not None and node.name() in READS_SIGNS and has_yet_to_save(node, SAVED + "result")
 
 
 def saved_for_shape(result: Any) -> Handle | None:
-    """Return the handle on the input of `result`'s node, if backward reads only its shape; else None."""
+    """Return the handle on the saved input of `result`'s node if backward reads only the input's shape; else None."""
     node = getattr(result, "grad_fn", None)
     if node is None or node.name() not in READS_SHAPE:
         return None
@@ -68,7 +68,10 @@ def saved_for_shape(result: Any) -> Handle | None:
 
 
 def packed(kind: str, tensor: Tensor) -> Value:
-    """Return the part of `tensor` that its reader needs. Raises CannotRecompute, with the reason, if it can't."""
+    """Return a value that holds only the part of `tensor` that its reader needs, packed as `kind` of `PACKINGS` says.
+
+    Raises CannotRecompute, with the reason, if that is impossible.
+    """
     recipe, constants = PACKINGS[kind]
     is_whole = kind in (MASK, INDICES)
     value = Value(maker=Recompute(recipe, (), None, constants(tensor), tensor.stride() if is_whole else None))
@@ -86,7 +89,11 @@ def _shape_of(tensor: Tensor) -> dict[str, Any]:
 def _no_values(
     *, shape: torch.Size, stride: tuple[int, ...], plain: bool, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return a tensor of that shape. It has memory only if its dimensions are permuted: strides of 0 hide the order."""
+    """Return a tensor of this shape whose elements do not matter.
+
+    A permuted tensor (`plain=False`) takes memory: the strides of 0 of an expanded number would hide the order of
+    dimensions.
+    """
     if plain:
         return torch.zeros((), dtype=dtype, device=device).expand(shape)
     return torch.empty_strided(shape, stride, dtype=dtype, device=device)

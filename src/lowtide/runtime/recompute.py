@@ -87,7 +87,7 @@ class Recompute(RecomputeFields):
     def certain(self) -> bool:
         """Return True if the strides of the result are those of the original tensor.
 
-        It does not recurse: a chain of recomputes may be as long as a recurrent model has steps.
+        The search does not recurse: a chain of recomputes may be as long as a recurrent model has steps.
         """
         pending, visited = [self], set[Recompute]()
         while pending:
@@ -102,7 +102,7 @@ class Recompute(RecomputeFields):
         return True
 
     def make(self, value: Value) -> Tensor:
-        """Run the recipe; the result stays if an unread handle needs it."""
+        """Run the recipe and return its result, which is stored in `value` if an unread handle needs it."""
         tensors: list[Tensor | None] = []
         for operand in self.operands:
             if operand is None:
@@ -146,10 +146,10 @@ class Recompute(RecomputeFields):
         return result
 
     def spare(self, tensors: list[Tensor | None]) -> dict[str, Tensor]:
-        """Return `out=` for the recipe if an operand that was recomputed only for this result is suitable; else no
-        argument.
+        """Return the recipe's argument `out`: an operand that was recomputed only for this result and can hold it.
 
-        That halves the memory traffic through a processor's caches, and saves one tensor.
+        The result is empty if there is no such operand. Writing over an operand halves the memory traffic through a
+        processor's caches, and saves one tensor.
         """
         self.over = None
         for handle, tensor in zip(self.operands, tensors, strict=True):
@@ -170,7 +170,9 @@ class Recompute(RecomputeFields):
 def in_order(
     recipe: Recipe, arguments: Mapping[str, Handle | list[Handle | None] | None]
 ) -> tuple[tuple[Handle | None, ...], dict[str, int | slice] | None]:
-    """Return all operands in one tuple, and the positions of each argument in it; None if they are its parameters."""
+    """Return all operands in one tuple, and each argument's positions in it; None instead of positions if the operands
+    are the recipe's parameters, in order.
+    """
     if not recipe.lists and len(arguments) == len(recipe.operands):  # numbers are constants
         return tuple(arguments.values()), None  # type: ignore[arg-type]  # the recipe takes no lists
     operands: list[Handle | None] = []
@@ -187,8 +189,8 @@ def in_order(
 
 
 def can_hold_result(tensor: Tensor, operands: list[Tensor | None]) -> bool:
-    """Return True if an elementwise result of `operands` can be written into `tensor`, an operand that nothing else
-    owns.
+    """Return True if an elementwise result of `operands` can be written over `tensor`, one of them: the result fits,
+    and nothing else holds the memory.
     """
     for other in operands:
         if not (other is None or other is tensor or fits_into(other, tensor)):
@@ -203,7 +205,7 @@ def can_hold_result(tensor: Tensor, operands: list[Tensor | None]) -> bool:
 
 
 def fits_into(other: Tensor, tensor: Tensor) -> bool:
-    """Return True if an elementwise op of both returns the shape, strides and type of `tensor`."""
+    """Return True if an elementwise operator of both tensors returns the shape, strides and dtype of `tensor`."""
     if other.dim() == 0:
         return not other.is_complex()
     if other.dtype != tensor.dtype:

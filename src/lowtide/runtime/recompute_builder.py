@@ -33,7 +33,7 @@ MAX_CHAIN = 32
 
 
 class ParameterOwners:
-    """Modules that own each parameter."""
+    """Lookup of the modules that own a parameter of a model."""
 
     def __init__(self, model: torch.nn.Module, relied_on: ReliedOn) -> None:
         self._model = model
@@ -50,9 +50,9 @@ class ParameterOwners:
         return self._owners.get(parameter, ())
 
     def is_gathered(self, value: Value, tensor: Tensor) -> bool:
-        """Return True if a saved tensor is a parameter of a unit of FSDP2, which frees it after forward.
+        """Return True if `tensor`, the saved tensor of `value`, is a parameter that FSDP2 frees after forward.
 
-        Of a parameter that is distributed all the same, by tensor parallelism, a transposed tensor is saved.
+        If tensor parallelism distributes the parameter as well, a transposed tensor is saved, found by its storage.
         """
         if value.leaf or not (self.sharded and is_wrapping(type(tensor))):
             return self.sharded and bool(value.leaf)
@@ -97,8 +97,8 @@ class Builder:
         """Paths of the values that the latest call of `path_to` has made."""
 
     def path_to(self, node: Node, output: int, like: Tensor) -> tuple[Value, RecomputePath | None]:
-        """Return the value that `recompute` returns, and the path to its operands; None if that is not a common
-        path.
+        """Return the value that `recompute` returns, and the path to its operands; None for operands in places that a
+        path can't describe.
         """
         self.describes = True
         try:
@@ -109,10 +109,11 @@ class Builder:
             self.paths.clear()
 
     def recompute(self, node: Node, output: int, like: Tensor | None = None, depth: int = 0) -> Value:
-        """Return a value that a recipe recomputes from upstream values. Raises CannotRecompute, with the reason.
+        """Return a value that recomputes an output of `node` by a recipe. Raises CannotRecompute, with the reason.
 
-        `like` is the output itself if it is available: the result will have its strides. Without it the value is only
-        an intermediate of other recomputes, maybe with other strides: `certain`.
+        `like` is the original output, if available: the result gets its strides. Without `like`, the value is only an
+        intermediate of other recomputes, maybe with other strides (see `certain`). `depth` is the number of nodes
+        between this one and the saved tensor.
         """
         self.length += 1
         kind = node.name()
@@ -177,7 +178,9 @@ class Builder:
         return RECIPES.get(kind) if name is None else IMPLEMENTATIONS[kind][name]
 
     def on_edge(self, edge: tuple[Node | None, int], depth: int) -> Value | None:
-        """Return the value that flowed along an edge of the graph; None if the edge needs no gradient."""
+        """Return the value of the forward tensor behind a node's input edge, recomputed if no handle holds it; None if
+        the edge needs no gradient.
+        """
         node, output = edge
         if node is None:
             return None

@@ -1,4 +1,4 @@
-"""Path to the operands of one recompute, by position, so that steps of the same structure do not search for them again.
+"""Path to the operands of a recompute, by position, so that steps of equal structure do not search for operands again.
 
 The builder (`recompute_builder.py`) searches for each operand: in the node's slots, on its edges, among captured
 operands. A path remembers where the builder found each: "slot `self`", "edge 0". The next step follows the path and
@@ -72,7 +72,7 @@ class RecomputePath:
         self.places = places
         """For each parameter of the recipe its positions among the operands, as in `Recompute`."""
         self.table: tuple[Any, ...] | None = None
-        """What the compiled hooks read of the path (`Column` in hot_path.cpp); None if they can't follow it."""
+        """The path as the compiled hooks read it (`Column` in hot_path.cpp); None if they can't follow it."""
 
     def follow(self, builder: Builder, node: Node, output: int, like: Tensor | None) -> Value | None:
         """Return a value that recomputes the output of `node`, as the builder would; None if the path has changed."""
@@ -146,7 +146,7 @@ class RecomputePath:
     def look_up(
         self, builder: Builder, node: Node, output: int, like: Tensor | None, constants: dict[str, Any]
     ) -> bool:
-        """Add the constants that modules own, and those that are computed; return False if the path has changed."""
+        """Add `constants` that modules own, or that are computed; return False if the path has changed."""
         for name, edge, key, modules in self.owned:
             if leaf_behind(node.next_functions[edge][0]) != key:
                 return False
@@ -162,7 +162,9 @@ class RecomputePath:
 
 
 def in_slot(builder: Builder, node: Node, name: str) -> Handle | None:
-    """Return a new handle on the tensor that a node has saved; None for an empty slot, or one of other hooks."""
+    """Return a new handle on the tensor that a node saved as `name`; None if it is absent, partial, changed, or packed
+    by other hooks.
+    """
     slot = getattr(node, RAW_SAVED + name)
     data = slot.data
     if type(data) is Handle:
@@ -187,7 +189,9 @@ def describe(
     constants: Mapping[str, Any],
     places: dict[str, int | slice] | None,
 ) -> RecomputePath | None:
-    """Return the path on which the builder has found these operands; None if it is not a common one."""
+    """Return the path to the operands in `arguments`, which the builder has found; None if an operand is in a place
+    that a path can't describe.
+    """
     if recipe.lists or builder.owners.sharded:
         return None
     turns = []
@@ -228,7 +232,7 @@ def turn_to(
     attribute: str,
     operand: Handle | list[Handle | None] | None,
 ) -> Turn | None:
-    """Return the place where the builder has found one operand."""
+    """Return the place where the builder has found one operand; None if a path can't describe the place."""
     slot = getattr(node, attribute, None)
     data, is_empty = None, True
     if slot is not None:

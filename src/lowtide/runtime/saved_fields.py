@@ -68,7 +68,7 @@ class ValueFields:
 
 
 class HandleFields:
-    """Fields of a `Handle`, and what autograd calls."""
+    """Fields of a `Handle`, and `get`, which the unpack hook calls."""
 
     __slots__ = ("last_backward", "value", "view")
 
@@ -79,11 +79,11 @@ class HandleFields:
         taking it.
         """
         self.last_backward = NEVER
-        """The backward pass that read it last."""
+        """Number of the backward pass that read the handle last."""
         value.readers += 1
 
     def get(self) -> Tensor:
-        """Return the tensor with the geometry it was saved with. May be called any number of times.
+        """Return the tensor with the geometry it was saved with, recomputed if necessary. Repeated calls are allowed.
 
         A tensor that can be recomputed is freed once its last reader has it.
         """
@@ -118,9 +118,9 @@ class HandleFields:
 
 
 def materialize(value: Any) -> Tensor:
-    """Recompute `value`, and before it the operands that are not available.
+    """Recompute `value`, after those of its operands, and of their operands, that are not available.
 
-    It does not recurse: a chain of recomputes may be as long as a model is deep.
+    The function does not recurse: a chain of recomputes may be as long as a model is deep.
     """
     pending = [value]
     while True:

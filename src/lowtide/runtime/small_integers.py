@@ -74,7 +74,10 @@ def _extremes(tensor: Tensor, dims: tuple[int, ...]) -> tuple[Any, Any]:
 
 
 def _smallest_type(lowest: Any, highest: Any) -> torch.dtype:
-    """Return the smallest type that holds all distances from the lowest index at each point."""
+    """Return the smallest integer dtype that holds each index's distance from the lowest index at its point.
+
+    Raises CannotRecompute if no dtype of `SIZES` does.
+    """
     farthest, first, last = int((highest - lowest).max()), int(lowest.min()), int(highest.max())
     for dtype, n in SIZES:
         if farthest < n and 0 <= first <= last < 2**31:
@@ -91,7 +94,7 @@ def _parts(bits: Tensor, shape: torch.Size, stride: tuple[int, ...], dtype: torc
 
 
 def _indices_of(*, bits: Tensor, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return the indices that `offsets_of` was given."""
+    """Restore the indices from the arguments that `offsets_of` returned for them."""
     indices = torch.empty_strided(shape, stride, dtype=torch.int64, device=bits.device)
     if not is_fake(bits):
         base, offsets = _parts(bits, shape, stride, dtype)

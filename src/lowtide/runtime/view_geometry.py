@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 def base_and_node(tensor: Tensor) -> tuple[Tensor, Node | None, int]:
-    """Return the base tensor behind views, the node that made it, and the node's output number."""
+    """Return the base that `tensor` is a view of, else `tensor` itself, with its autograd node and output number.
+
+    A view with another dtype than its base, or a lazily conjugated or negated one, counts as a tensor of its own.
+    """
     base = base_of(tensor)
     if base is None:
         return tensor, tensor.grad_fn, tensor.output_nr
@@ -26,17 +29,19 @@ def base_and_node(tensor: Tensor) -> tuple[Tensor, Node | None, int]:
 
 
 def base_node_and_view(tensor: Tensor) -> tuple[Tensor, Node | None, int, Geometry | None]:
-    """Return the results of `base_and_node`, and the geometry of `tensor` as a view of the base, or None."""
+    """Return the base that `tensor` is a view of, its node and output number (as `base_and_node` does), and the
+    geometry of `tensor` in the base; None instead of a geometry if `tensor` is its own base.
+    """
     base, node, output = base_and_node(tensor)
     view = None if base is tensor else (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
     return base, node, output, view
 
 
 def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """Return the elements of a tensor with other strides, from the beginning of a storage, as saved geometries assume.
+    """Return the elements of `tensor` with strides `stride`, at offset 0 of a storage, as saved geometries assume.
 
-    A recipe returns another layout than the operator did if the operator got one that autograd does not record, as in
-    `contiguous()`.
+    A recipe's result has other strides than the original if autograd did not record the operator's memory format, as
+    for `contiguous()`.
     """
     if not tensor.storage_offset():
         if tensor.stride() == stride:
