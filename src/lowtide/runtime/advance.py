@@ -1,8 +1,8 @@
-"""Recompute the result of a module call that is not kept, by running the call's forward again on demand.
+"""Recompute of a module call's result that is not kept: the call's forward runs again on demand.
 
-The call runs from its arguments and saves nothing on the way: in a chain of replayed blocks only some need to keep
-their inputs, and the others are computed from these one after the other. A recomputed input stays while the replay of
-its own block has yet to read it, so no block advances twice.
+This second forward saves no tensors. In a chain of replayed blocks, only some blocks need to keep their inputs; the
+inputs of the other blocks are computed from these, block after block. A recomputed input stays until the replay of its
+own block has read it, so no block advances twice.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Advance:
-    """Recomputation of a call's only result that needs a gradient, by running the call forward."""
+    """Recompute of a call's result, the only one that needs a gradient, by running the call's forward again."""
 
     __slots__ = ("_frame", "_view", "operands")
 
@@ -33,11 +33,13 @@ class Advance:
         """Geometry of the base within the call's result, if that is a view."""
 
     def make(self, value: Value) -> Tensor:
-        """Run the call forward; the result stays if an unread handle needs it. Raises as `ReplayFrame.collect_saved`
-        does.
+        """Run the call's forward and return its result, which is stored in `value` if an unread handle needs it.
+
+        Raises ReplayMismatch if the call returns something else, RuntimeError if an argument, parameter or buffer has
+        changed.
         """
         with one_at_a_time:
-            if value.tensor is not None:  # another thread has made it in the meantime
+            if value.tensor is not None:  # another thread has recomputed it in the meantime
                 return value.tensor
             if values.observer is not None:
                 values.observer.on_recompute_begin(self)
@@ -48,7 +50,7 @@ class Advance:
             return made
 
     def forward(self) -> Tensor:
-        """Return the base of the result."""
+        """Run the call's forward; return its result, or the base if the result was a view in the first run."""
         tensor = result_of(self._frame.forward_again(self.operands))
         if tensor is None:
             raise ReplayMismatch(
@@ -83,9 +85,9 @@ def result_node(frame: ReplayFrame, returned: Any) -> tuple[Tensor, Tensor, Node
 
 
 def left_to_advance(frame: ReplayFrame, returned: Any, *, replayed: bool) -> Value | None:
-    """Return the value of the result of `frame`'s call, to be recomputed by running the call forward.
+    """Return the value of the result of `frame`'s call, to be recomputed by running the call's forward again.
 
-    None if that is impossible, or if something inside the call keeps or recomputes the result. The caller holds the
+    None if that is impossible, or if the result's value is kept or recomputed in another way. The caller holds the
     value until the readers of the result have handles. `replayed` is True if the operands of `frame` are already
     claimed for its replay.
     """

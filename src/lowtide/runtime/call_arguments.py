@@ -5,8 +5,9 @@ registered with torch's pytrees. Their containers are rebuilt for each replay, s
 append twice, and later writes to a container are not seen. A tensor passed twice is one tensor again. Objects without
 tensors are rebuilt too, unless they are unchanged; objects that can't be rebuilt from their attributes pass through.
 
-Key-value caches are special. A call fills its own layer of one and may see all others, which nothing else would keep in
-memory: for those only the shape is kept, and a replay that reads more fails, which the audit detects.
+Key-value caches are special. A call fills its own layer of a cache, and can reach the tensors of all other layers. Held
+for a replay, those would stay in memory, so only their shape is kept; a replay that reads more of them fails, which the
+audit detects.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ Part = Callable[["_Inputs"], Any]
 
 
 class Arguments:
-    """Arguments of one call."""
+    """Arguments of one module call, held through handles so that a replay can rebuild them."""
 
     __slots__ = (
         "_build",
@@ -91,20 +92,21 @@ class Arguments:
         """Devices of the tensors; None if that is the CPU alone."""
 
     def value_of(self, base: Tensor) -> Value | None:
-        """Return the value of a tensor, or of its base, that was passed to the call in progress; None for any other
-        tensor.
+        """Return the value of `base` if it, or a view of it, was passed to the call in progress, and has not been
+        modified since; else None.
         """
         value = self._values.get(id(base))
         return value if value is not None and value.version == base._version else None
 
     def close(self) -> None:
-        """End the call: release the tensors in caches that the call did not use."""
+        """Record the end of the call: of tensors in key-value caches that it did not replace, keep only the shape."""
         self._values.clear()  # new tensors may reuse the ids of freed ones
         for cached in self._cached:
             cached.close()
 
     def rebuild(self, handles: tuple[Handle, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the call's original arguments, through its own `handles` or others on the same values, in order.
+        """Return the call's arguments, rebuilt from tensors read through `handles`: its own handles, or other handles
+        on the same values in the same order.
 
         Raises RuntimeError if one of the tensors was changed in place.
         """
@@ -122,7 +124,7 @@ class Arguments:
 
 
 def tensors_in_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Return the tensors that `Arguments` holds, each once, in its order."""
+    """Return the tensors in a call's arguments, also inside containers and objects, each once, in order."""
     things = (*args, *kwargs.values())
     if _FLAT.issuperset(map(type, things)):  # most calls get no containers
         return [*{id(thing): thing for thing in things if type(thing) is torch.Tensor}.values()]
@@ -148,7 +150,7 @@ class _Inputs:
 
 
 class _Cached:
-    """Tensor in a key-value cache, and a function that returns the present content of its place in the cache."""
+    """Tensor in a key-value cache, and a function `now` that returns the present content of its place in the cache."""
 
     __slots__ = ("now", "tensor")
 
@@ -162,7 +164,7 @@ class _Cached:
 
 
 class _PartBuilder:
-    """Builder of the parts from which the arguments of a call are rebuilt."""
+    """Builder of functions that rebuild the parts of a call's arguments."""
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -230,7 +232,7 @@ class _PartBuilder:
         return lambda inputs: inputs.tensors[place]
 
     def _object(self, thing: Any) -> Part:
-        """Return a part that rebuilds an object from its attributes and, for a subclass of list or dict, its items."""
+        """Return a function that rebuilds an object from its attributes, and from the items of a list or dict."""
         key, kind, attributes = id(thing), type(thing), _attributes(thing)
         outside, before, cache = self._in_cache, self._encounters, self._in_cache or _is_cache(thing)
         n_visited = len(self._visited)
@@ -272,10 +274,10 @@ class _AsItIs:
 
 
 def _unless_changed(thing: Any, attributes: dict[str, Any], build: Part) -> Part:
-    """Return a part that gives `thing` itself while it has these attributes, else the result of `build`.
+    """Return a function that returns `thing` itself while its attributes are unchanged, else the result of `build`.
 
-    Identity matters: other code may know `thing`. It is held by weak reference only, because later writes may make it
-    refer back to its holder here.
+    Identity matters: other code may compare objects with `thing`. The function refers to `thing` weakly, because
+    `thing` may refer back to the arguments later.
     """
     try:
         reference = weakref.ref(thing)
@@ -311,7 +313,9 @@ _HEAP_TYPE = 1 << 9
 
 
 def _items(thing: Any) -> tuple[Any, list[tuple[Any, Any]]]:
-    """Return the built-in class under `thing`, and the items of a list or dict, by index or key."""
+    """Return the built-in class that the class of `thing` is derived from and, for list or dict, the items by index or
+    key.
+    """
     base = next(kind for kind in type(thing).__mro__ if not kind.__flags__ & _HEAP_TYPE)
     if base is list:
         return base, list(enumerate(list.__iter__(thing)))
@@ -321,7 +325,7 @@ def _items(thing: Any) -> tuple[Any, list[tuple[Any, Any]]]:
 
 
 def _add(base: Any, new: Any, name: Any, item: Any) -> None:
-    """Add one of the items that `_items` returned, in order."""
+    """Add `item` at the end of the list `new`, or under `name` in the dict `new`, by the built-in class `base`."""
     if base is list:
         list.append(new, item)
     else:
@@ -329,7 +333,7 @@ def _add(base: Any, new: Any, name: Any, item: Any) -> None:
 
 
 def _can_be_made(kind: Any, base: Any) -> bool:
-    """Return True if an object of this Python class consists of its attributes and items alone."""
+    """Return True if an object of class `kind`, with built-in class `base`, consists of attributes and items alone."""
     if kind is object or base not in (object, list, dict, OrderedDict, SimpleNamespace):
         return False
     return kind.__new__ is base.__new__ and not hasattr(kind, "__del__")

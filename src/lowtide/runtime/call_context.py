@@ -3,8 +3,8 @@ replay.
 
 Random numbers (`random_states.py`), autocast and the kernels that attention may use (`compute_modes.py`), training
 flags, buffers and plain attributes are restored; after the replay they return to their state before it. Parameters, and
-buffers that the call does not write to, are not copied (`uncopied_tensors.py`): a replay that finds other contents in
-them is refused.
+buffers that the call does not write to, are not copied (`uncopied_tensors.py`): a replay that would read other contents
+in them raises.
 """
 
 from __future__ import annotations
@@ -79,19 +79,21 @@ class MutableState:
         """Number of calls in a row that captured all of their state for later ones."""
 
     def forget(self) -> None:
-        """Forget the written buffers, so that the next call is observed again."""
+        """Forget the written buffers and the known modules, so that the next call is observed again."""
         self.written = self.known = None
 
     def overwritten(self, tensor: Tensor, version: int) -> Overwritten:
-        """Return the error of a call that can't be run again, because a tensor that it had read in this version was
-        written to since.
+        """Return the error of a call that can't be run again, because `tensor`, which it read at `version`, was written
+        to since. No call of the module is run again from then on.
         """
         self.is_overwritten = True
         kind = type(self.modules[0])
         return Overwritten(tensor, version, kind.__name__, kind)
 
     def as_known(self) -> Known | None:
-        """Return the modules as an earlier call found them, if a call that begins now finds the same."""
+        """Return the state that an earlier call captured, if a call that begins now finds the modules unchanged; else
+        None.
+        """
         if self.known is not None:
             if self.known.modules.current() is None:
                 self.known = None  # tensors in it may be no longer in use
@@ -100,7 +102,9 @@ class MutableState:
         return self.known
 
     def get_to_know(self, context: CallContext) -> None:
-        """Let later calls compare the modules with those of a call that is about to begin, which `context` captured."""
+        """Store the state in `context`, captured by a call that is about to begin, so that later calls can share it if
+        the modules are unchanged.
+        """
         if self.written is None or self.units or self.n_known == MOST_KNOWN:
             return
         self.n_known += 1
@@ -109,7 +113,7 @@ class MutableState:
 
 
 class Known:
-    """State of a call that later calls share if they find the same modules."""
+    """State captured by one call, which later calls share if they find the modules unchanged."""
 
     __slots__ = ("copied", "exposed", "modules", "n_exposures", "places", "summed", "training")
 
@@ -124,7 +128,7 @@ class Known:
 
 
 class CallContext:
-    """State that one call reads."""
+    """State that one module call reads in addition to its arguments, captured when the call begins."""
 
     __slots__ = (
         "attributes",
@@ -148,7 +152,7 @@ class CallContext:
     ) -> None:
         """Capture the state at the start of a call; `devices` and `generators` are those of its arguments.
 
-        `known`: the result of `mutable_state.as_known` just before.
+        `known` is the result of `mutable_state.as_known` just before the call: state in it is not captured again.
         """
         self.mutable_state, self.known = mutable_state, known
         in_use = mutable_state.gpus | with_generators(devices) if devices else mutable_state.gpus
@@ -180,7 +184,9 @@ class CallContext:
         return places_of(self.mutable_state.modules, self.buffers, only_plain=bool(self.mutable_state.units))
 
     def learn(self) -> None:
-        """End the call. Large buffers that the first call did not write to are not copied for later calls."""
+        """Record the end of the call. Large buffers that the first call did not write to are not copied for later
+        calls.
+        """
         if self.known is None:
             self.attributes.learn()
         mutable_state = self.mutable_state
@@ -208,14 +214,14 @@ class CallContext:
         return name
 
     def copy(self, storages: set[int], copy_of: Callable[[Tensor], Tensor]) -> bool:
-        """Copy what the call reads from `storages`, which are about to be written to; return True if it reads from
-        them.
+        """Copy the tensors that the call reads in `storages`, which are about to be written to; return True if there
+        are any.
         """
         is_copied = self.uncopied.copy(storages, copy_of)
         return self.attributes.copy(storages, copy_of) or is_copied
 
     def storages(self) -> Iterator[int]:
-        """Yield the memory of the tensors that a replay reads again, including those that `learn` may add."""
+        """Yield the ids of the storages that a replay reads again, including those of tensors that `learn` may add."""
         yield from (storage_id(tensor) for _, _, tensor in self.uncopied.places)
         yield from (storage_id(buffer) for buffer, _, _ in self.buffers.values())
         yield from map(storage_id, self.attributes.held())
@@ -228,12 +234,14 @@ class CallContext:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of `tensors`; for a module on a GPU, of those on a GPU only: RNG states are on the host."""
+        """Return the bytes of `tensors`; for a module on a GPU only tensors on GPUs count, since RNG states are on the
+        host.
+        """
         on_gpu = bool(self.mutable_state.gpus)
         return sum(tensor.nbytes for tensor in self.tensors if not on_gpu or tensor.device.type != "cpu")
 
     def expose_uncopied(self) -> None:
-        """Compare from now on the contents of the uncopied tensors that are exposed when the call begins."""
+        """From now on compare the contents of uncopied tensors that code may write to without a new version."""
         known, n_exposures = self.known or self.mutable_state.known, exposed_memory.n_exposures
         if known is None or known.places is not self.uncopied.places:
             self.uncopied.expose(exposed_memory.is_exposed)
@@ -247,7 +255,7 @@ class CallContext:
     # --- restored
 
     def restore(self) -> None:
-        """Restore the state at the start of a call that has failed, permanently."""
+        """Restore the state at the start of a call that has failed, for good: nothing undoes this."""
         self.attributes.learn()
         self.attributes.restore()
         self.random.restore([])  # without a way back
@@ -258,7 +266,9 @@ class CallContext:
                 buffer.data.copy_(content)  # written without a new version, because other graphs may have saved it
 
     def restore_modules(self) -> None:
-        """Restore parameters, buffers, attributes and training flags, as the call found them."""
+        """Restore parameters, buffers, attributes and training flags, as the call found them. Raises Overwritten if a
+        buffer or an attribute's tensor was written to since.
+        """
         self._restore_uncopied()
         for tensor, version in self.attributes.tensors:
             if tensor._version != version:
@@ -273,9 +283,9 @@ class CallContext:
     def _restore_uncopied(self) -> None:
         """Restore the call's parameters and buffers if other tensors have taken their places (as in `functional_call`).
 
-        A parameter that was changed in place since is replaced by a tensor that raises on use: an optimizer that steps
-        inside backward changes only parameters that backward has finished with, and a replay that is needed after that
-        stops before it reaches them, or must not run. Raises Overwritten for a buffer that was changed.
+        A parameter that was changed in place since is replaced by a tensor that raises on use. An optimizer that steps
+        inside backward changes only parameters that backward has finished with; a later replay stops before it reads
+        these parameters, or must not run. Raises Overwritten for a buffer that was changed.
         """
         uncopied = self.uncopied
         for (table, name, tensor), version in zip(uncopied.places, uncopied.versions, strict=True):
@@ -289,7 +299,7 @@ class CallContext:
                 table[name] = tensor if tensor.is_leaf else tensor.detach().requires_grad_()
 
     def bind_copies(self) -> None:
-        """Put copies in the place of tensors that the call wrote to, or that were written to since."""
+        """Bind copies, made when the call began or before a write, in place of tensors that were written to."""
         copies: dict[int, Tensor] = {}  # a tensor shared by two modules stays shared
         for table, name, tensor, content in self.uncopied.copies:
             like = content.clone()
@@ -301,7 +311,7 @@ class CallContext:
 
 
 class StateAtCall:
-    """Context manager that restores the state at the start of a call, and at its end the present state.
+    """Context manager that restores the state at the start of a call, and at the block's end the present state.
 
     Inside the block no hooks of modules run except those in `acting`.
     """
@@ -365,7 +375,9 @@ def _buffers(modules: tuple[nn.Module, ...]) -> Iterator[tuple[nn.Module, str, T
 
 
 def _equal(buffer: Tensor, content: Tensor) -> bool:
-    """Return True if a buffer is unchanged: native batch norm and `.data` write without a new version."""
+    """Return True if a buffer still has this content, compared because native batch norm and `.data` write without a
+    new version. A fake tensor, or one that is not plain, counts as unchanged.
+    """
     if is_fake(buffer) or not is_plain(buffer):
         return True
     return torch.equal(buffer, content)

@@ -41,7 +41,7 @@ _PYTHONS_MEMORY: Final = _pythons_memory()
 _of_python: tuple[tuple[bytes, float | None] | None, tuple[Any, ...]] = None, ()
 """Python's generator at the last read: its memory with the cached normal number, and its state."""
 _of_numpy: tuple[bytes | None, Any] = None, None
-"""The memory when the state was last read, and the state."""
+"""NumPy's generator at the last read: its memory, and its state."""
 
 
 _latest: tuple[tuple[Any, ...] | None, tuple[Any, ...], Any] = None, (), None
@@ -49,7 +49,7 @@ _latest: tuple[tuple[Any, ...] | None, tuple[Any, ...], Any] = None, (), None
 
 
 def states() -> tuple[tuple[Any, ...] | None, tuple[Any, ...], Any]:
-    """Return `memory()`, `python_state()` and `numpy_state()`."""
+    """Return `memory()`, which shows whether numbers were drawn, and the states of Python's and NumPy's generators."""
     global _latest
     now = memory()
     if now is None or now != _latest[0]:
@@ -74,8 +74,8 @@ def python_state() -> tuple[Any, ...]:
 def numpy_state() -> Any:
     """Return a state for `np.random.set_state`; for generators other than NumPy's own default a new object each time.
 
-    The memory does not show if a second normal number is cached. Code that calls `np.random.set_state` with a state
-    that caches one, and has drawn only that one since, goes unnoticed.
+    The compared memory does not show a cached normal number. So a draw goes unnoticed if code calls
+    `np.random.set_state` with a state that caches such a number, and then draws only this number.
     """
     global _of_numpy
     memory, state = _of_numpy
@@ -92,7 +92,7 @@ def numpy_state() -> Any:
 
 
 def set_numpy_state(state: Any) -> None:
-    """Set a state returned by `numpy_state`; its memory is the same with or without a cached normal number."""
+    """Set a state that `numpy_state` returned, and remember it: memory does not show if it caches a normal number."""
     global _of_numpy
     np.random.set_state(state)
     _of_numpy = _memory(), state

@@ -65,7 +65,7 @@ class KnownModules:
                 self._values.append(value if is_held else None)
 
     def current(self) -> list[Any] | None:
-        """Return the present content of all tables, if it is the known one; None if anything differs."""
+        """Return the present contents of all tables if they are the known ones; None if anything differs."""
         values = self._values
         if self._opaque:
             values = values.copy()
@@ -83,14 +83,16 @@ class KnownModules:
         return values if is_known else None
 
     def rebind(self, values: list[Any]) -> None:
-        """Undo every binding that was made, changed or removed since the tables had `values`."""
+        """Restore the tables to `values`, which `current` returned: undo bindings added, changed or removed since."""
         if not _binds(self._tables, self._names, values):
             pairs = zip(self._names, values, strict=True)
             rebind([(table, dict(islice(pairs, n))) for table, n in zip(self._tables, self._sizes, strict=True)])
 
 
 def can_be_known(modules: tuple[nn.Module, ...], attributes: Attributes) -> bool:
-    """Return True if a comparison by identity shows every change, and holds nothing that leads to a graph."""
+    """Return True if a comparison of identities shows every change of the modules, and if holding their contents keeps
+    no autograd graph alive.
+    """
     return (
         attributes.can_be_shared
         and all(isinstance(table, dict) for table in _tables(modules))
@@ -99,14 +101,14 @@ def can_be_known(modules: tuple[nn.Module, ...], attributes: Attributes) -> bool
 
 
 def bindings(modules: Iterable[nn.Module]) -> Bindings:
-    """Return the bindings of the modules' attributes, buffers and parameters."""
+    """Return the tables of the modules' attributes, buffers and parameters, each with a copy of its contents."""
     tables = (table for module in modules for table in (vars(module), module._buffers, module._parameters))
     # a scripted module's tables are no dicts and can't be rebound
     return [(table, dict(table)) for table in tables if table and isinstance(table, dict)]
 
 
 def rebind(bindings: Bindings) -> None:
-    """Undo all changes of the tables' bindings since `bindings` copied them."""
+    """Restore each table to the contents that the function `bindings` copied."""
     for table, was in bindings:
         if len(table) != len(was):
             for name in table.keys() - was.keys():

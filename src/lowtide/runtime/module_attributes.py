@@ -1,10 +1,10 @@
 """Attributes of modules as a call found them, restored if they are rebound or written to before backward.
 
 The kind of data in a batch, the temperature of a softmax, the condition of a block: code writes such values on modules
-before a call, and by the next call they have been changed or deleted. Captured are numbers, strings and the like,
-tensors that the call itself leaves in place, and lists, tuples, sets and dicts of them. Long lists and dicts are logs:
-entries added after the start of the call are removed. Anything else on a module, or reachable through it, must be
-unchanged when the call runs again.
+before a call, and by the next call they have been changed or deleted. A capture has numbers, strings and similar data,
+tensors that the call itself leaves in place, and lists, tuples, sets and dicts of these. Long lists and dicts count as
+logs: entries added after the start of the call are removed. Everything else on a module, or reachable through it, must
+be unchanged when the call runs again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Attributes:
         self._plain: list[tuple[Table, str, Any, Any]] = []
         """Attributes without tensors (table, name, object) and copies of their contents."""
         self.mutable: list[Any] = []
-        """Those of them that are lists, dicts and similar containers."""
+        """Attributes without tensors that are lists, dicts and similar containers."""
         self.contents: list[Any] = []
         """Copies of `mutable`."""
         self._long: list[tuple[Table, str, Any, int]] = []
@@ -78,7 +78,9 @@ class Attributes:
             self._there.append((table, name, id(value), known))
 
     def learn(self) -> None:
-        """End the call. A tensor that it rebound, or wrote to, is its result: holding that would leak memory."""
+        """Record the end of the call: hold the captured tensors, except those that the call rebound or wrote to. These
+        are results of the call, and holding them would leak memory.
+        """
         for table, name, key, known in self._there:
             value = table.get(name)
             tensors: list[Tensor] = []
@@ -117,7 +119,7 @@ class Attributes:
         return (known for *_, tensors in self._tensors for known in tensors)
 
     def held(self) -> Iterator[Tensor]:
-        """Yield the tensors that `restore` binds again, those included that `learn` may add."""
+        """Yield the tensors that `restore` binds again, including those that `learn` may add."""
         yield from (tensor for tensor, _ in self.tensors)
         yield from (tensor for *_, known in self._there for then, _ in known if (tensor := then()) is not None)
 
@@ -177,7 +179,7 @@ def _is_known(value: Any, tensors: list[Tensor], depth: int = 0) -> bool:
 
 
 def _copy(value: Any, leaf: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
-    """Return a copy of the containers, with `leaf(...)` of each tensor and each piece of plain data in them."""
+    """Return a copy of `value` and the containers in it, with `leaf(item)` for each tensor and piece of plain data."""
     kind = type(value)
     if kind not in _KINDS:
         return leaf(value)
@@ -193,7 +195,9 @@ def _copy(value: Any, leaf: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
 
 
 def _is_as(value: Any, content: Any) -> bool:
-    """Return True if `value` still is, or equals, the plain data in `content`, without comparing tensors put there."""
+    """Return True if `value` equals `content`, an earlier copy of plain data. Tensors put into `value` since then are
+    not compared.
+    """
     if value is content:
         return True
     kind = type(value)

@@ -2,8 +2,8 @@
 additions.
 
 A block is replayed because its replay was compared with the first run, bit by bit. A hook, a reparametrization or
-another module that was added later may count, draw, write to its inputs, or make a weight: in a replay all of it would
-happen twice, or not at all. Hooks that are removed are no risk.
+another module that was added later may count, draw random numbers, write to its inputs, or compute a weight: in a
+replay this would happen twice, or not at all. Hooks that are removed are no risk.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class AsPlanned:
         self._global = {key for table in GLOBAL_FORWARD_HOOKS for key in table}
 
     def change(self) -> str | None:
-        """Describe a change since construction; None if there is none."""
+        """Describe a change of the modules since construction; None if there is none."""
         for path, module, was in self._looks:
             if not _is_as(was, module) and (change := _in_words(was, _look(module))) is not None:
                 return f"{path or type(module).__name__} {change}"
@@ -60,7 +60,7 @@ def _look(module: nn.Module) -> _Look:
 
 
 def _is_as(was: _Look, module: nn.Module) -> bool:
-    """Return True if the module is unchanged; this is faster than finding the change."""
+    """Return True if `module` is as it `was`; this check is faster than a search for the change."""
     own = module.__dict__
     parameters, buffers = own["_parameters"], own["_buffers"]
     hooks = (*own["_forward_pre_hooks"].items(), *own["_forward_hooks"].items())

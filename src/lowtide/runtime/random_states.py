@@ -21,7 +21,7 @@ class RandomStates:
     __slots__ = ("_cpu", "_generators", "_gpus", "_host_memory", "_numpy", "_python")
 
     def __init__(self, gpus: Collection[torch.device], generators: Collection[torch.Generator]) -> None:
-        """Capture the present states, those of `gpus` and of `generators` among them."""
+        """Capture the present states: of the CPU's generator, `gpus`, `generators`, Python and NumPy."""
         self._cpu = torch.default_generator.get_state()
         self._gpus = [(gpu, torch.get_device_module(gpu).get_rng_state(gpu)) for gpu in gpus] if gpus else []
         self._generators = [(g, g.get_state()) for g in generators] if generators else []
@@ -31,7 +31,7 @@ class RandomStates:
     def end_call(self) -> None:
         """Forget the states of Python and NumPy if the call, which has ended, has drawn nothing from them.
 
-        For each call: one that draws nothing may draw the next time.
+        Each call is checked anew, because a call that draws nothing may draw the next time.
         """
         memory, self._host_memory = self._host_memory, None
         if memory is not None and host_rng.memory() == memory:

@@ -2,8 +2,9 @@
 
 Replays restore the tensors of operators without a recipe (decomposed activations, custom functions, random masks) and
 of whole blocks. The second run sees exactly the state of the first one and leaves no trace (`call_context.py`,
-`call_arguments.py`, `module_hooks.py`). It stops as soon as the last needed tensor is available, so that the products
-at a block's end are not repeated; after a constant that the block made, at the next operator that saves a tensor.
+`call_arguments.py`, `module_hooks.py`). It stops as soon as the last needed tensor is available, so that the matrix
+products at a block's end are not repeated. If no node made that tensor, its operator may still write to it: then the
+second run stops at the next operator that saves a tensor.
 
 Replays nest. The arguments of a replayed call inside another one are saved tensors of the outer one: its replay brings
 them back, and the inner call's saved tensors are left to its own replay. Both runs number saved tensors alike.
@@ -53,7 +54,7 @@ one_at_a_time = threading.RLock()
 
 
 class ReplayFrame:
-    """One call of a replayed module: its arguments, its context, and the values that it can bring back."""
+    """One call of a replayed module: its arguments, the state that it reads, and the values that a replay restores."""
 
     __slots__ = (
         "__weakref__",
@@ -80,8 +81,10 @@ class ReplayFrame:
         outer: ReplayFrame | None = None,
         mutable_state: MutableState | None = None,
     ) -> None:
-        """Begin a call of `interceptor`. With its `mutable_state`, state that `MutableState.as_known` has just found
-        unchanged is not captured again.
+        """Record the beginning of a call of the interceptor's module.
+
+        `hold` returns a handle on a tensor among the arguments; `outer` is the frame of a replayed call around this
+        one. Pass `mutable_state` only right after its `as_known`: state found unchanged is not captured again.
         """
         self.interceptor = interceptor
         self.around: tuple[weakref.ref[ReplayFrame], ...] = () if outer is None else (weakref.ref(outer), *outer.around)
@@ -94,7 +97,7 @@ class ReplayFrame:
         self.count = 0
         """Number of tensors that the call has saved so far."""
         self.values: dict[int, weakref.ref[Value]] = {}
-        """Values that a replay brings back, by their place among the saved tensors."""
+        """Values that a replay restores, by their place among the saved tensors."""
         self.nested: list[tuple[CallInterceptor, bool]] = []
         """Inner calls that a plan may replay, in order, each with True if it did this time."""
         self.held: list[weakref.ref[Tensor | Token]] | None = None
@@ -108,7 +111,7 @@ class ReplayFrame:
         """None for modules without hooks."""
 
     def close(self) -> None:
-        """End the call."""
+        """Record the end of the call: stop observing its hooks, and learn which state the call has changed."""
         if self._hook_recorder is not None:
             self._hook_recorder.stop()
         self.arguments.close()
@@ -129,7 +132,7 @@ class ReplayFrame:
             )
 
     def tensors_read(self, *, with_arguments: bool) -> list[tuple[Tensor, int]]:
-        """Return the tensors that a replay reads, with their expected versions."""
+        """Return the tensors that a replay reads, with their expected versions; `with_arguments` adds the arguments."""
         arguments = (handle.value for handle in self.operands if with_arguments)
         return [
             *self.call_context.uncopied.with_versions,
@@ -139,21 +142,23 @@ class ReplayFrame:
 
     @property
     def is_awaited(self) -> bool:
-        """Return True until a replay has brought back all values of the call."""
+        """Return True until a replay has restored all values of the call."""
         values = [reference() for reference in self.values.values()]
         return not values or any(value is not None and value.tensor is None for value in values)
 
     def is_held_outside(self) -> bool:
-        """Return True if an object other than the call's own runs refers to tensors recorded since `held` was set."""
+        """Return True if an object outside the call still refers to a tensor that trial runs of the call have saved."""
         held = self.held or []
         if any(reference() is not None for reference in held):
             gc.collect()  # garbage of the runs may need a collection
         return any(reference() is not None for reference in held)
 
     def pack_result(self, tensor: Tensor) -> Handle | None:
-        """Return a handle on an operator's result that the call is about to save: left to this replay, or kept.
+        """Return a handle on `tensor`, an operator's result that the call is about to save: left to this replay, or
+        kept already.
 
-        That is the common case. None for views, leaves and all else that `SavedTensorPacker.hold` looks into.
+        This is the fast path for most saved tensors. Returns None for views, leaves and other cases, which
+        `SavedTensorPacker.hold` handles.
         """
         node = tensor.grad_fn
         if node is None or base_of(tensor) is not None or (output := tensor.output_nr) >= len(KEYS):
@@ -183,9 +188,9 @@ class ReplayFrame:
         return value
 
     def take_over(self, value: Value, tensor: Tensor, base: Tensor, *, is_intermediate: bool) -> None:
-        """Take over a value from an inner call's replay, because the value is now saved outside that call.
+        """Let this replay restore `value`, which this call now saves, if an inner call's replay restored it so far.
 
-        With `is_intermediate` the value was only an intermediate of other recomputes so far.
+        The same holds with `is_intermediate`: only recomputes have read the value so far. Other values stay unchanged.
         """
         inside = isinstance(value.maker, ReplayFrame) and value.maker is not self and self.encloses(value.maker)
         if is_intermediate or inside:
@@ -200,7 +205,7 @@ class ReplayFrame:
         self._expected[place] = tensor.shape, tensor.dtype, layout
 
     def encloses(self, frame: ReplayFrame | None) -> bool:
-        """Return True if `frame` is this one or belongs to an inner call."""
+        """Return True if `frame` is this frame, or that of a call inside this call."""
         return frame is self or (frame is not None and any(outer() is self for outer in frame.around))
 
     def is_static(self, tensor: Tensor) -> bool:
@@ -212,9 +217,11 @@ class ReplayFrame:
         return isinstance(tensor, torch.nn.Parameter) or storage_id(tensor) in self._static
 
     def make(self, value: Value) -> Tensor:
-        """Run the call again, and store every value that an unread handle needs."""
+        """Run the call again; return the tensor of `value`, and store every restored tensor that an unread handle
+        needs.
+        """
         with one_at_a_time:
-            if value.tensor is not None:  # another thread has made it in the meantime
+            if value.tensor is not None:  # another thread has recomputed it in the meantime
                 return value.tensor
             if values.observer is not None:
                 values.observer.on_recompute_begin(self)
@@ -240,11 +247,14 @@ class ReplayFrame:
         return tensors
 
     def visit_saved(self, at: Callable[[int, Tensor], object], *, is_only_missing: bool = False) -> None:
-        """Run the call again and pass each tensor that `collect_saved` returns to `at`, once the operator that saves it
-        is done. If `is_only_missing`, tensors that their values still hold are left out, and the run ends before them.
+        """Run the call again, and call `at(place, tensor)` for each saved tensor once the operator that saves it is
+        done.
 
-        Raises ReplayMismatch if the call saves other tensors, RuntimeError if an argument, parameter or buffer has
-        changed.
+        `place` is the tensor's number among the saved tensors. Only places with a live value count; with
+        `is_only_missing`, only those whose value holds no tensor. The run ends after the last of these places.
+
+        Raises ReplayMismatch if the call saves other tensors than in its first run, RuntimeError if an argument,
+        parameter or buffer has changed.
         """
         wanted = {
             place
@@ -261,7 +271,7 @@ class ReplayFrame:
             raise ReplayMismatch(self._mismatch(min(missing), "nothing"), type(self.interceptor.module))
 
     def _run_again(self, wanted: set[int], at: Callable[[int, Tensor], object]) -> set[int]:
-        """Run the call again; return the places at which no tensor was saved."""
+        """Run the call again; return those of the `wanted` places at which no tensor was saved."""
         rerun = ReplayRun(self, wanted, at)
         try:
             if self.nested:
@@ -279,8 +289,8 @@ class ReplayFrame:
         return wanted - rerun.handed_over
 
     def forward_again(self, operands: tuple[Handle, ...] | None = None) -> Any:
-        """Return the result of a second run, whose arguments come from `operands`, or else from the frame's own
-        handles.
+        """Run the call again only for its result, and return that. Arguments are read from `operands`, by default the
+        frame's own handles.
         """
         operands = self.operands if operands is None else operands
         try:
@@ -307,7 +317,7 @@ class ReplayFrame:
         engine = self.interceptor.engine
         here = engine.here
         with StateAtCall(self.call_context, () if self._hook_recorder is None else self._hook_recorder.acting):
-            unpack = rerun.unpack  # one object, by which transforms know the hooks
+            unpack = rerun.unpack  # bound once: transforms recognise the hooks by this object
             begin_off_in_transforms(unpack, engine.without_plan)
             push_saved_tensor_hooks(rerun.compiled(rerun, rerun.pack) if rerun.compiled else rerun.pack, unpack)
             before, here.handler = here.handler, rerun
@@ -320,7 +330,10 @@ class ReplayFrame:
                 end_off_in_transforms()
 
     def as_saved(self, place: int, tensor: Tensor) -> Tensor:
-        """Return the tensor for the value of a place, from the tensor saved there in the second run."""
+        """Return the tensor to store in the value at `place`, taken from `tensor`, which the second run saved there.
+
+        Raises ReplayMismatch if the shape or dtype is not that of the first run.
+        """
         expected = self._expected.get(place)
         if expected is None:
             return base_node_and_view(tensor)[0].detach()

@@ -1,4 +1,4 @@
-"""Second runs of a call in progress: a replay, which catches the tensors that the call saves, and an advance."""
+"""Second runs of a module call: a replay, which catches saved tensors, and an advance, which needs only the result."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Token:
 
 
 class _SecondRun:
-    """Second run of a call in progress. Its saved tensors are read only if it runs backward inside its forward."""
+    """Second run of a module call. Its own saved tensors are read only if the call runs backward inside its forward."""
 
     idle: ClassVar[frozenset[CallInterceptor]] = frozenset()
     compiled: ClassVar[Any] = None
@@ -46,7 +46,7 @@ class _SecondRun:
 
     _frame: ReplayFrame
     _holds: bool
-    """True if its saved tensors may be read."""
+    """True if the run's own saved tensors may be read."""
     has_ended = False
 
     def hold(self, tensor: Tensor) -> Tensor | Token | None:
@@ -69,7 +69,7 @@ class _SecondRun:
 
 
 class ReplayRun(_SecondRun):
-    """A replay in progress, the handler of module calls in this thread instead of the forward pass."""
+    """A replay in progress, which handles module calls in this thread instead of the forward pass."""
 
     compiled = None if values.native is None else values.native.ReplayPack
 
@@ -89,7 +89,9 @@ class ReplayRun(_SecondRun):
         self._inside_another = False
 
     def call(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an inner module call."""
+        """Run an inner module call. If the inner call has a replay of its own, its tensor arguments are recorded
+        instead of its saved tensors.
+        """
         if self._inside_another or not (interceptor.replays or interceptor.is_left_alone):
             return interceptor.inner(*args, **kwargs)
         if not interceptor.is_left_alone:
@@ -105,7 +107,7 @@ class ReplayRun(_SecondRun):
             self._inside_another = False
 
     def hand_over(self) -> None:
-        """Pass on the tensors saved so far, which are complete."""
+        """Pass on the tensors in `fresh`, to which their operator has finished writing."""
         for place, tensor in self.fresh.items():
             self.handed_over.add(place)
             self._at(place, tensor)
@@ -114,10 +116,11 @@ class ReplayRun(_SecondRun):
     @hidden_from_checkpoints
     @never_compiled
     def pack(self, tensor: Tensor, *, is_complete: bool = False) -> Tensor | Token | None:
-        """Record a saved tensor, and stop after the last one, or after the operator that saved it.
+        """Record a saved tensor; raise StopReplay when the last needed tensor is complete.
 
-        A tensor that an operator is to write, such as RReLU's noise, is saved before it is written. Then it has no
-        history, and is no view.
+        An operator may save a tensor, such as RReLU's noise, before it writes to the tensor, which has no history and
+        is no view. Such a tensor is complete when the next operator saves one. With `is_complete`, the tensor is an
+        argument of an inner call, which is complete.
         """
         frame = self._frame
         if not self._inside_another:
@@ -145,7 +148,7 @@ class ReplayRun(_SecondRun):
 
 
 class AdvanceRun(_SecondRun):
-    """An advance in progress, which records no saved tensors."""
+    """An advance in progress: a run of a call's forward for its result alone, which records no saved tensors."""
 
     def __init__(self, frame: ReplayFrame) -> None:
         self._frame, self._holds = frame, frame.call_context.mutable_state.holds

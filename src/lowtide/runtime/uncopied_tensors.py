@@ -31,7 +31,7 @@ Place = tuple[dict[str, Any], str, "Tensor"]
 
 
 class UncopiedTensors:
-    """Tensors that a call reads, as they were when it began."""
+    """Parameters and buffers that a call reads, with their versions when it began."""
 
     __slots__ = ("_contents", "_sums", "copies", "places", "summed", "versions")
 
@@ -44,7 +44,7 @@ class UncopiedTensors:
         self._contents: dict[int, Contents] = {}
         """Contents of exposed tensors, by `id`."""
         self._sums = self._checksums() if self.summed else []
-        """Checksum for each of the buffers that is cheap to sum; None for the others."""
+        """Checksum of each buffer; None for a buffer that is too large, or not on the CPU."""
         self.copies: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
         """Tensors that were written to since, with copies of their contents before: table, name, tensor, copy."""
 
@@ -76,11 +76,11 @@ class UncopiedTensors:
 
     @property
     def have_changed(self) -> bool:
-        """True if a tensor was written to since the call began."""
+        """Return True if a tensor was written to since the call began."""
         return any(map(self.is_changed, map(TENSOR_OF, self.places), self.versions))
 
     def is_changed(self, tensor: Tensor, version: int) -> bool:
-        """Return True if one of the tensors, which had this version, was written to since the call began."""
+        """Return True if `tensor`, recorded at `version`, was written to since the call began."""
         if tensor._version == version:
             return False
         return version != EXPOSED or not self._contents[id(tensor)].are_in(tensor)
@@ -102,13 +102,13 @@ class UncopiedTensors:
         return True
 
     def expose(self, is_exposed: Callable[[Tensor], bool]) -> None:
-        """Compare from now on the contents of the tensors for which `is_exposed` is True."""
+        """From now on compare the contents of the tensors for which `is_exposed` returns True."""
         for n, (_, _, tensor) in enumerate(self.places):
             if tensor._version == self.versions[n] and is_exposed(tensor):
                 self.expose_at(n)
 
     def expose_at(self, n: int) -> None:
-        """Compare from now on the contents of the tensor with this number."""
+        """From now on compare the contents of tensor number `n`."""
         tensor = self.places[n][2]
         if id(tensor) not in self._contents:
             self._contents[id(tensor)] = Contents(tensor)
@@ -118,7 +118,9 @@ class UncopiedTensors:
 def places_of(
     modules: Iterable[nn.Module], copied: Collection[tuple[nn.Module, str]], *, only_plain: bool
 ) -> Iterator[Place]:
-    """Yield the parameters of `modules`, and those buffers that are not `copied`."""
+    """Yield the parameters of `modules`, and those buffers that are not `copied`; with `only_plain`, no distributed
+    tensors or other tensor subclasses.
+    """
     for module in modules:
         for table, without in ((module._parameters, ()), (module._buffers, copied)):
             for name, tensor in table.items():
