@@ -29,7 +29,7 @@ class AlternatingModels:
         self._called: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
         self._updated: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
         self._awaited: dict[int, list[_Gradient | None]] = {}
-        """Gradients at its last call, by id, of each model through which no backward pass has run since."""
+        """Gradients at a model's last call, by the model's id, if no backward pass has gone through that call yet."""
         self._joined: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         """Models taken as one."""
         self._n_waits = 0
@@ -46,7 +46,7 @@ class AlternatingModels:
         self._n_waits = PATIENCE if self._awaits_backward() else 0
 
     def counts_update(self) -> None:
-        """Stop awaiting backward passes through calls whose models have got gradients by this update."""
+        """Record an optimizer's update: await no more backward passes through models that have new gradients."""
         self._awaited = {
             key: at_call
             for key, module in self._called.items()
@@ -63,7 +63,7 @@ class AlternatingModels:
         return any(id(model) in self._awaited for model in self._joined)
 
     def others_updated(self, parameters: set[int]) -> None:
-        """Record an update of parameters, given by their ids, that are not the model's."""
+        """Record that an optimizer has updated the parameters with these ids, which belong to other models."""
         models = [m for m in self._called.values() if parameters & parameter_ids(m)]
         self._updated.update({id(module): module for module in models})
 
@@ -72,7 +72,7 @@ class AlternatingModels:
         return list(self._updated.values())
 
     def begin(self) -> None:
-        """Forget noted updates: another model is trained from now on."""
+        """Forget the recorded updates, because another model is trained from now on."""
         self._updated.clear()
 
 
@@ -98,7 +98,7 @@ def ids(objects: Iterable[object]) -> set[int]:
 
 
 def parameter_ids(model: nn.Module) -> set[int]:
-    """Return the ids of the parameters that an optimizer of the model holds."""
+    """Return the ids of the model's parameters, in the form in which optimizers hold them."""
     return ids(own_parameters(model))
 
 

@@ -24,13 +24,13 @@ if TYPE_CHECKING:
     from lowtide.planner.records import Fingerprint, Plan
 
 MOST_MEASURED = 4
-"""Number of measured steps, of which the one with the smallest peak counts, where frees in other threads go unseen."""
+"""Largest number of repeated measurements, of which the smallest peak counts, if frees in other threads go unseen."""
 
 PLANS_AGAIN = "`lowtide run --budget`, which plans again until the measured peak is within it"
 
 
 def plan_of_another_model(model: nn.Module, differences: tuple[str, ...]) -> StalePlan:
-    """Return the error of a plan that is not for the model that a script trains."""
+    """Build the error for a plan that is not for `model`, which the script trains; `differences` names the reasons."""
     what = f"this plan is not for the {name_of(model)} that the script trains. Make one with `lowtide plan make`."
     return StalePlan(what, differences=differences)
 
@@ -58,7 +58,7 @@ class PlanApplier(PlanMonitor):
 
     @property
     def plan_in_force(self) -> Plan:
-        """The given plan."""
+        """The plan that is applied to the script's model."""
         return self._plan
 
     def on_step_begin(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
@@ -81,7 +81,10 @@ class PlanApplier(PlanMonitor):
             self._finish()
 
     def on_step_end(self, model: nn.Module) -> None:
-        """Check the plan's promise. Raises OverBudget; StalePlan if the trained model is not the plan's own."""
+        """Compare the measured peak with the plan's budget.
+
+        Raises OverBudget if the peak is larger, and StalePlan if the plan is not for `model`.
+        """
         if self._in_force.applied is None:
             self._measured.n_others += 1
             if (
@@ -119,7 +122,7 @@ class PlanApplier(PlanMonitor):
         return min(self._peaks[1:] or self._peaks, default=0)
 
     def _loses_track(self, why: RehearsalError) -> None:
-        """Leave the plan in force without measuring it."""
+        """Report that the peak can't be measured, because of the error `why`; leave the plan in force."""
         self._say(f"the peak under the plan is not measured: {why}")
         self._leave_in_force()
 
@@ -134,7 +137,7 @@ class PlanApplier(PlanMonitor):
             self._finish()
 
     def on_model_replaced(self, model: nn.Module) -> None:
-        """Look for the plan's model again, because `model` was not the trained one."""
+        """Look for the plan's model again, because `model` was not the trained model."""
         super().on_model_replaced(model)
         self._model, self._peaks = None, []
 

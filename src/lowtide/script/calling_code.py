@@ -28,7 +28,7 @@ _outermost: list[CodeType] = []
 
 @contextlib.contextmanager
 def end_search_here() -> Iterator[None]:
-    """End the search of `caller_variables`, within this block, at the function that entered it."""
+    """Within this block, end the search of `caller_variables` at the function that entered the block."""
     codes = (frame.f_code for frame in frames_from(sys._getframe(1)) if not module_name(frame).startswith(_BLOCKS))
     code = next(codes)
     del codes  # which keeps frames, and so the variables of their functions, alive
@@ -40,7 +40,7 @@ def end_search_here() -> Iterator[None]:
 
 
 def caller_variables() -> Iterator[Any]:
-    """Yield the values of variables in calling functions, innermost first, without those of torch and Lowtide.
+    """Yield the values of variables in calling functions, innermost first; functions of torch and Lowtide are skipped.
 
     The pieces of a batch that `accumulate` runs count as the caller's. The search ends at the script, or at the
     function with the detected block: variables of callers beyond it, such as a test, are not searched.
@@ -63,7 +63,7 @@ def caller_optimizers() -> list[Optimizer]:
 
 
 def is_registered_now(module: nn.Module) -> bool:
-    """Return True for a parametrization that torch calls once when it is registered, to check its result."""
+    """Return True if `module` is a parametrization that torch is just registering, and calls to check its result."""
     if not isinstance(module, ParametrizationList):
         return False
     return any(frame.f_code is ParametrizationList.__init__.__code__ for frame in frames_from(sys._getframe(1)))

@@ -27,7 +27,7 @@ class CandidateModels:
         self._called[id(module)] = module
 
     def updated(self, optimizer: Optimizer) -> None:
-        """Record a step of an optimizer."""
+        """Record a step of `optimizer`, if it updates modules that were called instead of the model."""
         held = held_by(optimizer)
         if any(held & parameter_ids(module) for module in self._called.values()):
             self._n_updates[optimizer] = self._n_updates.get(optimizer, 0) + 1

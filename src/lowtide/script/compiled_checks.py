@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class CompiledChecks:
-    """Checks that each plan of one model has to pass before it is in force, or measured, if code is compiled for it."""
+    """Checks of one model's plans for compiled code: each plan has to pass them before it is in force or measured."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self.proof = AUDITED
@@ -47,17 +47,17 @@ class CompiledChecks:
         """Number of steps under the plan in which code was compiled."""
 
     def begin_step(self) -> None:
-        """Note the code that is compiled so far, as a measured step begins."""
+        """Record how many graphs are compiled so far, when a measured step begins."""
         self._n_compiled = n_compiled()
 
     def can_judge(self, plan: Plan) -> bool:
-        """Return False if this step compiled code, which takes memory; up to `PATIENCE` such steps are skipped."""
+        """Return True unless this step compiled code, which takes memory; at most `PATIENCE` such steps are skipped."""
         is_compiling = bool(plan.graphs) and n_compiled() != self._n_compiled
         self._n_compiling += is_compiling
         return not is_compiling or self._n_compiling >= PATIENCE
 
     def must_compare(self, plan: Plan) -> bool:
-        """Return True if other code is compiled under `plan` than without it, and was not compared yet."""
+        """Return True if the code compiled under `plan` is not the plain code, and was not compared with it yet."""
         return bool(plan.graphs) and plan.predicted != plan.plain and self.compared is not plan
 
     def scheduled(
@@ -65,8 +65,9 @@ class CompiledChecks:
     ) -> tuple[Plan, Infeasible | None]:
         """Return the cheapest of a few plans whose code inductor schedules within the budget.
 
-        Only on a CPU, on which plans are measured without kernels, and only for a batch of the planned size; elsewhere
-        `plan` is returned. If all plans are over the budget, the one with the smallest peak is returned with the error.
+        `batch` has the planned size. Plans are measured without kernels, which is possible only on a CPU; elsewhere
+        `plan` is returned. If all plans are over the budget, the plan with the smallest peak is returned with the
+        error.
         """
         profile = rehearsing.profile
         if profile is None or plan.budget_for == "reserved" or place_of(model).type != "cpu":
@@ -92,7 +93,7 @@ class CompiledChecks:
     def compare(
         self, plan: Plan, plain: Outcome | None, model: nn.Module, code: Callable[..., Any], batch: Any
     ) -> dict[str, tuple[str, ...]]:
-        """Compare compiled code under the plan with `plain`; return the names of results with other bits, by kind."""
+        """Compare compiled code under the plan with `plain`; return the names of results whose bits differ, by kind."""
         self.compared = plan
         comparison = None if plain is None else _comparison(plain, model, code, batch)
         if comparison is None:
@@ -106,11 +107,11 @@ class CompiledChecks:
 def _comparison(
     plain: Outcome, model: nn.Module, code: Callable[..., Any], batch: Any
 ) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]] | None:
-    """Compare a run of compiled code with `plain`; None if there is no room for it.
+    """Compare a run of compiled code with `plain`; return None if there is not enough memory for the run.
 
-    Results that differ between repetitions, and those computed from them, can't be compared: they are not deterministic
-    without a plan either, which adds no kernel whose order varies. Several threads of a CPU add up an embedding's
-    gradient by atomic additions.
+    Results that differ between repetitions, and results computed from them, can't be compared. They are not
+    deterministic without a plan either, because a plan adds no kernel whose order varies: several threads of a CPU, for
+    example, add up an embedding's gradient by atomic additions.
 
     Returns:
         The names of the other results whose bits differ from `plain`, by kind; and the kinds with results that differ
@@ -126,7 +127,7 @@ def _comparison(
 def addresses_with_other_bits(
     plan: Plan, plain: Outcome, model: nn.Module, code: Callable[..., Any], batch: Any
 ) -> tuple[str, ...]:
-    """Return the recomputed values by which the bits under `plan` differ from `plain`, as far as a few trials tell."""
+    """Find, by a few trials, the addresses of recomputed values that make results under `plan` differ from `plain`."""
 
     def is_identical(addresses: tuple[str, ...]) -> bool:
         recompute = {address: plan.recompute[address] for address in addresses}

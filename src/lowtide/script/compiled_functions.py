@@ -27,7 +27,7 @@ class _Detector(Protocol):
 
 
 def watch_compiled_functions(detector: _Detector) -> Callable[[], None]:
-    """Make functions that torch.compile returns pass their calls to the detector. Return a function that ends this."""
+    """Patch torch.compile: compiled functions pass their calls to `detector`. Return a function that undoes this."""
     reference: weakref.ref[_Detector] | None = weakref.ref(detector)
 
     def compiles(plain: Callable[..., Any], model: Any = None, **settings: Any) -> Any:
@@ -53,7 +53,7 @@ def watch_compiled_functions(detector: _Detector) -> Callable[[], None]:
 
 
 def trained_modules(function: Callable[..., Any], args: Any, kwargs: Any) -> list[nn.Module]:
-    """Return the modules in training mode that a call of `function` may train: its arguments, and modules it names."""
+    """Return the outermost modules that a call of `function` may train: arguments, or variables that it reads."""
     given = [*args, *kwargs.values(), getattr(function, "__self__", None)]
     named = [content for user_function in user_functions(function) for _, _, content in variables(user_function)]
     modules = {id(obj): obj for obj in (*given, *named) if isinstance(obj, nn.Module) and obj.training}

@@ -27,10 +27,11 @@ class BatchSize:
         """Size of the script's own batch, once it is known."""
 
     def of_other_size(self, batch: Any, *, is_first: bool) -> list[Tensor]:
-        """Return the leaf tensors of the same length as the script's batch, which have to be resized with it.
+        """Return the leaf tensors, in `batch` and callers' variables, that have the batch's length and must be resized.
 
-        A step may begin with a smaller batch, such as the last one of an epoch. Computed tensors are excluded: a
-        generator's images, for example, already have the new length.
+        With `is_first`, tensors as long as the first tensor of `batch` are included: a step may begin with a smaller
+        batch, such as the last one of an epoch. Computed tensors are excluded: a generator's images, for example,
+        already have the new length.
         """
         if self.size is None:
             return []
@@ -41,7 +42,7 @@ class BatchSize:
         return [tensor for tensor in near if tensor.is_leaf and tensor.dim() and tensor.shape[0] in lengths]
 
     def resize(self, tensors: list[Tensor], run: TwoStepRun) -> None:
-        """Give `tensors` this size, and note for each length that it was taken to be the batch's."""
+        """Resize the first dimension of `tensors` to `size`; note each length that was taken to be the batch's."""
         size = self.size
         if size is None:
             return
@@ -52,13 +53,13 @@ class BatchSize:
         run.put(tensors, lambda tensor: resized(tensor, 0, tensor.shape[0], size))
 
     def expect_next(self, run: TwoStepRun) -> None:
-        """Count the script's next batch, which is allocated before it can be resized, in this size."""
+        """Count the memory of the script's next batch at `size`, because it is allocated before it can be resized."""
         if self._own_size is not None and self.size is not None:
             run.assume_length((self._own_size, self.size))
 
 
 class FirstCalls:
-    """The first call of each step, compared with that of the step before: batches may be of several sizes."""
+    """The first call of each step, compared with the previous step's first call to detect varying batch sizes."""
 
     def __init__(self) -> None:
         self._is_next = False
@@ -69,11 +70,14 @@ class FirstCalls:
         """Module of that call, and dtype and number of dimensions of each tensor."""
 
     def begin_step(self) -> None:
-        """Expect the first call of a step."""
+        """Treat the next call as the first call of a step."""
         self._is_next = True
 
     def differ_in_size(self, called: Callable[..., Any], batch: Any) -> tuple[str, str] | None:
-        """Return the sizes of the last and this step's first call if the two differ only in size; else None."""
+        """Return the tensor sizes in the first calls of the previous step and this one, if only the sizes differ.
+
+        Return None otherwise, and for later calls of a step.
+        """
         if not self._is_next:
             return None
         self._is_next = False

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class EstimateEngine:
-    """Maker of the engine that estimated steps run with, and the plan's differences from what the script trains."""
+    """Factory of the engine for a script's estimated steps, which compares a given plan with the model and batch."""
 
     def __init__(self, how: How, plan: Plan | None, *, on_any_device: bool) -> None:
         """Run steps as `how` says, or under `plan`; `on_any_device` allows a plan that was made for another device."""
@@ -42,7 +42,7 @@ class EstimateEngine:
         return planned(model, self._plan)
 
     def check_batch(self, model: nn.Module, batch: Any) -> None:
-        """Compare the batch of a later step with the plan's."""
+        """Compare the batch of a later step with the plan's; `check_model` raises if they differ."""
         if self._plan is not None and not self._differences:
             self._compare(self._plan, model, batch)
 

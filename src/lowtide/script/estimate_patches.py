@@ -61,9 +61,9 @@ def steps_of_a_script(listener: StepEstimator) -> Iterator[None]:
 
 @contextlib.contextmanager
 def cuda_for_a_script(gpu: GpuSpec, listener: StepEstimator, processes: AbsentProcesses | None) -> Iterator[None]:
-    """Report CUDA as available to a script before its first forward, which stays on the CPU.
+    """Within this block, let a script use `gpu` before its first forward, while its tensors stay on the CPU.
 
-    The script is one of `processes`, if given.
+    The script runs as one of `processes`, if given.
     """
     importlib.import_module("torch._dynamo")  # imported for the same reason as in `emulated_cuda`
     with contextlib.ExitStack() as stack:

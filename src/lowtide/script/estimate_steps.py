@@ -1,4 +1,4 @@
-"""Estimate a script's memory: its first two training steps, or its only one, run on fake tensors."""
+"""Estimate a script's memory by running its first two training steps, or its only one, on fake tensors."""
 
 from __future__ import annotations
 
@@ -58,14 +58,15 @@ MOST_PASSES = 32
 
 
 class StepEstimator(StepListener):
-    """A listener that ends the script after two steps on fake tensors, from the model's first forward on. The estimate
-    is of the second one, or of the only one of a script that takes one.
+    """A listener that runs a script's first two steps on fake tensors, from the model's first forward on, then ends it.
 
-    The tensors are on `gpu`, which the machine need not have; without one, on the devices on which the script has put
-    them.
+    The estimate is of the second step, or of the only step of a script that takes just one.
+
+    The tensors are on `gpu`, which the machine need not have; without `gpu`, each is on the device on which the script
+    has put it.
 
     With `size`, every reachable tensor whose first dimension has the batch's length gets that size: tensors that the
-    model is called with, and those in variables of the functions that call it.
+    model is called with, and tensors in variables of the functions that call it.
     """
 
     awaits = "was rehearsed: that takes two steps"
@@ -114,7 +115,7 @@ class StepEstimator(StepListener):
         """The model and its optimizers, if the first forward could not be put on the GPU."""
 
     def on_step_begin(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
-        """Switch to fake tensors in the first step; begin the second step later."""
+        """Switch to fake tensors when the first step begins; when the second step begins, begin its estimate."""
         resizing = self._batch_size.of_other_size(batch, is_first=True)
         self._optimizers = optimizers
         self._first_calls.begin_step()
@@ -141,7 +142,7 @@ class StepEstimator(StepListener):
         self._rehearsal.answers.written.clear()
 
     def on_inner_call(self, called: Callable[..., Any], batch: Any) -> None:
-        """Note batches of several sizes, if both steps begin with calls of one module that differ in size only."""
+        """Add a note on varying batch sizes if the first calls of both steps differ only in the sizes of tensors."""
         if self._rehearsal is None:
             return
         sizes = self._first_calls.differ_in_size(called, batch)
@@ -159,7 +160,7 @@ class StepEstimator(StepListener):
         return not reached & ids(model.modules())
 
     def _turn_to(self, model: nn.Module, batch: Any) -> None:
-        """Switch to another model. If the former one was freed, two steps of the new one are estimated."""
+        """Switch to another trained model. If the former model was freed, estimate two steps of `model`."""
         assert self._rehearsal is not None
         former = None if self._model is None else weakref.ref(self._model)
         self._model = model
@@ -168,14 +169,12 @@ class StepEstimator(StepListener):
             self._n_steps = 0
 
     def on_model_found(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
-        """Put the trained model on the GPU now: the next step begins before the model is called."""
+        """Switch the trained model to fake tensors now, because the next step begins before a call of the model."""
         self._optimizers = optimizers
         self._enter(model, [])
 
     def on_further_call(self, batch: Any) -> None:
-        """Continue a step. If models take turns, or there is no optimizer, this call may already belong to the next
-        batch.
-        """
+        """Resize the batch of a later call in a step. Without an optimizer, a call after backward begins a new pass."""
         if self._rehearsal is None and self._held_up is not None and self._has_run_backward:
             self.on_step_begin(self._held_up[0], batch, self._held_up[1])
             return
@@ -196,7 +195,10 @@ class StepEstimator(StepListener):
         self._has_run_backward = True
 
     def on_checkpoint(self, function: Any, batch: Any) -> None:
-        """Put the model on the GPU if a checkpoint around the model itself is about to begin: inside is too late."""
+        """Switch the model to fake tensors if `function`, which is about to be checkpointed, calls the model itself.
+
+        Inside the checkpoint it would be too late.
+        """
         if self._rehearsal is not None or not torch.is_grad_enabled() or not self._may_enter(batch):
             return
         cells = [
@@ -209,13 +211,15 @@ class StepEstimator(StepListener):
                 return
 
     def _may_enter(self, inputs: Any) -> bool:
-        """Return False inside a checkpoint, and for inputs with a graph: a graph that began on the CPU has to end
-        there. Parameters are inputs, too: `torch.func.functional_call` may put computed ones in their place.
+        """Return True if fake tensors may replace real ones here: outside checkpoints, and if no input has a graph.
+
+        A graph that began on real tensors has to end on them. `inputs` include the parameters, which
+        `torch.func.functional_call` may replace by computed tensors.
         """
         return saved_tensor_hooks() is None and all(tensor.is_leaf for tensor in tensors_in(inputs))
 
     def finish(self) -> None:
-        """Conclude at the end of a script that ran one step, or passes without an optimizer."""
+        """Conclude the estimate at the end of a script that ran only one step, or passes without an optimizer."""
         if self._rehearsal is None:
             return
         if self._has_only or (self._n_passes and not self._rehearsal.has_updated and self._n_backward_passes()):
@@ -226,14 +230,14 @@ class StepEstimator(StepListener):
         return self._n_passes - (not self._has_run_backward)
 
     def _next_pass(self, batch: Any) -> None:
-        """Begin a forward pass when no optimizer's steps can be counted."""
+        """Begin a forward pass of a script without an optimizer, in which passes are counted instead of steps."""
         assert self._rehearsal is not None
         self._rehearsal.second(batch)
         self._n_passes += 1
         self._has_run_backward = False
 
     def _enter(self, model: nn.Module, batch: Any, resizing: Sequence[Tensor] = ()) -> None:
-        """Put the model and reachable tensors on the GPU, except `resizing`, which get another size first."""
+        """Replace the model's and other reachable tensors by fake ones, except `resizing`, which are resized first."""
         for unit in units_in(model.modules()):
             unit.reshard()  # type: ignore[operator]  # whole after an evaluation, and gathered again by the next forward
         state = ReachableState(*caller_variables())
@@ -250,7 +254,7 @@ class StepEstimator(StepListener):
         rehearsal.put([tensor for tensor in tensors if not _is_in(resizing, tensor)], lambda tensor: tensor)
 
     def _run(self, model: nn.Module, batch: Sequence[Tensor], reached: tuple[Any, ...]) -> TwoStepRun:
-        """Return the run of the two steps."""
+        """Build the run of two steps on fake tensors: on the absent GPU, if one was given."""
         engine = self._engine.make(model, batch)
         if self._gpu is None:
             return TwoStepRun(model, batch, reached, engine=engine)
@@ -279,7 +283,7 @@ class StepEstimator(StepListener):
         self._batch_size.expect_next(self._rehearsal)
 
     def _conclude(self) -> None:
-        """End the rehearsal and restore everything."""
+        """End the run on fake tensors, restore all real tensors, and keep the result."""
         rehearsal = self._rehearsal
         assert rehearsal is not None
         assert self._model is not None
@@ -299,19 +303,19 @@ class StepEstimator(StepListener):
         self.done = True
 
     def _answer(self, run: TwoStepRun, n_passes: int) -> None:
-        """Keep the result of a run that has ended."""
+        """Keep the result of `run`, which has ended: here, its memory estimate."""
         self.estimate = run.estimate(n_passes)
 
     def on_model_replaced(self, model: nn.Module) -> None:
-        """Count steps of another model from now on; its tensors are on the GPU already, as all reachable tensors are.
+        """Count the steps of another model from now on; its tensors are fake already, as all reachable tensors are.
 
-        Before any update only a forward has run; after one, a whole step.
+        If an update has run, the step so far counts as the first one.
         """
         self._has_only = False
         self._n_steps = int(self._rehearsal is not None and self._rehearsal.has_updated)
 
     def is_updated(self, model: nn.Module) -> bool:
-        """Return True if parameters were written to or replaced, and the script holds no optimizer of them."""
+        """Return True if parameters of `model` were written to or replaced, and the script has no optimizer of them."""
         mine = parameter_ids(model)
         if self.answers is None or has_others(model):
             return False
@@ -369,11 +373,11 @@ def estimate_script(
     how: How = "plain",
     plan: Plan | None = None,
 ) -> tuple[int, MemoryEstimate | None]:
-    """Run `script` up to two steps without memory; return its exit code and the estimate.
+    """Estimate the memory of `script` from at most two steps on fake tensors; return its exit code and the estimate.
 
-    With `gpu` the script runs on that GPU, as one of `processes`. `on_entered` is called when the script's tensors are
-    real for the last time. `how` says if the steps on `gpu` run plainly or with recomputes; with `plan` they run under
-    it.
+    With `gpu` the script runs as on that GPU, as one of `processes`. `on_entered` is called just after real tensors
+    were replaced by fake ones. `how` says if the steps on `gpu` run plainly or with recomputes; with `plan` they run
+    under that plan.
 
     Raises the errors of a rehearsal, with the line of the script that caused them, RehearsalError for a script that
     failed after it had saved, and StalePlan for a plan of another model or a smaller batch.
@@ -385,8 +389,9 @@ def estimate_script(
 def run_on_fakes(
     script: Script, listener: StepEstimator, gpu: GpuSpec | None, processes: AbsentProcesses | None = None
 ) -> int:
-    """Run `script` with `listener`, on `gpu` as one of `processes`; return its exit code. Raises as `estimate_script`
-    does.
+    """Run `script` on fake tensors with `listener`, as on `gpu` and as one of `processes`; return its exit code.
+
+    Raises the errors of `estimate_script`.
     """
     with contextlib.ExitStack() as stack:
         if gpu is not None:
@@ -408,7 +413,7 @@ def run_on_fakes(
 
 
 def _storages(model: nn.Module) -> dict[int, int]:
-    """Return the storage of each parameter, by the parameter's id."""
+    """Return the id of each parameter's storage, by the parameter's id."""
     return {id(p): storage_id(p) for p in own_parameters(model)}
 
 

@@ -39,6 +39,9 @@ class FakeRehearsing(StepEstimator):
 def rehearse_script(
     script: Script, gpu: GpuSpec, processes: AbsentProcesses | None = None
 ) -> tuple[int, Profile | None]:
-    """Run `script` up to two steps without memory, on `gpu`; return its exit code and the profile."""
+    """Rehearse two steps of `script` on fake tensors, as on `gpu` and as one of `processes`.
+
+    Returns the script's exit code, and the profile if both steps ran.
+    """
     listener = FakeRehearsing(gpu, None, lambda: None, processes)
     return run_on_fakes(script, listener, gpu, processes), listener.profile

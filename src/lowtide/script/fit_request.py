@@ -1,4 +1,4 @@
-"""The request to fit a loop: its budget, and the reaction to one that no plan fits."""
+"""The request to fit a loop: its budget, and the reaction if no plan fits the budget."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ plan.
 
 @dataclass(slots=True, kw_only=True)
 class FitRequest:
-    """A budget for the steps of a loop."""
+    """A budget for the steps of a loop, and the reaction if no plan fits it."""
 
     budget: int | str
-    """In bytes or in words, as "85%"; in bytes once the device is known."""
+    """Bytes, or text such as "85%"; a share of the GPU is replaced by bytes once the device is known."""
     budget_for: BudgetFor
     on_infeasible: OnInfeasible
     is_for_next: bool = False
-    """True if a model was planned before: training does not end because the one that is trained next can't be."""
+    """True if an earlier model was planned: training does not end because the next model can't be planned."""
 
     @property
     def ends_training(self) -> bool:

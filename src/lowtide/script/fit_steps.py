@@ -67,7 +67,7 @@ class _Calls:
         """True once a step with more calls than the rehearsed one has been reported."""
 
     def explain_excess(self) -> bool:
-        """Return True once, for a step with more calls than planned: no other plan would bring its peak down."""
+        """Return True for the first step with more calls than planned, whose peak no other plan would lower."""
         is_new = self.n > self.n_planned and not self.is_reported
         self.is_reported |= is_new
         return is_new
@@ -79,7 +79,7 @@ class _Calls:
 
 
 class StepFitter(PlanMonitor):
-    """A listener that rehearses the model, then runs it under a plan for `budget`; a measured excess is repaired."""
+    """A listener that rehearses the model, then runs it under a plan, and plans again if a peak is over the budget."""
 
     def __init__(
         self,
@@ -214,7 +214,7 @@ class StepFitter(PlanMonitor):
             self.plans.go_on_plain(why)
 
     def _measure(self, plan: Plan, step: BegunStep) -> None:
-        """Measure this step if its batch is no larger than those that `plan`, which is in force, covers."""
+        """Begin to measure this step if its batch is no larger than the batches of `plan`, which is in force."""
         applied = self._in_force.applied
         assert applied is not None
         current, planned = fingerprint(step.model, step.batch).batch, plan.fingerprint.batch
@@ -237,7 +237,10 @@ class StepFitter(PlanMonitor):
     # --- a step ends
 
     def on_step_end(self, model: nn.Module) -> None:
-        """Make a plan, or check the plan's promise. Raises Infeasible and OverBudget."""
+        """Make a plan from rehearsed steps, or compare a measured peak with the budget.
+
+        Raises Infeasible if no plan fits, and OverBudget if all measured peaks are over the budget.
+        """
         self._stage.close()
         plans = self.plans
         if plans.unplanned is not None:
@@ -331,7 +334,7 @@ class StepFitter(PlanMonitor):
     def _does_more(self, plan: Plan, step: Measured, measured_bytes: int) -> bool:
         """Return True if `step` saves what `plan` expects, but its backward may do more than in the rehearsed steps.
 
-        False where kinds take turns or are drawn at random, and once others were waited for.
+        Return False if several kinds of steps are known, or if another kind was already waited for.
         """
         profile, applied, predicted_bytes = self.plans.profile, self._in_force.applied, plan.predicted.peak_bytes
         assert profile is not None
@@ -343,7 +346,7 @@ class StepFitter(PlanMonitor):
         return is_beyond and self.plans.rehearsing.may_differ(creates_graph=step.creates_graph)
 
     def _rehearse_others(self, model: nn.Module) -> None:
-        """Rehearse the next steps, until one of another kind than the rehearsed ones has come."""
+        """Rehearse the next steps, until a step of a kind that was not rehearsed yet has come."""
         self._has_rehearsed_others = True
         rehearsing = self.plans.rehearsing
         self._in_force.give_up()  # hooks may be changed in the next step
@@ -351,7 +354,7 @@ class StepFitter(PlanMonitor):
         self._start_with(rehearsing)
 
     def _judge_within(self, plan: Plan, measured_bytes: int) -> None:
-        """Keep a plan that is within the budget, once a batch of its size, or many smaller ones, were measured."""
+        """Keep a plan that is within the budget, once a batch of its size, or many smaller batches, were measured."""
         self._measured.most_bytes = max(self._measured.most_bytes, measured_bytes)
         self._measured.n_planned += self._measured.is_planned
         if 0 < self._measured.n_planned < self.plans.rehearsing.n_in_round:
@@ -395,7 +398,7 @@ class StepFitter(PlanMonitor):
     # --- between steps, and after them
 
     def on_model_replaced(self, model: nn.Module) -> None:
-        """Forget `model`, which is not the trained one, and rehearse the model that is."""
+        """Forget `model`, which is not the trained model, and rehearse the trained one."""
         super().on_model_replaced(model)
         self._stage.close()
         self.plans.rehearsing.on_model_replaced(model)
@@ -412,7 +415,7 @@ class StepFitter(PlanMonitor):
         return self._n_short < MOST_SHORT and not several_processes()
 
     def on_next_model(self) -> None:
-        """Rehearse the model that is trained next; the plan of the last one is removed if that one is alive."""
+        """Rehearse the model that is trained next; the last model's plan is removed if that model is alive."""
         self._n_short += self.plans.later.n_updates < PATIENCE
         self._in_force.resume()
         self._in_force.give_up()  # hooks may be changed in the next step
@@ -462,11 +465,11 @@ class StepFitter(PlanMonitor):
         self.done |= self._held is not None
 
     def on_stop(self) -> None:
-        """End recordings that are for one step only; the plan stays."""
+        """End the recording and the rehearsal of the current step; the plan stays in force."""
         super().on_stop()
         self._stage.close()
         self.plans.rehearsing.on_stop()
 
     def remove_plan(self) -> None:
-        """Restore the model."""
+        """Remove all plans, and so restore the models."""
         self._in_force.remove_all()

@@ -42,7 +42,7 @@ class LargerBatches:
         return self._n_looked is not None and self._n_looked >= PATIENCE
 
     def can_be_planned(self, plan: Plan) -> bool:
-        """Return True if a batch that is larger than those that `plan` covers can get another plan."""
+        """Return True if a batch that is larger than the batches of `plan` can get another plan."""
         # with several sizes in a step, a part of a large step would get the plan for a small one
         is_one_size = len(plan.input_shapes) == 1
         return is_one_size and self.has_optimizers and not several_processes() and self._n_growths < GROWTHS
@@ -52,7 +52,7 @@ class LargerBatches:
         self._n_looked = 0
 
     def has_come(self, plan: Plan, batch: Any) -> bool:
-        """Count this step; return True if its batch exceeds those that `plan` covers."""
+        """Count this step; return True if its batch has more elements than the batches that `plan` covers."""
         assert self._n_looked is not None
         self._n_looked += 1
         return elements(shapes_in(in_words(tensors_in(batch)))) > most_elements(plan)

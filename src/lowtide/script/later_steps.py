@@ -1,10 +1,10 @@
 """The schedule by which steps are measured, or rehearsed again, after a plan was found to hold.
 
-Memory that the program creates later, as for slow copies of the weights, is noticed because tensors are counted after
-each of the first updates, and then less and less often, and because steps are measured now and then; both as far as
-that takes little of the loop's time. A step that differs from the rehearsed ones, as in another phase of training, has
-the next steps measured: if one is over the budget, the steps are rehearsed again, as they are at once if the model
-itself has changed.
+Memory that the program allocates later, such as slow copies of the weights, is noticed in two ways: tensors are counted
+after each of the first updates, then less and less often, and steps are measured now and then. Both take only a small
+share of the loop's time. After a step that differs from the rehearsed ones, as in another phase of training, the next
+steps are measured; if one is over the budget, the steps are rehearsed again. If the model itself has changed, they are
+rehearsed again at once.
 """
 
 from __future__ import annotations
@@ -23,27 +23,29 @@ if TYPE_CHECKING:
     from lowtide.planner.records import Plan
 
 FIRST_LOOK: Final = 12
-"""Number of updates after which a step is measured, then after twice as many and one each time: not always after an
-even number, for steps of two kinds in turn.
+"""Number of updates after which a step is measured first. Each next number is twice as large plus one, so not always
+even: steps of two kinds may take turns.
 """
 COUNTED_UPDATES: Final = 16
-"""Number of updates after each of which tensors are counted; later on only after this share of all updates."""
+"""Number of first updates after each of which tensors are counted. After `n` updates, `n // COUNTED_UPDATES` further
+ones pass until the next count.
+"""
 MOST_COUNTING: Final = 0.005
-"""Largest share of the steps' time that later counts may take; the next count waits until then. Counting takes some
-milliseconds, and a tenth of a second if Python has collected garbage since.
+"""Largest share of the steps' time that later counts may take: the next count is put off accordingly. A count takes
+some milliseconds, and a tenth of a second if Python has collected garbage since the last one.
 """
 MOST_BETWEEN: Final = 501
 """Largest number of updates from one measured step to the next, if `MOST_TIME` allows that."""
 MOST_TIME: Final = 0.1
-"""Time of measured steps, as a share of all other steps' time, above which the next one is put off. A measured step
-takes as long as two steps of a large model, or a thousand of a tiny one.
+"""Time of measured steps, as a share of all other steps' time, above which the next measured step is put off. It takes
+as long as two ordinary steps of a large model, or a thousand of a tiny one.
 """
 MOST_REHEARSALS: Final = 12
 """Largest number of times that changed steps are rehearsed."""
 
 
 class LaterSteps:
-    """The measurements and rehearsals of a loop whose plan was found to hold."""
+    """The schedule of measured and rehearsed steps in a loop whose plan was found to hold."""
 
     def __init__(self) -> None:
         """Begin without a plan."""
@@ -81,13 +83,13 @@ class LaterSteps:
         return self._n_to_measure > 0
 
     def count(self) -> None:
-        """Measure the next step if more memory is in use than before, and the budget has no room for it."""
+        """Count the bytes of all tensors; schedule a measured step if they grew by more than the budget leaves room."""
         began_s = monotonic()
         self._held_bytes = held_bytes(self._place)
         self.counts_at = self.n_updates + max(1, self.n_updates // COUNTED_UPDATES)
         took_s = monotonic() - began_s
         if self.n_updates <= COUNTED_UPDATES:
-            self._held_since_s += took_s  # which is no time of the steps
+            self._held_since_s += took_s  # not part of the steps' time
         else:
             self._counted_s += took_s
             self.counts_at = max(self.counts_at, self._n_updates_with(MOST_COUNTING, self._counted_s))
@@ -96,9 +98,11 @@ class LaterSteps:
             self.come_soon()
 
     def plan_holds(self, place: torch.device, room_bytes: int, *, is_sure: bool) -> None:
-        """Schedule the next measured step: soon if the plan may not hold for it, else after an interval that grows.
+        """Schedule the next measured step, because the plan was found to hold.
 
-        Until then tensors on `place` are counted: the budget has room for `room_bytes` more of them.
+        It comes soon if the plan may not hold for later steps (`is_sure` is False), or if steps have changed; else
+        after an interval that grows. Until then tensors on the device `place` are counted, and the budget has room for
+        `room_bytes` more.
         """
         if self.has_begun:
             self._next_look = max(self._next_look, self.n_updates + FIRST_LOOK)
@@ -121,7 +125,7 @@ class LaterSteps:
         self.due_at = self.counts_at = inf
 
     def begin(self) -> None:
-        """Begin to measure, or to rehearse if the model has changed."""
+        """Begin to measure the next steps, or to rehearse them if the model has changed."""
         if self.n_updates >= self._next_look:
             self._next_look = max(FIRST_LOOK, self.n_updates + min(self.n_updates + 1, MOST_BETWEEN))
         self._n_to_measure = PATIENCE if self.is_different or self.has_more_state else 1
@@ -148,11 +152,11 @@ class LaterSteps:
         return self.n_updates * spent_s / (most * max(others_s, 1e-9))
 
     def can_rehearse(self, plan: Plan) -> bool:
-        """Return True if changed steps can get a plan in place of `plan`."""
+        """Return True if changed steps can be rehearsed, for a new plan in place of `plan`."""
         return not (plan.graphs or several_processes()) and self._n_rehearsals < MOST_REHEARSALS
 
     def rehearse(self) -> None:
-        """Rehearse the next steps."""
+        """Request that the next steps are rehearsed, not measured."""
         self.awaits_another_kind, self.has_more_state = not self.is_changed, False
         self.is_rehearsing, self.is_changed, self._n_rehearsals = True, False, self._n_rehearsals + 1
         self.stop_measuring()
@@ -162,6 +166,6 @@ class LaterSteps:
         self.is_different, self._n_to_measure = False, 0
 
     def give_up(self) -> None:
-        """Rehearse no more steps."""
+        """Request that no more steps are rehearsed or measured, now or later."""
         self.is_rehearsing, self.is_changed, self._n_rehearsals = False, False, MOST_REHEARSALS
         self.stop_measuring()

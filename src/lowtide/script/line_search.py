@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Search:
-    """Update of an optimizer in progress, in which its closure evaluates the model."""
+    """A step of an optimizer in progress, in which its closure evaluates the model."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
@@ -20,7 +20,7 @@ class Search:
         self._versions = self._written()
 
     def has_moved(self) -> bool:
-        """Return True if the parameters have been written to since the last call."""
+        """Return True if the parameters were written to since this method was called last."""
         before, self._versions = self._versions, self._written()
         return before != self._versions
 

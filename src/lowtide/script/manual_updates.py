@@ -37,12 +37,12 @@ class ManualUpdates:
         """Last element of each parameter, as text, at the first call since the last update, by id."""
 
     def called(self, model: nn.Module) -> None:
-        """Remember the parameters of a model that is about to be called."""
+        """Remember an element of each parameter of `model`, which is about to be called."""
         if not has_others(model):
             self._ends = _last_elements(model) | self._ends
 
     def returned(self, model: nn.Module) -> None:
-        """Accept what the call of a model changed: its forward, as layers that begin with statistics of a batch do."""
+        """Accept parameters that a call of `model` itself has changed, as layers initialized from a batch do."""
         if not has_others(model):
             self._ends |= _last_elements(model)
 

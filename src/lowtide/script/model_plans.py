@@ -61,7 +61,7 @@ class BegunStep:
 
 
 class AppliedPlans(Applied):
-    """Plans in force, and their rehearsals; both live as long as the model."""
+    """Plans in force on a model, and their rehearsal, which lives as long as the model."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class AppliedPlans(Applied):
 
 
 class ModelPlans:
-    """The plans of one model, for one request."""
+    """The plans of one model for one budget: made from its rehearsal, checked, put in force and replaced."""
 
     def __init__(
         self,
@@ -123,7 +123,10 @@ class ModelPlans:
     # --- made from the rehearsal
 
     def make(self, profile: Profile, model: nn.Module) -> None:
-        """Plan for `profile`, or react as `on_infeasible` says if no plan fits. Raises Infeasible."""
+        """Make the first plan, from `profile`; if none fits, react as the request's `on_infeasible` says.
+
+        Raises Infeasible if that is the reaction.
+        """
         self._say(f"rehearsed {self.name} in {self.rehearsing.n_steps} steps")
         budget = self._request.budget
         try:
@@ -137,10 +140,11 @@ class ModelPlans:
         self.announce(self.plan)
 
     def plan_lower(self, current: Plan, measured_bytes: int, added_bytes: int) -> bool:
-        """Replace `current`, which was measured over the budget, by a plan with a lower peak. Returns False if there is
-        none, or if as many plans were measured as may be; the last of these has the smallest peak.
+        """Replace `current`, whose measured peak is over the budget, by a plan with a lower peak.
 
-        `added_bytes` is what was in memory when the measured step began, beyond what was there in the rehearsal.
+        Returns False if no plan has a lower peak, or if no more plans may be measured; the last one is always the plan
+        with the smallest peak. `added_bytes` are the bytes in memory at the start of the measured step beyond those
+        at the start of the rehearsed step.
         """
         profile, over_bytes = self.profile, measured_bytes - current.budget_bytes
         assert profile is not None
@@ -165,16 +169,14 @@ class ModelPlans:
         return True
 
     def added_bytes(self, static: Static) -> int:
-        """Return the bytes of `static`, the memory before a step, beyond those before the rehearsed one; 0 if few."""
+        """Return by how many bytes `static`, the memory before a step, exceeds that of the rehearsed step; 0 if few."""
         if self.profile is None:
             return 0
         before_bytes = self.profile.static.total
         return more if (more := static.total - before_bytes) >= NOTEWORTHY * before_bytes else 0
 
     def plan_or_smallest(self, profile: Profile, current: Plan, otherwise: str) -> Plan:
-        """Return a plan for the budget of `current`; if none fits, report `otherwise` and return the one with the
-        smallest peak.
-        """
+        """Return a plan for the budget of `current`; if none fits, report `otherwise` and return the smallest plan."""
         try:
             following = plan(profile, current.budget_bytes)
         except Infeasible as why:
@@ -210,9 +212,9 @@ class ModelPlans:
     # --- without a plan that fits
 
     def _accepts_over(self, why: Infeasible, model: nn.Module) -> bool:
-        """Return True if the plan with the smallest peak is to be in force above the budget, as `on_infeasible` says.
+        """Return True if the request accepts the plan with the smallest peak, which is above the budget.
 
-        Otherwise there is no plan from then on, or compiled blocks are rehearsed again. Raises `why`.
+        Otherwise rehearse compiled blocks again, continue without a plan, or raise the error `why`.
         """
         if self.profile is not None and self.profile.graphs and self.replays_blocks(why, model):
             return False
@@ -226,7 +228,7 @@ class ModelPlans:
         return True
 
     def replays_blocks(self, why: LowtideError, model: nn.Module) -> bool:
-        """Return True if compiled blocks are rehearsed again, to be replayed as a whole: no plan inside them fits."""
+        """Return True if compiled blocks will be rehearsed again and replayed as a whole, for the reason `why`."""
         if not self.rehearsing.replays_blocks(model):
             return False
         self._say(f"{first_line(why)} {WHOLE_NEXT}")
@@ -234,7 +236,7 @@ class ModelPlans:
         return True
 
     def go_on_plain(self, why: LowtideError) -> None:
-        """Continue without a plan."""
+        """Continue without a plan, and report the error `why` as the reason."""
         self.plan, self.unplanned = None, first_line(why)
         asked = ", as asked" if self._request.on_infeasible == "plain" else ""
         self._say(f"{self.unplanned} Training continues without a plan{asked}")
@@ -242,9 +244,10 @@ class ModelPlans:
     # --- in force
 
     def put_in_force(self, step: BegunStep) -> Plan | None:
-        """Put the current plans in force on the model, unless they are already. Compiled code is compared on the batch.
+        """Put the current plans in force on the step's model, unless they are in force already.
 
-        Returns the plan that is in force then, if any.
+        Code that was compiled for the plan is compared with the plain code on the step's batch. Returns the plan that
+        is then in force, if any.
         """
         assert self.plan is not None
         if self._in_force.applied is not None and self._in_force.applied.plan is self.plan:
@@ -267,9 +270,9 @@ class ModelPlans:
         return self.plan
 
     def _try_compiled(self, plan: Plan, step: BegunStep, *, is_planned: bool) -> None:
-        """Put a plan for compiled code in force, after its memory and bits were tried on the call that `step` holds.
+        """Put a plan for compiled code in force, after checking its memory and bits on the call that `step` holds.
 
-        Memory is tried only if the batch is the one that the plan is for.
+        Memory is checked only if the batch has the planned size (`is_planned`).
         """
         plain = compiled_bits(step.model, step.code, step.batch)  # the rehearsal still has torch's own partition
         self.rehearsing.on_stop()
@@ -285,7 +288,7 @@ class ModelPlans:
             self._refuse(kinds, step.model)
 
     def _force(self, plan: Plan, model: nn.Module) -> None:
-        """Put plans in force, the last of which is `plan`."""
+        """Put `plan` in force on `model` for the largest batches, next to the plans for smaller ones."""
         self.plan, self._place = plan, place_of(model)
         if not self.later.has_begun:  # else the plan may stay on a model that has changed
             check_made_for(plan.fingerprint, model)
@@ -298,8 +301,8 @@ class ModelPlans:
     def _schedule(self, plan: Plan, step: BegunStep) -> bool:
         """Replace a plan for compiled code by the cheapest of a few whose code inductor schedules within the budget.
 
-        Returns False if none is within the budget and no plan is to be in force, as `on_infeasible` says. Raises
-        Infeasible.
+        Returns False if none is within the budget and the request accepts no plan above it. Raises Infeasible if that
+        is to end training.
         """
         best, why = self.checks.scheduled(plan, self.rehearsing, step.model, step.code, step.batch)
         if why is not None:
@@ -314,7 +317,7 @@ class ModelPlans:
         return self.checks.compare(plan, plain, step.model, step.code, step.batch)
 
     def _with_kept(self, plan: Plan, step: BegunStep, plain: Outcome) -> Plan | None:
-        """Return a plan that keeps the values by which the bits under `plan` differ from `plain`; None if none fits."""
+        """Return a plan that keeps the values whose recomputation makes results differ from `plain`, if one fits."""
         profile = self.profile
         if self._in_force.applied is None or profile is None or not plan.recompute:
             return None
@@ -333,7 +336,11 @@ class ModelPlans:
         return self.plan
 
     def _refuse(self, kinds: dict[str, tuple[str, ...]], model: nn.Module) -> None:
-        """Take the plan off. Raises RehearsalError, or goes on without a plan as `on_infeasible` says."""
+        """Remove a plan under which the results named in `kinds` have other bits than without a plan.
+
+        Compiled blocks are then rehearsed again, or training continues without a plan. Raises RehearsalError if neither
+        is possible.
+        """
         why = error_of_other_bits(kinds)
         self._in_force.remove()
         if self.replays_blocks(why, model):
@@ -344,14 +351,14 @@ class ModelPlans:
             raise why
 
     def release(self) -> None:
-        """Release the model; the plans stay in force, and hold their rehearsal."""
+        """Drop the references to the model and its rehearsal; the plans stay in force, and hold the rehearsal."""
         if self._in_force.applied is not None:
             self.rehearsing.restart()  # frees the recording
         self._in_force.release()
         self.rehearsing = StepRehearser()
 
     def resume(self) -> bool:
-        """Observe more steps, for larger batches or after changes. Returns False if the model is gone."""
+        """Prepare to observe more steps, for larger batches or after changes; return False if the model was freed."""
         applied = self._in_force.resume()
         if not isinstance(applied, AppliedPlans):
             return False
@@ -367,7 +374,7 @@ class ModelPlans:
     # --- measured
 
     def hold(self, plan: Plan, measured_bytes: int | None, *, is_of_planned_size: bool) -> None:
-        """Keep `plan` in force, with its verdict; later steps are measured now and then."""
+        """Keep `plan` in force, make its verdict, and schedule measurements of later steps."""
         self.verdict = RunVerdict(
             budget_bytes=plan.budget_bytes,
             predicted_peak_bytes=plan.predicted.peak_bytes,
@@ -376,20 +383,23 @@ class ModelPlans:
             is_of_planned_size=is_of_planned_size,
             proof=self.checks.proof,
         )
-        # what is left from the step before, as a graph that outlives it, depends on the plan that was in force then
+        # memory left over from the previous step, such as a graph, depends on the plan that was in force in that step
         static = None if self.profile is None else self.profile.static
         leaves_some = static is not None and static.carried_over >= NOTEWORTHY * static.total
         room_bytes = plan.budget_bytes - (measured_bytes or plan.predicted.peak_bytes)
         self.later.plan_holds(self._place, room_bytes, is_sure=not leaves_some)
 
     def take_measured(self, plan: Plan, measured_bytes: int) -> Plan:
-        """Take the measured peak of compiled code as the prediction of `plan`, instead of the forecast."""
+        """Replace the forecast peak of `plan`, which is for compiled code, by the measured one; return the new plan."""
         assert self._in_force.applied is not None
         self.plan = self.checks.compared = self._in_force.applied.plan = plan = as_measured(plan, measured_bytes)
         return plan
 
     def _outgrown(self, what: str) -> bool:
-        """Return True if the model gets another plan for a batch that is larger than the planned ones."""
+        """Return True if the model will get another plan, because a batch is larger than all planned ones.
+
+        `what` describes the batch in words.
+        """
         assert self.plan is not None
         if not self.larger.can_be_planned(self.plan):
             return False
@@ -401,8 +411,9 @@ class ModelPlans:
         return True
 
     def changed(self, kind: Literal["model", "step", "state"], what: str) -> bool:
-        """Return True if changed steps can get another plan, and schedule their measurement. The arguments are those of
-        `Changed`.
+        """Schedule a measurement because the model, a step or the optimizer state (`kind`) has changed, as `what` says.
+
+        Return True if changed steps can get another plan.
         """
         assert self.plan is not None
         if not self.later.can_rehearse(self.plan):

@@ -1,4 +1,4 @@
-"""Interception of all module calls in the process, also of classes whose own `__call__` bypasses torch's."""
+"""Interception of all module calls in the process, including classes whose own `__call__` bypasses torch's."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lowtide.runtime.class_calls import class_of_call, classes_of_calls
 
 
 def intercept_all_calls(call: Callable[..., Any]) -> Callable[[], None]:
-    """Call `call(plain, module, *args, **kwargs)` in place of each module, until the returned function is called.
+    """Replace each module call by `call(plain, module, *args, **kwargs)`; return a function that undoes this.
 
     `plain` is the `__call__` of the module's class. Classes that are defined later are patched at their first instance.
     """

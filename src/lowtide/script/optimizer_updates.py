@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class OptimizerUpdates:
     """The optimizers that have stepped, and their updates.
 
-    Weak references: an optimizer that the program has replaced steps no more, and its state is to be freed.
+    Optimizers are held by weak references, so that the state of one that the program has replaced can be freed.
     """
 
     def __init__(self) -> None:
@@ -32,25 +32,25 @@ class OptimizerUpdates:
         """Updates in progress, by optimizer id: they may call the model."""
 
     def begin(self, optimizer: Optimizer) -> None:
-        """Begin an update."""
+        """Record that a step of `optimizer` begins."""
         self._searches[id(optimizer)] = Search(optimizer)
 
     def end(self, optimizer: Optimizer) -> None:
-        """Count an update that is over."""
+        """Count a step of `optimizer` that is over."""
         self.n += 1
         self.last[id(optimizer)] = self.n
         self._searches.pop(id(optimizer), None)
         self.add(optimizer)
 
     def add(self, optimizer: Optimizer) -> None:
-        """Know `optimizer` from now on."""
+        """Add `optimizer` to those that have updated parameters, and its parameters to the updated ones."""
         if id(optimizer) not in self.optimizers:
             self.optimizers[id(optimizer)] = optimizer
             self._updated.update({id(p): p for group in optimizer.param_groups for p in group["params"]})
 
     @property
     def are_in_progress(self) -> bool:
-        """Return True within an update."""
+        """Return True while an optimizer steps."""
         return bool(self._searches)
 
     def search(self) -> Search | None:
@@ -58,17 +58,17 @@ class OptimizerUpdates:
         return next((search for search in self._searches.values() if search.evaluates_often), None)
 
     def are_of(self, mine: set[int]) -> bool:
-        """Return True if an optimizer of the parameters `mine` has ever stepped."""
+        """Return True if an optimizer of any parameter with its id in `mine` has stepped."""
         return any(key in self._updated for key in mine)
 
     def restart(self, optimizers: Iterable[Optimizer]) -> None:
-        """Know only `optimizers` from now on."""
+        """Forget all optimizers except `optimizers`."""
         self.optimizers.clear()
         self._updated.clear()
         for optimizer in optimizers:
             self.add(optimizer)
 
     def forget(self) -> None:
-        """Know no optimizer any longer."""
+        """Forget all optimizers, and updates in progress."""
         self.restart(())
         self._searches.clear()

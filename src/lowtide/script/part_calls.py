@@ -57,7 +57,10 @@ class PartCalls:
         self._calls.clear()
 
     def made(self) -> tuple[Call, ...]:
-        """Return the calls with new tensors as arguments; none if a call could not be copied or is gone."""
+        """Return the recorded calls, with new tensors as arguments.
+
+        Return none if the arguments of a call could not be copied, or its function was freed.
+        """
         made = list[Call]()
         for kept in self._calls.values():
             if kept is None or (called := kept[0]()) is None:
@@ -68,7 +71,7 @@ class PartCalls:
         return tuple(made)
 
     def run(self, *calls: Call) -> list[Any]:
-        """Make the calls one after the other, and return their results."""
+        """Run `calls` one after the other, each with the parameters that it trains, and return their results."""
         model = self._model()
         assert model is not None
         return [_with_trained(model, call) for call in calls]
@@ -87,7 +90,7 @@ def _with_trained(model: nn.Module, call: Call) -> Any:
 
 
 def _outside(tensor: Tensor) -> Tensor:
-    """Return a copy of a tensor in Python's memory."""
+    """Return a copy of `tensor` in a bytearray, whose memory no recorder counts."""
     size, stride = tensor.shape, tensor.stride()
     n = 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True)) if tensor.numel() else 0
     memory = torch.frombuffer(bytearray(max(n, 1) * tensor.element_size()), dtype=tensor.dtype)

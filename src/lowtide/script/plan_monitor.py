@@ -1,4 +1,4 @@
-"""Monitor steps of a script under a plan: their peak, and the bits that backward reads."""
+"""Monitor a script's steps under a plan: measure their peak, and check the bits that backward reads."""
 
 from __future__ import annotations
 
@@ -55,36 +55,36 @@ class InForce:
         """The plan that stays in force after the last observed step: it lives as long as the model."""
 
     def remove(self) -> None:
-        """Restore the model."""
+        """Remove the plan in force, if any, and so restore the model."""
         if self.applied is not None:
             self.applied.remove()
             self.applied = None
 
     def give_up(self) -> None:
-        """Have the model restored by `remove_given_up`, because no hooks may be removed here."""
+        """Mark the plan in force for removal by `remove_given_up`, because no hooks may be removed here."""
         if self.applied is not None:
             self._given_up, self.applied = self.applied, None
         self._released = None
 
     def remove_given_up(self) -> None:
-        """Restore a model that was given up."""
+        """Remove the plan that `give_up` has marked, if any."""
         if self._given_up is not None:
             self._given_up.remove()
             self._given_up = None
 
     def release(self) -> None:
-        """Hold neither plan nor model any longer; the plan stays in force."""
+        """Replace the reference to plan and model by a weak one; the plan stays in force."""
         if self.applied is not None:
             self._released, self.applied = weakref.ref(self.applied), None
 
     def resume(self) -> Applied | None:
-        """Hold the plan in force again, and return it; return None if it is gone with its model."""
+        """Refer to a released plan again, and return it; return None if it was freed with its model."""
         if self._released is not None and (applied := self._released()) is not None:
             self.applied, self._released = applied, None
         return self.applied
 
     def remove_all(self) -> None:
-        """Restore all models, also if the plan was released."""
+        """Remove all plans, including a released one, and so restore their models."""
         self.remove_given_up()
         self.resume()
         self.remove()
@@ -92,7 +92,7 @@ class InForce:
 
 
 class Repeats:
-    """Steps that run out of memory under a plan: each is repeated once, if that is asked for."""
+    """Counter of the steps that ran out of memory under a plan and were repeated, which is done only on request."""
 
     def __init__(self, say: Callable[[str], None], *, are_asked_for: bool) -> None:
         self.n = 0
@@ -100,7 +100,7 @@ class Repeats:
         self._say, self._are_asked_for = say, are_asked_for
 
     def guard(self, model: nn.Module, applied: Applied) -> None:
-        """Repeat steps of `model` that run out of memory while the plan is in force, if that is asked for."""
+        """Repeat each step of `model` that runs out of memory under the plan `applied`, if repeats were requested."""
         if not self._are_asked_for:
             return
         if applied.plan.graphs:  # and because a model whose calls are compiled must not have a wrapper in front
@@ -119,7 +119,7 @@ class MeasuredSteps:
     is_planned: bool = False
     """True if this step's batch has the size that the plan is for."""
     n_planned: int = 0
-    """Number of steps on batches of that size that were within the budget."""
+    """Number of steps on batches of the plan's size that were within the budget."""
     n_others: int = 0
     """Number of steps on batches of other sizes."""
     most_bytes: int = 0
@@ -135,7 +135,7 @@ class MeasuredSteps:
 
 
 class PlanMonitor(StepListener):
-    """A plan in force on the model, whose steps are measured."""
+    """A listener that holds the plan in force on the trained model, and measures steps under it."""
 
     def __init__(self, say: Callable[[str], None], *, retry: bool = False) -> None:
         """Begin without a plan. With `retry`, a step that runs out of memory under a plan is repeated once."""
@@ -154,11 +154,11 @@ class PlanMonitor(StepListener):
         raise NotImplementedError
 
     def on_step_begin(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
-        """Remove the plan from a model that was given up."""
+        """Remove the plan from a model that is no longer trained: hooks may be changed here."""
         self._in_force.remove_given_up()
 
     def on_model_replaced(self, model: nn.Module) -> None:
-        """Forget `model`, which is not the trained one, and its measurements."""
+        """Forget `model`, which is not the trained model, and its measurements."""
         PlanMonitor.on_stop(self)  # this changes no hooks
         self._in_force.give_up()
         self.done, self._measured = False, MeasuredSteps()
@@ -183,16 +183,17 @@ class PlanMonitor(StepListener):
         self._in_force.release()
 
     def on_stop(self) -> None:
-        """End recordings that are for one step only; the plan stays."""
+        """End the recording of the current step, if any; the plan stays in force."""
         if self._open is not None:
             self._open.leave()
             self._open = None
 
 
 class Measured:
-    """A recording of the step that begins now.
+    """A recording of a step under a plan, which begins with the step.
 
-    Raises RehearsalError if its memory can't be recorded, ReplayMismatch in backward.
+    Raises RehearsalError if the step's memory can't be recorded, and ReplayMismatch in backward if a replayed tensor
+    has other bits than the saved one.
     """
 
     def __init__(
@@ -205,7 +206,7 @@ class Measured:
         *,
         is_checked: bool = True,
     ) -> None:
-        """Begin; compare the bits that backward reads if `is_checked`."""
+        """Begin to record; if `is_checked`, compare the tensors that backward reads with the saved ones, bit by bit."""
         self._static, self._addresses = static_bytes(model, batch, optimizers)
         self._model, self._n_with_new_buckets = model, n_with_new_buckets(model.modules())
         self._budget_for = budget_for
@@ -230,7 +231,9 @@ class Measured:
 
     @property
     def is_usual(self) -> bool:
-        """Return False if DistributedDataParallel replaced its buckets: the recorder misses the old ones' end."""
+        """Return True unless DistributedDataParallel replaced its buckets: the recorder misses the release of the old
+        ones.
+        """
         return self._n_with_new_buckets == n_with_new_buckets(self._model.modules())
 
     def leave(self) -> None:

@@ -1,4 +1,4 @@
-"""Check, after the last observed step, that the planned model is still the one trained, and else that another is."""
+"""Monitor optimizer steps after the last observed training step: the script may train another model from then on."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 
 
 N_TIMED: Final = 10
-"""Number of steps whose mean time is measured; only the first of them where the training ends earlier."""
+"""Number of steps whose mean time is measured. If training ends earlier, only the first of them counts."""
 N_UNTIMED: Final = 2
-"""Number of steps before those: in the first ones the plan still learns where its operands are."""
+"""Number of steps before the timed ones, in which the plan still learns where its operands are."""
 N_INSTEAD: Final = 2
 """Number of updates of other models after which one of them takes the planned model's place. Reference cycles keep a
-model that has a plan alive until garbage is collected, so waiting for its end would not do.
+model that has a plan alive until garbage is collected, so its end comes too late as a sign.
 """
 
 
 class PostPlanMonitor:
     """A monitor that tells the listener once if another model is trained, and once how long a step takes.
 
-    It holds only weak references. With `finds_next`, it also finds out when another model has taken the planned one's
-    place.
+    The monitor holds only weak references. With `finds_next`, it also detects that another model has replaced the
+    planned one.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class PostPlanMonitor:
     ) -> None:
         self._listener, self._finds_next = listener, finds_next
         self.n_others = 0
-        """Number of updates of other models since the last one of this model, where a next model is looked for."""
+        """Number of updates of other models since the planned model's last update, if a next model is looked for."""
         self.model = weakref.ref(model)
         self._modules = [weakref.ref(module) for module in model.modules()]
         mine = parameter_ids(model)
@@ -80,10 +80,10 @@ class PostPlanMonitor:
             self._listener.on_timed(self._mean_ms)
 
     def updated(self, optimizer: Optimizer) -> bool:
-        """Record a step of an optimizer that is not known.
+        """Record a step of an optimizer that is not known to update the planned model.
 
-        Return True if its model takes the place of the planned one: that one is gone, or others were updated
-        N_INSTEAD times without an update of it.
+        Return True if its model replaces the planned model: the planned model was freed, or other models were updated
+        N_INSTEAD times since its last update.
         """
         if not self._modules:
             return False

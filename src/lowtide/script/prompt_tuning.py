@@ -15,16 +15,14 @@ if TYPE_CHECKING:
 
 
 class PromptTuning:
-    """Modules that are called before the trained model is known: frozen ones, and those in evaluation mode. Held by
-    weak references.
-    """
+    """Weak references to modules called before the trained model is known: frozen ones, and some in evaluation mode."""
 
     def __init__(self) -> None:
         self._frozen: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
         self._in_evaluation: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
     def __contains__(self, module: nn.Module) -> bool:
-        """Return True if the module was called as a frozen one."""
+        """Return True if `module` was recorded as a frozen module."""
         return id(module) in self._frozen
 
     def frozen(self, module: nn.Module) -> None:
@@ -41,8 +39,9 @@ class PromptTuning:
         self._in_evaluation.clear()
 
     def updated(self, optimizer: Optimizer) -> CompositeModel | None:
-        """Return the frozen modules and the trained parameters as one model, if the optimizer updated parameters
-        outside modules.
+        """Join the frozen modules and the parameters that `optimizer` updated, such as a prompt, into one model.
+
+        Return None if no frozen module was called, or if the parameters belong to modules.
         """
         updated = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         in_modules = {p for module in self._in_evaluation for p in parameter_ids(module)}

@@ -89,7 +89,7 @@ class StepRehearser(StepListener):
         self._plain, self._stop = plain, stop
         self._observed: OnlineProfiler | OnlineCompiledProfiler | None = None
         self._known_kinds: frozenset[Kind] = frozenset()
-        """Kinds of steps that were rehearsed before the steps changed; one of another kind is waited for."""
+        """Kinds of steps that were rehearsed before the steps changed; a step of another kind is waited for."""
         self._n_runs = 0
         """Number of steps in which TorchScript in the model ran; it optimizes itself in the first ones."""
         self._parts: PartCalls | None = None
@@ -98,7 +98,7 @@ class StepRehearser(StepListener):
         """Profilers still in force on models that were given up."""
 
     def on_step_begin(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
-        """Observe this step. Raises RehearsalError for a model that can't be planned."""
+        """Begin to observe this step. Raises RehearsalError for a model that can't be planned."""
         if self._given_up:
             self.on_stop()
         check_not_scripted(model)
@@ -142,9 +142,9 @@ class StepRehearser(StepListener):
             self._parts.add(called, batch)
 
     def trial_call(self, model: nn.Module, code: Callable[..., Any], batch: Any) -> TrialCall | None:
-        """Return a call that runs all compiled code of a step: one of `code` on `batch`, or copies of several calls.
+        """Return a call that runs all compiled code of a step: `code` on `batch`, or a repetition of several calls.
 
-        None if the arguments of some calls could not be copied.
+        Return None if the arguments of some calls could not be copied.
         """
         is_one = code is not model or type(model) is not CompositeModel
         if self._parts is None or (is_one and len(self._parts) <= 1):
@@ -153,7 +153,10 @@ class StepRehearser(StepListener):
         return (self._parts.run, (calls, {})) if calls else None
 
     def on_step_end(self, model: nn.Module) -> None:
-        """Check if enough steps were observed. Raises RehearsalError if that can never be."""
+        """End the observation of this step; make the profile once enough steps of the same work were observed.
+
+        Raises RehearsalError if there are no such steps after many.
+        """
         if self._is_hidden:
             return
         assert self._observed is not None
@@ -170,7 +173,7 @@ class StepRehearser(StepListener):
             raise RehearsalError(f"{what}.\n{ONE_FORM}")
 
     def on_model_replaced(self, model: nn.Module) -> None:
-        """Forget `model`, which is not the trained one, and its recordings."""
+        """Forget `model`, which is not the trained model, and its recordings."""
         if self._observed is not None:
             self._observed.give_up()
             self._given_up.append(self._observed)  # removed in the next step, because no hooks may be removed here
@@ -178,7 +181,7 @@ class StepRehearser(StepListener):
         self._known_kinds = frozenset()
 
     def on_steps_changed(self, model: nn.Module) -> None:
-        """Forget the recordings; rehearse until a step of another kind than those so far has come."""
+        """Forget the recordings; rehearse until a step of a kind that was not rehearsed so far has come."""
         kinds = self._observed.kinds if isinstance(self._observed, OnlineProfiler) else frozenset()
         self.on_model_replaced(model)
         self._known_kinds = kinds
@@ -189,17 +192,23 @@ class StepRehearser(StepListener):
 
     @property
     def n_in_round(self) -> int:
-        """The number of steps after which all kinds of steps have come, if few take turns; else 1."""
+        """The number of steps after which each kind of step has come, if a few kinds take turns; else 1."""
         return self._observed.n_in_round if isinstance(self._observed, OnlineProfiler) else 1
 
     def peak_with(self, record: Callable[[Counter[int]], EventStream | None]) -> int | None:
-        """Return the rehearsed step's peak with the compiled calls of a recording; see `OnlineCompiledProfiler`."""
+        """Return the rehearsed step's peak, with its compiled calls replaced by those in the recording of `record`.
+
+        Return None if there is no recording; see `OnlineCompiledProfiler`.
+        """
         if self._observed is None or isinstance(self._observed, OnlineProfiler):
             return None
         return self._observed.peak_with(record)
 
     def replays_blocks(self, model: nn.Module) -> bool:
-        """Return True if compiled blocks are rehearsed again, to be replayed; False if more than blocks is compiled."""
+        """Return True if compiled blocks will be rehearsed again, to be replayed as a whole.
+
+        Return False if that was done before, or if whole models or functions are compiled.
+        """
         called = model.children() if type(model) is CompositeModel else (model,)
         if not self.inside_blocks or self.compiled is not None or all(map(is_compiled, called)):
             return False
@@ -221,14 +230,14 @@ class StepRehearser(StepListener):
             raise StopScript
 
     def finish(self) -> None:
-        """Accept the largest size that occurred often enough, if no size has been rehearsed yet."""
+        """Make the profile from the largest batch size that occurred often enough, if there is no profile yet."""
         if self._observed is not None and not self.done:
             self._observed.finish()
             if self._observed.profile is not None:
                 self._finish(self._observed)
 
     def on_stop(self) -> None:
-        """Remove all hooks."""
+        """Remove all hooks and levers."""
         for observed in (*self._given_up, *([] if self._observed is None else [self._observed])):
             observed.leave()
         self._given_up.clear()

@@ -57,13 +57,13 @@ LOOKS: Final = 3
 """Number of calls that are checked for changes outside the model's modules. The first one may fill caches."""
 
 HELD_SHARE: Final = 20
-"""Divisor of the peak: gradients of the model's outputs are held through backward if they take at most that part of
-it.
+"""Divisor of the predicted peak: gradients of the model's outputs are held through backward if they take at most this
+part of the peak.
 """
 
 
 class StepRepeater(Removable):
-    """Guard around the calls of a planned model and their backward passes, until `remove` is called."""
+    """Guard around calls and backward passes of a planned model: repeats each one that runs out of memory once."""
 
     def __init__(
         self, model: nn.Module, applied: Applied, say: Callable[[str], None], repeated: Callable[[], object]
@@ -130,7 +130,7 @@ class StepRepeater(Removable):
             return _Call(self, inner, args, kwargs).run()
 
     def _learn(self, own: CodeState) -> None:
-        """Check if calls change state outside the modules."""
+        """Check if a call has changed state outside the model's modules, which would rule out repetitions."""
         self._looks_left -= 1
         self._why_not = _changes(own)
         if self._why_not is None:
@@ -178,7 +178,7 @@ class StepRepeater(Removable):
             self.is_repeating = False
 
     def _backward_again(self, calls: Sequence[_Call], missing: Sequence[nn.Parameter]) -> None:
-        """Call the model again, and add the missing gradients."""
+        """Run the `calls` of the model again, and add the gradients of the parameters `missing`."""
         pairs = [pair for call in calls for pair in call.again()]
         if pairs and missing:
             outputs, received = zip(*pairs, strict=True)
@@ -215,7 +215,7 @@ class StepRepeater(Removable):
     # --- the repetition
 
     def _begin(self, where: str, failed: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Free unused memory, and put the plan with the smallest peak in force."""
+        """Prepare to repeat a step: free unused memory, put the plan with the smallest peak in force, and report it."""
         saves_more = self._applied.save_most(args, kwargs)
         gc.collect()
         if accelerator_in_use():
@@ -230,7 +230,7 @@ class StepRepeater(Removable):
 
     @contextlib.contextmanager
     def _last_try(self) -> Iterator[None]:
-        """Explain an out-of-memory error of the repeated step."""
+        """Within this block, add an explanation to an out-of-memory error of the repeated step."""
         with self._explaining:
             try:
                 yield
@@ -336,7 +336,7 @@ class _Call:
         return place in self._places
 
     def why_changed(self) -> str | None:
-        """Return the reason if arguments, parameters or buffers have changed since the call; None if they have not."""
+        """Return a message if arguments, parameters or buffers have changed since the call, else None."""
         now = tensors_in_call(self.args, self.kwargs)
         if [*map(id, now)] != [*map(id, self._tensors)] or [*map(_version, now)] != self._versions:
             return "the arguments of the model's call were changed since"
@@ -364,7 +364,7 @@ class _Call:
 
 
 class _Entrance(torch.autograd.Function):
-    """The identity on one output of a call; its backward notes the gradient on the call."""
+    """Identity function on one output of a call, whose backward records the output's gradient on the call."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, place: int, output: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ class Replanner:
     # --- for larger batches
 
     def look_for_larger(self, plan: Plan, step: BegunStep) -> None:
-        """Rehearse this step if its batch exceeds those that `plan` covers; else run it under its plan."""
+        """Rehearse this step if its batch exceeds the batches that `plan` covers; else run it under its plan."""
         if not self._plans.larger.has_come(plan, step.batch):
             self._plans.put_in_force(step)
             return
@@ -72,14 +72,14 @@ class Replanner:
         return True
 
     def _leave_growth(self, why: RehearsalError) -> None:
-        """Leave larger batches under the plan with the smallest peak."""
+        """Make no plans for larger batches, because of `why`: they run under the plan with the smallest peak."""
         self._say(f"larger batches are not planned for: {why}")
         self._plans.larger.give_up()
 
     # --- for steps that need more memory
 
     def measure(self, plan: Plan, step: BegunStep) -> Measured | None:
-        """Measure this step if `plan`, which is in force, covers its batch."""
+        """Begin to measure this step if `plan`, which is in force, covers its batch; return the recording, or None."""
         current, planned = fingerprint(step.model, step.batch).batch, plan.fingerprint.batch
         if current == planned or no_larger(shapes_in(current), shapes_in(planned)):
             applied = self._in_force.applied
@@ -89,8 +89,9 @@ class Replanner:
         return None
 
     def judge(self, plan: Plan, step: Measured | None) -> bool:
-        """Compare a later step with the budget: plan again if more is in memory, rehearse again if it does more.
+        """Compare a later step's peak with the budget; above it, plan again with more memory, or rehearse again.
 
+        More memory at the start of the step leads to another plan, more memory of the step itself to a rehearsal.
         Returns True if no further step has to be observed for now.
         """
         later = self._plans.later
@@ -126,7 +127,7 @@ class Replanner:
         return not self._plan_for_added(plan, profile, static, measured_bytes)
 
     def _plan_for_added(self, plan: Plan, profile: Profile, static: Static, measured_bytes: int) -> bool:
-        """Plan again, counting the memory before a later step, `static`, and the rest of its peak's excess.
+        """Plan again with `static`, the memory before a later step, and with the rest of the excess of its peak.
 
         Returns True if `plan` was replaced.
         """
@@ -176,6 +177,6 @@ class Replanner:
         return True
 
     def _leave_changed(self, why: RehearsalError) -> None:
-        """Leave changed steps without a plan of their own."""
+        """Leave changed steps without a plan of their own, because of the error `why`."""
         self._say(f"changed steps are not planned for: {why}")
         self._plans.later.give_up()

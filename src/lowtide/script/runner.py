@@ -43,8 +43,8 @@ class Script:
     def run(self, within: AbstractContextManager[object] | None = None) -> int:
         """Run the script as the main program; return its exit code. Print its exceptions as Python would.
 
-        `within` is entered before the script begins and left while its variables still exist. LowtideError passes
-        through.
+        The context manager `within` is entered before the script begins and left while its variables still exist.
+        LowtideError is raised, not printed.
         """
         with interrupts_delayed(), self._as_main() as main, resend_dropped_interrupts(), within or nullcontext():
             try:
@@ -62,7 +62,7 @@ class Script:
         return 0
 
     def _code(self, main: ModuleType) -> CodeType:
-        """Return the script's code, and set its origin on `main`."""
+        """Return the script's compiled code; set the file and import attributes of `main`, its `__main__` module."""
         if not self.is_module:
             main.__file__ = self._path
             return compile(Path(self._path).read_bytes(), self._path, "exec", dont_inherit=True)
@@ -136,7 +136,7 @@ def _restore_last() -> None:
 
 
 def _exit_code(end: SystemExit) -> int:
-    """Return the exit code that Python would end with; print a text to stderr, as Python does."""
+    """Return the exit code that Python would end with; print the text of `end`, if any, to stderr as Python does."""
     if end.code is None or isinstance(end.code, int):
         return end.code or 0
     print(end.code, file=sys.stderr)  # noqa: T201
@@ -169,8 +169,9 @@ def _drop_own_frames(error: BaseException) -> list[TracebackType]:
 
 
 def _its_own(trace: TracebackType) -> TracebackType | None:
-    """Return a traceback from the script's first frame on, without Lowtide's frames unless the error was raised in one;
-    None if the script never started, as with a syntax error.
+    """Return `trace` from the script's first frame on, without Lowtide's frames unless one of them raised the error.
+
+    Return None if the script never started, as after a syntax error.
     """
     entries = list(_entries(trace))
     first = next((n for n, entry in enumerate(entries) if not _is_in(entry, *_OURS)), len(entries))

@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def as_one_of(processes: AbsentProcesses | None) -> Iterator[None]:
-    """Let a script in this block start a simulated process group, and find torchrun's variables; None: no change."""
+    """Within this block, let a script run as one of `processes`, of which no other exists.
+
+    The script may start a process group, which is simulated, and finds the environment variables of torchrun. Without
+    `processes`, nothing changes.
+    """
     if processes is None:
         yield
         return

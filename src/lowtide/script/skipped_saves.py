@@ -1,4 +1,4 @@
-"""Skip a script's saving once its tensors have no contents, so that checkpoints of a real run are not overwritten."""
+"""Skip a script's calls that save files once its tensors are fake, so that no real checkpoint is overwritten."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SAVERS = {
 
 
 class Saved(Future[None]):
-    """Result of a save that was left out: finished, as a future and as the response of `async_save`."""
+    """Result of a skipped save: a finished future, which also serves as the response of `async_save`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Saved(Future[None]):
 
 
 class SkippedSaves(contextlib.ExitStack):
-    """Context in which, from `begin` on, nothing is saved."""
+    """Context in which functions that save files do nothing, from the call of `begin` on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class SkippedSaves(contextlib.ExitStack):
         """Names of the savers that were called; the keys are ordered."""
 
     def begin(self, note: Callable[[str], object]) -> Self:
-        """Replace the savers of all modules imported so far; `note` is given a line for each that is called."""
+        """Replace the saving functions of all modules imported so far; `note` gets a line for each skipped call."""
         functions: dict[int, Callable[..., Any]] = {}
         for place, names in SAVERS.items():
             for name in names if place in sys.modules else ():
@@ -71,7 +71,7 @@ class SkippedSaves(contextlib.ExitStack):
 
 
 def _bound(functions: dict[int, Callable[..., Any]]) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
-    """Yield each global variable that is bound to one of these functions: its module, its name, the replacement."""
+    """Yield the module, name and replacement of each global variable whose value has its id among `functions`."""
     for module in [*sys.modules.values()]:
         namespace = getattr(module, "__dict__", None)
         if isinstance(namespace, dict) and not functions.keys().isdisjoint(map(id, [*namespace.values()])):

@@ -124,7 +124,7 @@ class StepDetector:
         self.listener.on_stop()
 
     def stop(self) -> None:
-        """Remove all patches and references. Repeated calls do nothing."""
+        """Stop detecting steps: remove all patches, and all references to the model. Repeated calls do nothing."""
         self._unwatch.close()
         if self.model is not None and (self.listener.done or self.failed is not None):
             finds_next = self.listener.plans_next and not self.is_given and self.failed is None
@@ -135,16 +135,14 @@ class StepDetector:
             self.updates.forget()
 
     def _resume(self, model: nn.Module | None, optimizers: Iterable[Optimizer]) -> None:
-        """Detect steps again for a listener that was done: of `model`, or if that is None, of the model that is trained
-        next.
-        """
+        """Detect steps again for a listener that was done: steps of `model`, or if None, of the model trained next."""
         self._afterwards, self.model = None, model
         self.updates.restart(optimizers)
         self._step.is_open = self._step.is_late = False
         self._watch()
 
     def end_last_step(self) -> None:
-        """End a step that waited for the next call when the script has ended, and report the time of a step."""
+        """End the last step, whose end no further call will show, and report the mean time of a step."""
         if self._afterwards is not None:
             self._afterwards.ended()
         if self._step.is_late and self.failed is None:
@@ -192,7 +190,7 @@ class StepDetector:
     def calls_compiled(
         self, function: Callable[..., Any], of: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call a function compiled from `of`; a step may begin with it."""
+        """Call `function`, which was compiled from `of`; a step may begin with this call."""
         if self._depth or not self.listener.plans_compiled:
             return function(*args, **kwargs)
         if self._step.is_late and self._thread.is_here() and not in_backward():
@@ -238,9 +236,9 @@ class StepDetector:
         return is_here
 
     def _is_prompt_call(self, module: nn.Module, given: Any) -> bool:
-        """Return True if a call of a frozen module passes gradients to a trained prompt, in the model that is followed.
+        """Return True if a frozen module of the known model is called and passes gradients on to a trained prompt.
 
-        Until that model is known, record the module instead.
+        While the trained model is unknown, record the module instead.
         """
         is_whole = type(self.model) is CompositeModel and bool(self.model.alone)
         if not (self.model is None or (is_whole and self._is_ours(module))) or not any(
@@ -286,7 +284,7 @@ class StepDetector:
                 self.by_hand.called(module)
 
     def _end_step_if_over(self) -> None:
-        """End a step whose end only the next call shows."""
+        """End the open step if its update is over, which this next call shows."""
         if self._all_stepped() or self._is_updated_by_hand():
             self._end_step()  # a parameter had a gradient, but is in no optimizer
         elif (search := self.updates.search()) is not None and search.has_moved():
@@ -323,7 +321,7 @@ class StepDetector:
 
     @never_compiled
     def _tell_of_call(self, called: Callable[..., Any], batch: Any) -> None:
-        """Let the listener see a call inside a step that backward may go through."""
+        """Report a call inside a step to the listener, if backward may go through the call."""
         is_ours = self._step.is_open and self.failed is None and self._thread.is_here()
         if is_ours and torch.is_grad_enabled() and not in_backward():
             self.listener.on_inner_call(called, batch)
@@ -496,7 +494,7 @@ class StepDetector:
         return any(module is ours for ours in self.model.modules())
 
     def _all_stepped(self) -> bool:
-        """Return True if every optimizer known to update the model has done so in this step."""
+        """Return True if every optimizer that is known to update the model has stepped in this step."""
         assert self.model is not None
         return self._step.is_complete(self.model)
 

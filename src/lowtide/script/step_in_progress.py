@@ -13,11 +13,13 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
 
 MOST_UNUSED: Final = 4
-"""Number of updates by others after which an optimizer no longer counts if they have updated its parameters."""
+"""Number of updates by other optimizers after which an optimizer that has not stepped counts as replaced, if the others
+update all of its parameters.
+"""
 
 
 class StepInProgress:
-    """Calls and updates since the step began; empty between two steps."""
+    """Module calls and parameter updates since the current step began; empty between two steps."""
 
     def __init__(self, updates: OptimizerUpdates, by_hand: ManualUpdates) -> None:
         self._updates, self._by_hand = updates, by_hand
@@ -30,15 +32,15 @@ class StepInProgress:
         """Optimizers that have stepped, by id."""
 
     def stepped(self, optimizer: Optimizer) -> None:
-        """Record an update."""
+        """Record that `optimizer` has stepped."""
         self._optimizers[id(optimizer)] = optimizer
 
     def leave_others(self, mine: set[int]) -> None:
-        """Forget updates of parameters other than `mine`, given by id: the steps of the other models are over."""
+        """Forget optimizers that hold none of the parameters with the ids `mine`: they step for other models."""
         self._optimizers = {key: o for key, o in self._optimizers.items() if mine & held_by(o)}
 
     def trained(self) -> list[nn.Module]:
-        """Return the called modules whose parameters were updated."""
+        """Return the modules that were called in this step and whose parameters were updated in it."""
         updated = self._updated()
         return [module for module in self.called.values() if updated & parameter_ids(module)]
 
@@ -48,7 +50,7 @@ class StepInProgress:
         return bool(gradients - self._updated())
 
     def is_complete(self, model: nn.Module) -> bool:
-        """Return True if every optimizer that is alive and known to update the model has done so."""
+        """Return True if every live optimizer that is known to update `model` has stepped in this step."""
         if not self._optimizers:
             return False
         updates, mine, updated = self._updates, parameter_ids(model), self._updated()
@@ -67,10 +69,10 @@ class StepInProgress:
         self.forget()
 
     def forget(self) -> None:
-        """Forget the calls and updates, whose memory may then be freed."""
+        """Drop the references to called modules and optimizers, so that their memory can be freed."""
         self.called.clear()
         self._optimizers.clear()
 
     def _updated(self) -> frozenset[int]:
-        """Return the ids of the parameters that were updated, also by hand."""
+        """Return the ids of the parameters that optimizers or the script's own code updated in this step."""
         return self._by_hand.moved.union(*map(held_by, self._optimizers.values()))

@@ -12,8 +12,8 @@ if TYPE_CHECKING:
 
 
 class StopScript(BaseException):
-    """Signal that ends a script when no more steps have to be observed. Not an Exception, because scripts catch
-    those.
+    """Signal that ends a script when no more steps have to be observed. It is no Exception, because scripts may catch
+    each Exception.
     """
 
 
@@ -27,16 +27,16 @@ class StepListener:
     """False if the mean time of a step is known."""
 
     plans_next = False
-    """True if a model that is trained after the work is done on another one gets the same work: see `on_next_model`."""
+    """True if the listener repeats its work for a model that is trained after the first one: see `on_next_model`."""
 
     plans_compiled = True
     """False if the listener ignores compiled functions and handles only the modules that they call."""
     compiled: Callable[..., Any] | None = None
-    """The compiled function, or wrapper, that calls the model, if the program calls that."""
+    """The compiled function, or wrapper, through which the program calls the model, if any."""
 
     @property
     def n_missing(self) -> int:
-        """The number of further steps after which the work is done, if they are like the ones so far."""
+        """The number of further steps after which the work is done, if they are like the steps so far."""
         return 1
 
     @property
@@ -45,13 +45,11 @@ class StepListener:
         raise NotImplementedError
 
     def on_step_begin(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
-        """Begin a step: `model` is about to be called with `batch`, (args, kwargs), for the first time in it."""
+        """Begin a step, just before the step's first call of `model`, with the arguments `batch`, (args, kwargs)."""
         raise NotImplementedError
 
     def on_earlier_call(self, module: nn.Module) -> None:
-        """Record a call of `module`, which was not trained, since the last step: the step may have begun with that
-        call.
-        """
+        """Record that `module`, which is not trained, was called after the last step: this step may have begun then."""
 
     def on_further_call(self, batch: Any) -> None:
         """Continue a step: the program is about to call a module with `batch`."""
@@ -78,13 +76,13 @@ class StepListener:
         return False
 
     def on_model_found(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
-        """Learn that `model` is the trained one, after an unobserved step. Called from an optimizer's hook."""
+        """Learn that `model` is the trained model, after an unobserved step. Called from an optimizer's hook."""
 
     def is_updated(self, model: nn.Module) -> bool:
         """Return True if parameters of `model` changed since the last call, which may be the end of a step.
 
-        Called if no optimizer has stepped so far. Listeners with fake tensors override it; changes of real parameters
-        are detected without.
+        Called if no optimizer has stepped so far. Only listeners with fake tensors override it: the detector itself
+        sees changes of real parameters.
         """
         return False
 
@@ -100,8 +98,8 @@ class StepListener:
         """
 
     def on_next_model(self) -> None:
-        """Forget the last model: another one has taken its place, and its steps are detected. Called from an
-        optimizer's hook, where no hooks may be changed, if `plans_next`.
+        """Forget the last model, because another one is trained, whose steps are now detected. Called if `plans_next`,
+        from an optimizer's hook, where no hooks may be changed.
         """
 
     def on_release(self) -> None:
@@ -117,4 +115,4 @@ class StepListener:
         """Finish with the recorded steps: the script has ended without an error."""
 
     def on_stop(self) -> None:
-        """Remove everything that is in force for one step only: detection is over."""
+        """Remove recordings, hooks and other things that serve one step only, because detection is over."""

@@ -16,7 +16,7 @@ class TrainingThread:
         self._process = os.getpid()
         self._thread: threading.Thread | None = None
         self._others = weakref.WeakSet(t for t in threading.enumerate() if t is not threading.current_thread())
-        """Threads that were there before, in which steps are not detected."""
+        """Threads that had started before, in which steps are not detected."""
 
     def begin(self) -> None:
         """Take the current thread as the one that trains."""
@@ -24,7 +24,7 @@ class TrainingThread:
 
     @never_compiled
     def is_here(self) -> bool:
-        """Return True in the thread that trains, or in one that may become it."""
+        """Return True if the current thread is the one that trains, or may become that one."""
         current = threading.current_thread()
         if os.getpid() != self._process:
             return False

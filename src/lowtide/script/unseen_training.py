@@ -16,7 +16,7 @@ class UnseenTraining:
     """Kinds of training in which no steps are detected, as far as the program has shown them."""
 
     in_other_thread: bool = False
-    """True if a model was trained in a thread from before the block."""
+    """True if a model was trained in a thread that had started before the block."""
     in_backward_only: bool = False
     """True if a model was called with gradients enabled in backward passes, and without gradients elsewhere."""
     in_transform: bool = False
@@ -24,10 +24,12 @@ class UnseenTraining:
     in_processes: bool = False
     """True if the program started processes."""
     n_compiled_before: int = field(default_factory=n_compiled)
-    """Number of graphs that torch.compile had compiled when the block began: functions from before are not watched."""
+    """Number of graphs that torch.compile had compiled when the block began: functions compiled before it are not
+    watched.
+    """
 
     def explain(self, program: str) -> str:
-        """Explain why no model was found in `program`, which has ended."""
+        """Return a message that says why no trained model was found in `program`, which has ended."""
         ended = f"{program} ended"
         if self.in_other_thread:
             return (
