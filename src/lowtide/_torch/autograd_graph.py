@@ -50,7 +50,7 @@ def nodes_from(roots: Iterable[Node]) -> list[Node]:
 
 @dataclass(slots=True)
 class Component:
-    """Nodes that are connected other than through leaves."""
+    """A connected component of an autograd graph in which leaves connect nothing."""
 
     nodes: list[Node] = field(default_factory=list)
     roots: list[int] = field(default_factory=list)

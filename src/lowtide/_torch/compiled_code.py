@@ -21,7 +21,7 @@ STATIC_INPUT = "_dynamo_static_input_type"
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Return True if `torch.compile(module)` made the module, or `module.compile()` compiled it. Torch 2.13, since 2.2.
+    """Return True if `torch.compile` returned this module, or `module.compile()` compiled it. Torch 2.13, since 2.2.
 
     A wrapper in CALL around the compiled code has the next wrapper, or the compiled code, in its attribute `before`.
     """
@@ -52,9 +52,10 @@ def _compiled_front(module: torch.nn.Module) -> Any:
 
 
 def compiles_nothing(front: object, module: torch.nn.Module) -> bool:
-    """Return True if `module.compile()` has put `front` into CALL of `module`, yet it compiles nothing: torch compiles
-    the frames of forward below it, but not those of its own layers and containers, such as `nn.Sequential`. Torch 2.13;
-    not so in 2.15.
+    """Return True if `module.compile()` has put `front` into CALL of `module`, but compiles nothing.
+
+    Torch compiles the frames of forward methods, but not those of torch's own layers and containers, such as
+    `nn.Sequential`. Torch 2.13; not so in 2.15.
     """
     if not hasattr(front, "_torchdynamo_orig_callable") or _compiles_own_layers():
         return False

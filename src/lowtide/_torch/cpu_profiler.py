@@ -28,8 +28,8 @@ def profiler_running() -> bool:
 def is_warming_up(profiler: Any) -> bool:
     """Return True if a profiler, one of the classes PROFILERS, is prepared but not started yet.
 
-    Starting another profiler would take its place, and its own start would then end the process (2.13). torch has no
-    query for this, so its living profilers have to be asked.
+    Another profiler that starts now would take its place, and the prepared profiler's own start would then end the
+    process (2.13). torch has no query for this, so each live profiler object has to be asked.
     """
     if isinstance(profiler, torch.autograd.profiler.profile):
         return getattr(profiler, "entered", False) and not profiler.profiling_start_time_ns

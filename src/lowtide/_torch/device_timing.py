@@ -59,7 +59,7 @@ def occupy(milliseconds: float) -> None:
 
 
 def timing_event() -> torch.cuda.Event:
-    """Return an event of a GPU that can be asked for its time."""
+    """Return a new CUDA event that records its time."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call,no-any-return,unused-ignore]
 
 

@@ -54,8 +54,8 @@ def n_local_collectives() -> int:
 def collectives_alone() -> Iterator[None]:
     """Compute the collectives of distributed tensors, and HSDP's sums, from this process's own parts. Torch 2.13.
 
-    Each takes the memory that it takes otherwise, and nothing is sent: sums are this process's own addend, and gathered
-    parts are equal.
+    Each collective takes its usual memory, but nothing is sent: a sum is this process's own addend, and all gathered
+    parts are copies of this process's part.
     """
     alike = torch.distributed.all_reduce
 
@@ -125,7 +125,7 @@ _ALONE: dict[str, Callable[..., Any]] = {
 
 @contextlib.contextmanager
 def simulated_collectives_counted() -> Iterator[None]:
-    """Let `n_collectives` count those of simulated groups, which count none themselves, in this block. Torch 2.13."""
+    """Let `n_collectives` also count collectives of simulated groups inside this `with` block. Torch 2.13."""
 
     def counting(collective: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -198,7 +198,7 @@ def _forget(number: int, _: object) -> None:
 
 
 def seen_buckets() -> list[torch.Tensor]:
-    """Return the buckets that `own_gradients` has seen; only then does a Python object stand for a bucket."""
+    """Return the live buckets that `own_gradients` has seen; no other bucket has a Python object."""
     return [bucket for reference in [*_buckets.values()] if (bucket := reference()) is not None]
 
 
@@ -222,8 +222,8 @@ def bucket_limits(wrapper: torch.nn.parallel.DistributedDataParallel) -> tuple[l
 def communication_hooks(
     wrapper: torch.nn.parallel.DistributedDataParallel,
 ) -> tuple[list[str], list[torch.dtype]]:
-    """Return the names of functions that send a wrapper's gradients in place of torch, without torch's own; and the
-    dtypes in which torch's own send copies of the buckets. Torch 2.13, since 2.1.
+    """Return the names of the user's hooks that send a wrapper's gradients, and the dtypes to which torch's own hooks
+    compress copies of the buckets. Torch 2.13, since 2.1.
     """
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as own
 
@@ -237,8 +237,9 @@ def communication_hooks(
 def assign_buckets(
     parameters: Sequence[torch.Tensor], limits: list[int], sparse: list[bool], numbers: Sequence[int]
 ) -> list[list[int]]:
-    """Return the numbers of the parameters in each bucket. `sparse` is indexed by a parameter's number. Torch 2.13,
-    since 1.10.
+    """Assign parameters to DDP's buckets as torch does; return the numbers of the parameters in each bucket.
+
+    `sparse` is indexed by a parameter's number. Torch 2.13, since 1.10.
     """
     with without_modes(), without_function_modes():
         like = [torch.empty_strided(p.size(), p.stride(), dtype=p.dtype, device="meta") for p in parameters]
@@ -290,8 +291,9 @@ def start_absent_processes(start: Callable[..., None], rank: int, size: int) -> 
 
 
 def keeping_own_state() -> tuple[Any, str, Callable[..., None]]:
-    """Return a stand-in for the broadcast of rank 0's state dict, as (owner, name, function): it keeps this process's
-    own state, and gives memory to that on the meta device. Torch 2.13, since 2.4.
+    """Return a replacement for the broadcast of rank 0's state dict, as (owner, name, function).
+
+    The replacement keeps this process's own state, and allocates its tensors on the meta device. Torch 2.13, since 2.4.
     """
     from torch.distributed.checkpoint import state_dict
 
@@ -328,7 +330,7 @@ def sharding_without_modes(contents: Callable[[torch.Tensor], torch.Tensor | Non
     2.13.
 
     DTensor runs operators on fake tensors of the global shape, which take no memory. A mesh reads its tensor of ranks;
-    `contents` returns that of a fake one, if known.
+    if it is fake, `contents` returns its real contents, if known.
     """
     if not torch.distributed.is_available():
         yield

@@ -50,8 +50,8 @@ SHARDING_OPERATORS = SENDING_OPERATORS | {"c10d", "fsdp"}
 
 
 def fake_mode(run_on_zeros: bool = True, nested: Exception | None = None) -> _fake_tensor.FakeTensorMode:
-    """Return a mode under which operators make fake tensors; it raises `nested` where one would be a nested tensor.
-    Torch 2.13, since 1.13.
+    """Return a mode under which operators return fake tensors, and raise `nested` in place of a nested tensor. Torch
+    2.13, since 1.13.
 
     With `run_on_zeros`, operators without a kernel for fake tensors run on real zeros, on the fake tensors' device.
     """
@@ -82,7 +82,7 @@ def running_on_zeros(mode: _fake_tensor.FakeTensorMode) -> Iterator[None]:
 
 
 def is_fake(tensor: Any) -> bool:
-    """Return True if the tensor is fake, or a distributed tensor whose own part is. Torch 2.13."""
+    """Return True if the tensor is fake, or a distributed tensor whose local part is fake. Torch 2.13."""
     return isinstance(tensor, FakeTensor) or (
         type(tensor) not in _WITH_STORAGE
         and isinstance(tensor, torch.Tensor)
@@ -124,7 +124,7 @@ def uncompiled(obj: Any) -> Any:
 def bytes_of(tensor: torch.Tensor) -> Any:
     """Return a CPU tensor's whole storage as an array of bytes on the same memory.
 
-    `Tensor.numpy` would not do: a storage that can't be resized from then on would seem to belong to an array.
+    `Tensor.numpy` is not used: it makes the storage impossible to resize, as if the storage belonged to an array.
     """
     storage = tensor.untyped_storage()
     return np.ctypeslib.as_array((ctypes.c_ubyte * storage.nbytes()).from_address(storage.data_ptr()))

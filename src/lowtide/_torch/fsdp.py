@@ -120,7 +120,10 @@ class ShardGroup:
     def on_device(
         self, device: torch.device, to_device: Callable[[torch.Tensor], torch.Tensor]
     ) -> Iterator[tuple[Any, str, Any]]:
-        """Return attributes to replace for parameters on `device`: (owner, name, value). `to_device` moves a part."""
+        """Yield the attributes to replace to run the group on `device`: (owner, name, value).
+
+        `to_device` moves a shard.
+        """
         yield self._group, "device", device
         yield self._group, "device_handle", getattr(torch, device.type)
         yield self._group, "_all_gather_output", to_device(self._group._all_gather_output)
@@ -168,7 +171,7 @@ def as_in_backward(module: Any) -> Iterator[None]:
 
 
 def forget_step(module: Any) -> None:
-    """Reset a root module to the state between steps after an aborted step. Torch 2.13; torch has no method until
+    """Reset a root module to the state between steps after an aborted step. Torch 2.13; torch has a method for it since
     2.11.
     """
     state = module._get_fsdp_state()

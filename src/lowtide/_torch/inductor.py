@@ -111,7 +111,7 @@ def always_partitioned() -> Iterator[None]:
 
 @contextlib.contextmanager
 def kernels_left_out() -> Iterator[None]:
-    """Have inductor's kernels for processors write zeros instead of being compiled, inside this `with` block. Torch
+    """Have inductor use functions that write zeros in place of compiled CPU kernels, inside this `with` block. Torch
     2.13.
     """
     from torch._inductor.async_compile import AsyncCompile

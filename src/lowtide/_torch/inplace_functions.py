@@ -25,7 +25,7 @@ _SET_DATA = vars(torch._C.TensorBase)["data"].__set__
 
 
 def inplace_functions() -> list[tuple[Any, str]]:
-    """Return the functions that write to the tensor that is their first argument, each as its owner and name."""
+    """Return torch's functions that write to their first argument, a tensor, each as its owner and name."""
     names = [(owner, name) for owner in _OWNERS for name in dir(owner) if name.endswith("_") and name[0] != "_"]
     return [*((owner, name) for owner, name in names if name not in _OTHERS), *((torch._VF, n) for n in _OF_VF)]
 

@@ -26,7 +26,7 @@ Kind = Literal["input", "view", "pointwise", "reduction", "extern"]
 
 @dataclass(slots=True)
 class JointNode:
-    """One call of a joint graph. Its index is its place in `JointGraph.nodes`."""
+    """An input or a call in a joint graph. Other records refer to it by its index in `JointGraph.nodes`."""
 
     target: str
     """`aten.mm`; `placeholder` for an input."""
@@ -211,10 +211,10 @@ def partitioned(
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """Values of a graph that saves others than torch would."""
+    """The difference that a plan makes to a graph's saved values."""
 
     is_mixed: bool
-    """True if it has 16-bit values."""
+    """True if the graph has 16-bit values."""
     unsaved: frozenset[str]
     """Names of the values of fused kernels that torch would save, and the plan does not."""
     views: frozenset[str]
@@ -231,8 +231,9 @@ class _Planned:
 
 
 def _unguarded(gm: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
-    """Keep symbolic sizes symbolic in this `with` block, whatever is computed from them: a number that is made of one
-    takes its present value, and the code that is compiled would be for that value alone.
+    """Keep symbolic sizes symbolic in this `with` block, whatever is computed from them.
+
+    A symbolic size that is converted to a number would be fixed: the compiled code would be for its present value only.
     """
     values = (node.meta.get("val") for node in gm.graph.nodes)
     size = next((value for value in values if isinstance(value, torch.SymInt)), None)
@@ -250,7 +251,7 @@ def _joint_graph(gm: fx.GraphModule, info: Any, num_fwd_outputs: int) -> JointGr
     shift indices.
     """
     sizes: set[int] = set()
-    """Indices of symbolic sizes and of what is computed from them."""
+    """Indices of symbolic sizes and of values computed from them."""
     digest = hashlib.blake2b(digest_size=8)
     after_tangents = _after_tangents(gm, info, partitioners)
     for node in gm.graph.nodes:
@@ -302,9 +303,9 @@ def _after_tangents(gm: fx.GraphModule, info: Any, partitioners: Any) -> Collect
 
 
 def _resize(gm: fx.GraphModule) -> Callable[[JointGraph, tuple[int, ...]], JointGraph] | None:
-    """Return the function that computes a joint graph's bytes at other symbolic sizes; None if all are fixed.
+    """Return the function that computes a joint graph's bytes at other symbolic sizes; None if all sizes are fixed.
 
-    FLOPs are scaled as the bytes of the product are: too few for attention over a longer sequence.
+    FLOPs are scaled in proportion to the result's bytes, which gives too few for attention over a longer sequence.
     """
     given = [node.meta["val"] for node in gm.graph.nodes if _is_given_size(node)]
     if not given:

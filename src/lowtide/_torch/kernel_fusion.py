@@ -1,9 +1,9 @@
 """Private names of torch: limits to what inductor fuses into one kernel.
 
-A fused kernel runs where the last of its parts would, so what they read, and what waits for their results, is in memory
-until then. In backward, inductor fuses kernels that read the same value, such as the rotary embeddings that several
-layers recompute, even across the layers between them. A plan's peak then exceeds its forecast, which assumes that each
-kernel runs where the joint graph has it. Read in torch 2.13 (`torch/_inductor/choices.py`, `scheduler.py`).
+A fused kernel runs where the last of its parts would, so their inputs, and values that wait for their results, are in
+memory until then. In backward, inductor fuses kernels that read the same value, such as the rotary embeddings that
+several layers recompute, even across the layers between them. A plan's peak then exceeds its forecast, which assumes
+that each kernel runs where the joint graph has it. Read in torch 2.13 (`torch/_inductor/choices.py`, `scheduler.py`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import fx
 from lowtide._torch.plain_kernels import RECOMPUTED
 
 MARK: Final = "lowtide_fuses_nearby_only"
-"""Key in the metadata of a graph whose kernels are fused only with those next to them."""
+"""Key in the metadata of a graph whose kernels are fused only with neighbouring kernels."""
 
 
 def fuse_nearby_only(graph: fx.GraphModule) -> None:
@@ -67,7 +67,7 @@ def respect_marks() -> Callable[[], None]:
 
 
 def _is_marked(node: Any) -> bool:
-    """Return True if kernels of the scheduled graph are fused only with those next to them, on a CPU."""
+    """Return True if kernels of the scheduled graph are fused only with neighbouring kernels, on a CPU."""
     from torch._inductor.virtualized import V
 
     graph: Any = V.graph.module
@@ -75,7 +75,7 @@ def _is_marked(node: Any) -> bool:
 
 
 def _is_recomputed(node: Any) -> bool:
-    """Return True if a kernel recomputes what torch's own backward reads (`plain_kernels.py`)."""
+    """Return True if a kernel recomputes an input of torch's own backward graph (`plain_kernels.py`)."""
     return any(
         RECOMPUTED in origin.meta
         for kernel in node.get_nodes()

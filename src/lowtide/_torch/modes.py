@@ -77,7 +77,7 @@ class _OffInTransforms(threading.local):
     def begin(
         self, unpack: Callable[[Any], torch.Tensor], inside: Callable[[], contextlib.AbstractContextManager[None]]
     ) -> None:
-        """Begin to disable hooks with this `unpack`, and to enter `inside`."""
+        """Begin a block in which transforms of torch.func disable hooks with this `unpack`, and enter `inside`."""
         kind = type(self)
         self._hooks.append((unpack, inside))
         with kind._lock:  # threads may come and go in any order

@@ -24,8 +24,9 @@ def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def clipped(names: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the gradients in the local variables of a returning `clip_grad_norm_` or `clip_grad_value_`. Torch
-    2.13.
+    """Return the gradients that `clip_grad_norm_` or `clip_grad_value_` has clipped, from its local variables `names`.
+
+    Torch 2.13.
     """
     if "grouped_grads" in names:
         return [gradient for (gradients,), _ in names["grouped_grads"].values() for gradient in gradients]

@@ -30,7 +30,7 @@ _inherited: set[tuple[Any, str]] = set()
 def replace_function(owner: Any, name: str, make: Make, *, innermost: bool = False) -> Callable[[], None]:
     """Replace the function `owner.name` by `make(function)` until the returned function is called.
 
-    The last replacement is the outermost and calls earlier ones, unless it is to be the `innermost`.
+    The last replacement is the outermost and calls earlier ones; with `innermost`, all others call it.
 
     `make` is called at each call, except in code that is being compiled. If other code has replaced the function in the
     meantime, its replacement stays.

@@ -1,10 +1,10 @@
 """Private names of torch: graphs under a plan whose kernels are those of the graphs without a plan.
 
-A fused kernel holds 16-bit values in 32 bits and rounds only what it writes, and on a CPU the order in which it sums
-depends on the types of all values in it (`joint_slots.py`). So under autocast a value keeps its bits only in the kernel
-that computes it without a plan. Forward therefore writes what it writes without a plan, although backward does not get
-all of it. Backward is torch's own graph, in front of which a second graph recomputes what it reads: kernels of both are
-never fused, and what the second one recomputes is in memory, rounded, as if it had been saved.
+A fused kernel holds 16-bit values in 32 bits and rounds only the values that it writes, and on a CPU the order in which
+it sums depends on the types of all values in it (`joint_slots.py`). So under autocast a value keeps its bits only in
+the kernel that computes it without a plan. Forward therefore writes the same values as without a plan, although not all
+of them are saved. Backward is torch's own graph, preceded by a second graph that recomputes its missing inputs: kernels
+of the two graphs are never fused, and a recomputed value is in memory, rounded, as if it had been saved.
 
 Read in torch 2.13 (`torch/_inductor/graph.py`, `run_node`).
 """
@@ -24,7 +24,7 @@ WRITTEN: Final = "inductor_realize_to_strides"
 
 
 def write_as_plain(forward: fx.GraphModule, names: Collection[str]) -> None:
-    """Have the forward graph write the values `names`, which are its outputs without a plan, if it reads them."""
+    """Have the forward graph write the values `names`, its outputs without a plan, to memory if it reads them."""
     for node in forward.graph.nodes:
         if node.name in names and node.users:
             node.meta[WRITTEN] = True

@@ -106,7 +106,9 @@ OVERRIDE_KEY = "TESTING_ONLY_GenericMode"
 """Dispatch key before all others, which torch considers only in a thread that includes it. Torch 2.13, since 1.12."""
 
 GATED_KEY = "TESTING_ONLY_GenericWrapper"
-"""Dispatch key behind it, which only a compiled gate at OVERRIDE_KEY passes calls on to. Torch 2.13, since 1.12."""
+"""Dispatch key behind OVERRIDE_KEY, to which only a compiled gate at OVERRIDE_KEY passes calls on. Torch 2.13, since
+1.12.
+"""
 
 _OVERRIDE = torch._C._dispatch_key_parse(OVERRIDE_KEY)
 _BEHIND_OVERRIDE = torch._C._dispatch_keyset_full_after(torch._C._dispatch_key_parse(GATED_KEY))
@@ -130,17 +132,17 @@ class Gate:
 
 
 class OverrideKernel:
-    """A kernel that runs in place of that of the operator `aten.<name>` in a block of `with_overrides`, where the first
-    argument has at least `least` bytes. Torch 2.13, since 2.10.
+    """A kernel that replaces the operator `aten.<name>` inside `with_overrides` blocks, for first arguments of at least
+    `least` bytes. Torch 2.13, since 2.10.
 
-    It gets, before the arguments, a function that continues with torch's own kernel and one that continues past
-    autograd; and, after the arguments, an object without other references, for `references`.
+    The kernel gets, before the operator's arguments, a function that continues with torch's own kernel and one that
+    continues past autograd. After the arguments it gets an object without other references, for `references`.
     """
 
     def __init__(
         self, name: str, kernel: Callable[..., Any], least: int, gate: Callable[[str, int], Any] | None = None
     ) -> None:
-        """Register it until `remove`. With compiled hooks, `gate` is their form of `Gate`."""
+        """Register the kernel until `remove` is called. With compiled hooks, `gate` is the compiled form of `Gate`."""
         if not _fallthrough:
             _fallthrough.append(pass_through(OVERRIDE_KEY))
         operator = getattr(torch.ops.aten, name).default
@@ -164,7 +166,7 @@ class OverrideKernel:
         self._gate = (gate or Gate)(f"aten::{name}", least)
 
     def let_pass(self, least: int) -> None:
-        """Run the kernel from now on where the first argument has at least `least` bytes."""
+        """Run the kernel from now on for first arguments of at least `least` bytes."""
         self._gate.least = least
 
     def remove(self) -> None:

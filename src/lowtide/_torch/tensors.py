@@ -36,7 +36,7 @@ _READER: Any = type(vars(torch._C.TensorBase)["grad"].__get__)
 
 
 def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors that own the memory: those inside a sparse, nested or other wrapper, else `tensor` itself."""
+    """Yield the tensors that own the memory of `tensor`: the parts inside a sparse or other wrapper, else itself."""
     layout = tensor.layout
     if layout is torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())
@@ -81,7 +81,7 @@ def fakes_have_addresses() -> Iterator[None]:
 STORAGE: Callable[[torch.Tensor], torch.UntypedStorage] = operator.methodcaller("untyped_storage")
 """Return a tensor's storage. Raises NO_STORAGE for a tensor without one."""
 STORAGE_NUMBER: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
-"""Return the number of a storage, as `storage_number` does without a call of a Python function. Torch 2.13."""
+"""Return the number of a storage, like `storage_number`, but without a call of a Python function. Torch 2.13."""
 NO_STORAGE = RuntimeError
 """Exception that sparse tensors raise when they are asked for their storage: a NotImplementedError. Torch 2.13."""
 
@@ -183,7 +183,7 @@ def wrapper(kind: type[Any], shape: tuple[int, ...], dtype: torch.dtype, device:
 def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
     """Swap two tensors, while each Python object keeps its identity. No graph may hold either. Torch 2.13.
 
-    Unlike this, `torch.utils.swap_tensors` refuses tensors with weak references, such as weights of recurrent layers.
+    `torch.utils.swap_tensors` would refuse tensors with weak references, such as weights of recurrent layers.
     """
     slots = {*copyreg._slotnames(type(one)), *copyreg._slotnames(type(other))}  # type: ignore[attr-defined]
     torch._C._swap_tensor_impl(one, other)
@@ -196,10 +196,10 @@ def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def is_leaf_tensor(tensor: torch.Tensor) -> bool:
-    """Return True if no autograd node computed `tensor`.
+    """Return True if no autograd node computed `tensor`. Torch 2.13.
 
-    False for one of several views that one call returned, once its base was written to: `is_leaf` raises then. Torch
-    2.13.
+    Return False if `is_leaf` raises, as for a view that one call returned together with others, once the base was
+    written to.
     """
     try:
         return tensor.is_leaf
