@@ -56,7 +56,7 @@ def has_graph(content: Any) -> bool:
 
 
 class WeakContent:
-    """A content with a graph, held by weak reference: a step frees the previous step's graph and its memory."""
+    """A weak reference to a content with a graph, so that a step can free the previous step's graph and its memory."""
 
     __slots__ = ("_keys", "_kind", "_known", "_reference")
 
@@ -91,7 +91,7 @@ ATOMS = (str, int, float, bool, types.NoneType, types.FunctionType, bytes, compl
 
 
 class Bindings:
-    """Places of one object, and their contents."""
+    """Places of one object that refer to other objects, such as entries or attributes, and their recorded contents."""
 
     __slots__ = ("container", "held")
 
@@ -108,11 +108,11 @@ class Bindings:
         raise NotImplementedError
 
     def store(self, contents: list[Any]) -> None:
-        """Store these contents. `Missing` clears a place."""
+        """Store `contents` in the places. `Missing` clears a place."""
         raise NotImplementedError
 
     def restore(self) -> None:
-        """Put the held objects back into their places."""
+        """Put the recorded contents back into their places."""
         if (now := self.current()) and len(now) == len(self.held) and all(map(is_, now, self.held)):
             return
         contents = self._contents(now)
@@ -120,12 +120,12 @@ class Bindings:
             self.store(contents)
 
     def _contents(self, now: list[Any]) -> list[Any]:
-        """Return the `held` contents, with weak references resolved."""
+        """Return the recorded contents, with weak references resolved; `now` are the present contents."""
         pairs = zip_longest(self.held, now[: len(self.held)], fillvalue=Missing)
         return [held.content(current) if type(held) is WeakContent else held for held, current in pairs]
 
     def counts(self) -> Iterator[tuple[str, Any]]:
-        """Yield changed numbers and strings by the names of their places, and a changed number of places."""
+        """Yield changed whole numbers and strings, each after the name of its place, and a changed number of places."""
         now = self.current()
         if len(now) != len(self.held):
             yield "", len(now)
@@ -134,12 +134,12 @@ class Bindings:
                 yield str(place), content
 
     def name_of(self, obj: Any) -> str | None:
-        """Return the name of the place that holds `obj`."""
+        """Return the name of the place that holds `obj`, or None."""
         return next((f"[{place}]" for place, content in enumerate(self.held) if content is obj), None)
 
 
 class NamedBindings(Bindings):
-    """Places with names."""
+    """Places with names, such as the entries of a dict."""
 
     __slots__ = ()
 
@@ -169,7 +169,7 @@ class NamedBindings(Bindings):
 
 
 class Entries(NamedBindings):
-    """Entries of a dict. With an `owner`, entries named in `excluded` are left alone."""
+    """Entries of a dict, except those named in `excluded`. `owner` is the class name if the dict holds attributes."""
 
     __slots__ = ("_excluded", "_kind", "_owner")
 
@@ -232,7 +232,7 @@ def contents_of(container: Any) -> Entries | Items:
 
 
 class Slots(Bindings):
-    """Slots of an object, frozen or not."""
+    """The `__slots__` of an object, even of a frozen dataclass, and their contents."""
 
     __slots__ = ("_slots",)
 
@@ -311,7 +311,7 @@ class Cell(Bindings):
 
 
 class ContextValue(Bindings):
-    """The value of a context variable. A first value stays, because no value can be taken away."""
+    """The value of a context variable. If there was none, a later value stays, because it can't be removed."""
 
     __slots__ = ()
 

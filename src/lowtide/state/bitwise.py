@@ -39,8 +39,9 @@ def identical(one: Tensor, other: Tensor, view: Geometry | None = None) -> bool:
 
 
 def has_same_contents(one: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors have the same shape and bits, also where their strides differ. Fake tensors have no
-    bits.
+    """Return True if two tensors have the same dtype, shape and bits, whatever their strides.
+
+    Fake tensors have no bits: two of them are equal if dtype and shape are.
     """
     if one.dtype != other.dtype or one.shape != other.shape:
         return False
@@ -52,8 +53,8 @@ def has_same_contents(one: Tensor, other: Tensor) -> bool:
 def content_hash(tensor: Tensor) -> int:
     """Return a hash of a strided tensor's contents, which depends on their order.
 
-    Strides do not matter. On the CPU no torch memory is allocated, because a step may have left none. `Tensor.numpy`
-    would not do there: the program's tensor could not be resized any more (torch 2.13), and a later recording would
+    Strides do not matter. On the CPU no torch memory is allocated, because a step may have left none. `Tensor.numpy` is
+    not used, because the program's tensor could then not be resized any more (torch 2.13), and a later recording would
     not see its memory freed.
     """
     integers = _integers(tensor)
@@ -73,7 +74,7 @@ def _digest(array: Any) -> int:
 def _weighted_sum(integers: Tensor) -> int:
     """Sum words of 4 bytes, each weighted by its position.
 
-    Words of 8 bytes would not do: two sign bits would cancel each other at the top of the sum.
+    Words of 8 bytes are not used, because two sign bits would cancel each other at the top of the sum.
     """
     weights = _weights(min(PIECE, integers.numel()) * max(1, integers.element_size() // 4), integers.device)
     sums: list[Tensor] = []
@@ -98,7 +99,7 @@ def _weights(count: int, device: torch.device) -> Tensor:
 
 
 def _words(piece: Tensor) -> Tensor:
-    """Return the contents as words of 4 bytes, or unchanged if their size is not a multiple of 4 bytes."""
+    """Return the contents of `piece` as words of 4 bytes, or unchanged if their size is not a multiple of 4 bytes."""
     if piece.nbytes % 4:
         return piece
     piece = piece.contiguous()
@@ -120,7 +121,7 @@ def _pieces(array: Any) -> Iterator[Any]:
 
 
 def _integers(tensor: Tensor) -> Tensor:
-    """Return the same memory as integers; complex numbers get one more dimension."""
+    """Return the bits of `tensor` as integers; complex numbers get one more dimension."""
     tensor = tensor.detach().resolve_conj().resolve_neg()  # lazy conj and neg have no bits of their own
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)

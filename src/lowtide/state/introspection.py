@@ -23,9 +23,10 @@ _OBSERVERS = ("lowtide.estimator.", "lowtide.script.")
 
 
 def is_opaque(kind: type) -> bool:
-    """Return True if objects referenced by instances of a class are not part of a step.
+    """Return True if objects to which instances of the class `kind` refer are not part of a step.
 
-    Such classes are the interpreter's, and Lowtide's own that observe the step, for example from an optimizer's hook.
+    Such classes belong to the interpreter, or to the part of Lowtide that observes the step, for example from an
+    optimizer's hook.
     """
     if issubclass(kind, threading.local):
         return False
@@ -69,9 +70,9 @@ def names_in(code: CodeType) -> Iterator[str]:
 
 
 def variables(function: FunctionType) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the globals that a function names, the globals that it names in the user's modules, and its cells.
+    """Yield the variables that a function refers to: its globals, globals of the user's modules that it names, cells.
 
-    Each is a tuple: its place (a dict or a cell), its name there and its content.
+    Each is a tuple of the variable's place (a dict or a cell), its name in the place, and its content.
     """
     names = sorted(set(names_in(function.__code__)))
     bindings: list[tuple[Any, str, Any]]
@@ -116,12 +117,12 @@ class NamedAttributes:
         return [_underlying_function(table[name]) for table in tables for name in self._names if name in table]
 
     def forget(self, tables: Collection[int]) -> None:
-        """Release attribute tables, by their ids."""
+        """Drop the attribute tables with these ids."""
         self._tables = [table for table in self._tables if id(table) not in tables]
 
 
 def _underlying_function(attribute: Any) -> Any:
-    """Return the function behind a method or property of a class."""
+    """Return the function behind a static method, class method or property; any other attribute unchanged."""
     if isinstance(attribute, staticmethod | classmethod):
         return attribute.__func__
     return attribute.fget if isinstance(attribute, property) else attribute

@@ -48,7 +48,7 @@ _OUTSIDE = _DATA | {"_thread", "threading", "_io", "ssl", "_ssl"}
 
 
 def is_excluded(obj: Any) -> bool:
-    """Return True for iterators, files, loaders, data sets, and library objects that use external resources."""
+    """Return True if `obj` is an iterator, file, loader, data set, or library object that uses external resources."""
     kind = type(obj)
     if isinstance(obj, nn.Module):
         return False
@@ -64,7 +64,7 @@ def is_excluded(obj: Any) -> bool:
 
 
 def describe_unrestored(changes: tuple[str, ...]) -> str:
-    """Format changes as one line."""
+    """Format descriptions of changes that were not restored as one line."""
     more = f", and {len(changes) - MOST_SHOWN} more" if len(changes) > MOST_SHOWN else ""
     return f"not put back: {', '.join(changes[:MOST_SHOWN])}{more}"
 

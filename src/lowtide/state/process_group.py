@@ -42,7 +42,7 @@ def n_sent() -> int:
 
 
 def n_computed() -> int:
-    """Return the number of collective operations so far, with those that a rehearsal computed in this process alone."""
+    """Return the number of collective operations so far, including those that a rehearsal computed without sending."""
     return n_sent() + n_local_collectives()
 
 
@@ -102,9 +102,7 @@ def check_waits_for_no_process(sent_before: int) -> None:
 
 
 def n_with_new_buckets(modules: Iterable[torch.nn.Module]) -> int:
-    """Count the DDP modules that have rebuilt their buckets in the order in which gradients arrive. Memory moves when
-    they do.
-    """
+    """Count the DDP modules that have rebuilt their buckets in the order of the gradients, which moves memory."""
     return sum(map(has_new_buckets, ddp_wrappers(modules)))
 
 
@@ -156,7 +154,7 @@ class _LocalShard:
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, *_: Any, **settings: Any
     ) -> None:
-        """Copy between the whole and this process's part: the longer tensor has one part for each process.
+        """Copy `input_tensor` to `output_tensor`; the longer of the two has one part for each process.
 
         `input_tensor` may be a part of `output_tensor`.
         """

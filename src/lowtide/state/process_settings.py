@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 
 SETTERS = frozenset({"environ", "putenv", "getcontext", "setcontext", "localcontext"})
-"""Names by which code reads or changes these settings."""
+"""Names by which code reads or changes environment variables or decimal contexts."""
 
 _ATTRIBUTES = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp", "flags", "traps")
 

@@ -94,7 +94,7 @@ class ReachableObjects(ReachableState):
         self._other_restores: list[tuple[Any, Callable[[], object]]] = []
         """Functions that put back an object's own content, each with the object."""
         self._empty_caches: list[Any] = []
-        """Functions whose results are cached, and that had not been called."""
+        """Functions with a cache (`functools.lru_cache`) that was empty."""
         self._watched: list[WatchedObject] = []
         self._optimizer_attributes: set[int] = set()
         """Ids of optimizers' attributes, which levers may leave out."""
@@ -113,7 +113,7 @@ class ReachableObjects(ReachableState):
         return True
 
     def visit_late(self, *roots: Any) -> None:
-        """Walk from `roots` although the step has begun: gradients found there are the step's own."""
+        """Walk from `roots` although the step has begun: gradients found there are the step's own, and not restored."""
         self._is_late = True
         try:
             self.visit(*roots)
@@ -121,7 +121,7 @@ class ReachableObjects(ReachableState):
             self._is_late = False
 
     def watch(self, obj: Any) -> None:
-        """Report later changes of `obj` by name."""
+        """Let `changes` report later changes of `obj`, which is not restored."""
         self._watched.append(WatchedObject(obj))
 
     def restore(self) -> None:
@@ -138,9 +138,9 @@ class ReachableObjects(ReachableState):
             raise error
 
     def empty_caches(self) -> None:
-        """Empty the caches that were empty, as their results may be random numbers that the next step has to draw.
+        """Empty the function caches that were empty at the beginning: the next step has to draw random numbers in them.
 
-        Not between rehearsed steps, which do the same work only once the caches are filled.
+        Between rehearsed steps the caches stay filled, because only then do the steps do the same work.
         """
         for cache in self._empty_caches:
             cache.cache_clear()
@@ -161,7 +161,7 @@ class ReachableObjects(ReachableState):
             more.clear()
 
     def release_unreached(self, *roots: Any) -> None:
-        """Release objects that `roots` no longer reach: neither they nor the places that held them are restored."""
+        """Release objects that `roots` no longer reach: neither they nor the places that hold them are restored."""
         walk = type(self)()
         walk.visit(*roots)
         unreached = self._seen.keys() - walk._seen.keys()
@@ -182,7 +182,7 @@ class ReachableObjects(ReachableState):
             del self._seen[key]
 
     def counts(self) -> dict[str, str]:
-        """Return whole numbers and strings that have changed, each with its place."""
+        """Return the changed whole numbers and strings, as text, by the place that holds each."""
         return {
             f"{number} {place}": repr(content)
             for number, places in enumerate(self._places)
@@ -191,7 +191,7 @@ class ReachableObjects(ReachableState):
         }
 
     def changes(self) -> tuple[str, ...]:
-        """Describe changes that were not put back: `Stream.position` went from 0 to 9."""
+        """Describe changes of watched objects, which are not restored: `Stream.position` went from 0 to 9."""
         descriptions = [
             f"`{self._name_of(watched.obj, name)}` {change}"
             for watched in self._watched
@@ -202,7 +202,7 @@ class ReachableObjects(ReachableState):
         return tuple(dict.fromkeys(descriptions))
 
     def _name_of(self, obj: Any, within: str) -> str:
-        """Return the variable or attribute that holds `obj`, and the name within it: `Trainer.stream.position`."""
+        """Return the name of the place that holds `obj`, followed by `within`: `Trainer.stream.position`."""
         if within and hasattr(obj, "__dict__"):
             return f"{type(obj).__name__}{within}"
         if within:
@@ -228,7 +228,7 @@ class ReachableObjects(ReachableState):
         return True
 
     def _record(self, places: Bindings) -> Iterable[Any]:
-        """Record these places; return their contents."""
+        """Record `places`, to restore them; return their contents that may lead to further objects."""
         self._places.append(places)
         return [x for x in places.held if type(x) not in _WORDS and x is not Missing]
 
@@ -245,7 +245,7 @@ class ReachableObjects(ReachableState):
         return ()
 
     def _hooks(self, tensor: Tensor) -> Iterable[Any]:
-        """Return the hooks on a gradient; those of Lowtide that come later stay when the others are restored."""
+        """Record and return the hooks on the gradient of `tensor`. Hooks that Lowtide adds later are not removed."""
         hooks = {name: dict(getattr(tensor, name) or {}) for name in HOOK_TABLES}
 
         def restore() -> None:
@@ -295,7 +295,10 @@ class ReachableObjects(ReachableState):
                 yield from self._record(Cell(cell, name, weakly=self.weakly))
 
     def _variables(self, function: types.FunctionType, only: Callable[[Any], bool] | None = None) -> Iterator[Any]:
-        """Yield module-level variables that the function names, and record those that it may be the first to bind."""
+        """Record module-level variables that the function names, bound or not; yield their contents.
+
+        With `only`, just variables whose content it accepts are recorded.
+        """
         tables = {id(function.__globals__): function.__globals__}
         names: dict[int, dict[str, None]] = {id(function.__globals__): {}}
         for place, name, content in variables(function):
@@ -365,7 +368,7 @@ class ReachableObjects(ReachableState):
         return isinstance(obj, nn.Module) or not defined_in.startswith("torch.") or defined_in.startswith(_WALKED)
 
     def _attributes(self, obj: Any, excluded: Collection[str] = ()) -> Iterable[Any]:
-        """Record the slots and attributes of an object."""
+        """Record the slots and attributes of an object; return their contents."""
         self._classify(obj)
         contents: list[Any] = [type(obj), vars(type(obj)).get("__call__")]
         if slots_of(obj):
@@ -379,7 +382,7 @@ class ReachableObjects(ReachableState):
         return contents
 
     def _module(self, module: nn.Module) -> Iterable[Any]:
-        """Record a module, except for uninitialised parameters and those sharded over processes."""
+        """Record a module, except for uninitialised or sharded parameters; return the objects that it holds."""
         if isinstance(module, torch.jit.ScriptModule):  # the tables of a scripted module are no dicts
             self._classify(module)
             return [*module.children(), *module.parameters()]
@@ -448,7 +451,7 @@ class ReachableObjects(ReachableState):
 
 
 def observe_changes(*roots: Any) -> Callable[[], tuple[str, ...]]:
-    """Return a function that describes changes of objects that `roots` reach and that are not put back."""
+    """Return a function that describes later changes of those objects behind `roots` that can't be restored."""
     return ReachableObjects(*roots).changes
 
 
@@ -460,7 +463,7 @@ _WORDS: Final = (str, int, float, bool, bytes, complex, types.NoneType, types.Mo
 
 
 def is_lowtide_module(module_name: str) -> bool:
-    """Return True for modules of Lowtide, which observe the step; False for the demo, which is trained."""
+    """Return True if the name is of a Lowtide module that observes the step; False for the demo, which is trained."""
     return module_name.partition(".")[0] == "lowtide" and not module_name.startswith("lowtide.cli.demo")
 
 

@@ -1,7 +1,7 @@
 """State outside the model that a step changes: modules, schedulers, scalers, generators, tensors of its code.
 
 A rehearsed step is a real one. It may advance a learning-rate scheduler, average weights into a second model, or update
-batch norm statistics of a teacher. None of these is passed to the call, so the search follows the step's code:
+batch norm statistics of a teacher. None of these is an argument of the step, so the search follows the step's code:
 closures, globals and methods that it names, attributes, containers. Only objects with contents of their own to put back
 are collected; `reachable_objects.py` puts numbers, strings and containers back.
 """
@@ -171,7 +171,7 @@ _VIEWS = types.MappingProxyType | type({}.values()) | type({}.items())
 
 
 def _contents_of_view(view: Any) -> Iterable[Any]:
-    """Return the object that a memory view writes to, or the values of the dict behind a view of one."""
+    """Return the object behind a memoryview, or the values of the dict behind a dict's view, if any."""
     if not isinstance(view, memoryview):
         return (value for table in gc.get_referents(view) if kind_of(table) is dict for value in dict.values(table))
     with contextlib.suppress(ValueError):  # it has been released
@@ -191,12 +191,12 @@ def _referent(reference: weakref.ref[Any]) -> Iterable[Any]:
 
 
 def objects_in(values: np.ndarray[Any, Any], most: int) -> list[Any]:
-    """Return the objects in an array of objects."""
+    """Return the objects in an array of objects, or none if the array has more than `most` elements."""
     return np.asarray(values).ravel().tolist() if values.size <= most else []
 
 
 def is_state(tensor: Tensor) -> bool:
-    """Return True if a tensor outside modules may be state of a step, and not data or a graph's result."""
+    """Return True if a tensor outside modules may be state of a step: a strided leaf that is not on the meta device."""
     return is_leaf_tensor(tensor) and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_inference())
 
 
@@ -233,7 +233,7 @@ class State:
 
     @property
     def scales(self) -> bool:
-        """Return True for the state of an enabled gradient scaler."""
+        """Return True if the owner is an enabled gradient scaler."""
         return self._stages is not None and bool(self._before)
 
     def restore(self) -> None:
@@ -259,7 +259,7 @@ def is_generator(obj: Any) -> bool:
 
 
 def states(owners: Iterable[Any]) -> list[State]:
-    """Return the states of owners that can report one now."""
+    """Return a snapshot of the `state_dict` of each owner that can report one now."""
     reported = []
     for owner in owners:
         try:

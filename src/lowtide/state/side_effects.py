@@ -45,7 +45,7 @@ LARGEST_TENSOR_BYTES = 2**22
 
 
 class CodeState(ReachableState):
-    """Present state that the code of `module` can reach, except for the state that `context` restores."""
+    """Snapshot of the state that the code of `module` can reach, except for state that `context` restores."""
 
     def __init__(self, module: nn.Module, context: CallContext) -> None:
         parts = tuple(module.modules())
@@ -88,7 +88,7 @@ class CodeState(ReachableState):
         return any(_comparable(obj) != before for obj, before in zip(self._watched, self._before, strict=True))
 
     def why_not_again(self) -> str | None:
-        """Return the reason why the call can't be run again, once it is over, or None."""
+        """Return the reason why the call, which is now over, can't be run again; None if it can."""
         if self.iterates:
             return ITERATES
         if self.has_unseen_writes:
@@ -105,8 +105,9 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def _comparable(obj: Any) -> Any:
-    """Return an object that compares equal while `obj` is unchanged. It keeps the compared objects alive, because ids
-    are reused.
+    """Return an object that compares equal while `obj` is unchanged, and keeps alive the objects that are compared.
+
+    Their ids would otherwise be reused.
     """
     if isinstance(obj, Tensor):
         return None if obj.is_inference() else obj._version, _digest_of(obj)

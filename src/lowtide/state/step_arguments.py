@@ -11,7 +11,7 @@ from lowtide.errors import RehearsalError
 
 
 def accept_batch(step: Callable[..., Any], batch: Any) -> Callable[[Any], Any]:
-    """Return a step that takes `batch` as it is: a tuple or list is unpacked if `step` takes as many arguments.
+    """Return a step whose only argument is `batch`: a tuple or list is unpacked if `step` takes as many arguments.
 
     Raises RehearsalError if the step can be called neither with the batch nor with its items.
     """

@@ -91,8 +91,9 @@ class Outcome:
     ) -> Outcome:
         """Run the step and digest its results.
 
-        Gradients are those that the optimizer was about to use; without an optimizer, those at the end. If no gradients
-        are left at the end, they are those that backward produced. `counts` is called afterwards.
+        Gradients are digested as the optimizer was about to use them; without an optimizer, at the end of the step. If
+        there are none at the end either, the gradients that backward produced are digested. `counts` is called after
+        the step, and returns changed numbers and strings.
         """
         gradients: dict[str, str] = {}
         arrived: dict[str, str] = {}
@@ -155,7 +156,7 @@ class Outcome:
         return differing
 
     def following(self, varying: dict[str, set[str]]) -> dict[str, set[str]]:
-        """Return results, by kind and name, that are computed from those in `varying`; rounding may hide a change."""
+        """Return the results, by kind and name, computed from results in `varying`; rounding may hide a change."""
         all_of = {kind: set(names) for kind, names in self.digests.items()}
         if varying.get("loss"):
             return {kind: all_of[kind] for kind in _FOLLOWING_LOSS}
@@ -171,9 +172,10 @@ class Outcome:
         return {"gradients": gradients, "parameters": parameters, "optimizer state": all_of["optimizer state"]}
 
     def relative_differences(self, other: Outcome) -> dict[str, float]:
-        """Return the relative distance of `other` from this outcome, for each kind that both have copies of.
+        """Return the relative distance of `other` from this outcome, for each kind of which both have copies.
 
-        It is |other - this| / |this| in the Euclidean norm, with all tensors of a kind taken as one long vector.
+        The distance is |other - this| / |this| in the Euclidean norm, with all tensors of a kind taken as one long
+        vector.
         """
         distances = {}
         for kind, tensors in self.copies.items():
@@ -192,14 +194,15 @@ class Outcome:
 def varying_results(
     outcome: Outcome, differences: Mapping[str, tuple[str, ...]], once_more: Callable[[], Outcome | None]
 ) -> dict[str, tuple[str, ...]]:
-    """Return the `differences` that can't be compared: repetitions of one step differ in these results as well, or in
-    results from which they are computed. Some kernels add up in any order.
+    """Return the `differences` that can't be compared, because repetitions of one step differ in these results as well.
+
+    Results computed from results that vary can't be compared either. Some kernels add up in any order.
 
     Args:
         outcome: The outcome of the step.
         differences: Names of results that differ from another step's, by kind. No more repetitions are run once all of
             them are known to vary.
-        once_more: Function that repeats the step; it returns None if there is no room for it.
+        once_more: Function that repeats the step; it returns None if there is not enough memory.
     """
     varying: dict[str, set[str]] = {kind: set() for kind in outcome.digests}
     for _ in range(REPEATED):

@@ -37,14 +37,15 @@ if TYPE_CHECKING:
 
 
 class StepSnapshot:
-    """Parameters, gradients, buffers, optimizer state, batch and random numbers as they were at `with`.
+    """Snapshot of parameters, gradients, buffers, optimizer state, batch and RNG states, taken when `with` begins.
 
     It also covers the objects that the step reaches (`reachable_objects.py`): other modules, tensors, schedulers,
     gradient scalers, and numbers, strings and containers of its own. Other changes are described in `changes`.
 
     `restore()` can be called any number of times inside the block; the end of the block restores too, whatever
-    happened. Copies live in host memory. Optimizers need not be named: one that steps inside the block is recorded
-    before it does. Identity is kept as well: parameters, their `.grad` and buffers are the same objects afterwards.
+    happened. Copies live in host memory. Optimizers need not be named: an optimizer that steps inside the block is
+    recorded before its step. Identity is kept as well: parameters, their `.grad` and buffers are the same objects
+    afterwards.
     Until the block ends no other process of the training takes part (`process_group.py`), and no plan of another model
     writes gradients in place.
     """
@@ -183,7 +184,7 @@ class StepSnapshot:
         self._random.restore()
 
     def counts(self) -> dict[str, str]:
-        """Return whole numbers and strings held by Python that have changed, each with its place."""
+        """Return the changed whole numbers and strings in Python objects, as text, by the place that holds each."""
         return self._reachable.counts()
 
     def restore_for_rerun(self) -> None:
@@ -191,11 +192,11 @@ class StepSnapshot:
         self._random.restore()
 
     def seed(self, seed: int | None) -> None:
-        """Make later steps begin with generators of this seed; with None, in their state when the block began."""
+        """Seed the RNG states with which later steps begin; with None, use the states from when the block began."""
         self._random = self._own_random if seed is None else self._own_random.seeded(seed, self._reachable.generators)
 
     def restore_contents(self, tensors: set[int]) -> None:
-        """Restore only the contents of these tensors, given by id."""
+        """Restore only the contents of the tensors with these ids."""
         with torch.no_grad():
             for content in (*self._tensors, *(c for contents in self._optimizers.values() for c in contents)):
                 if id(content.tensor) in tensors:
@@ -241,9 +242,10 @@ class StepSnapshot:
 
 
 class _TensorContents:
-    """A tensor and its contents. Written back only if they differ: a new version would invalidate graphs that hold it.
+    """A tensor and a copy of its contents, which is written back only if the contents differ.
 
-    The contents are compared, not the versions: batch norm writes its statistics without a new version.
+    A write adds a version, which would invalidate graphs that hold the tensor. The contents are compared, not the
+    versions, because batch norm writes its statistics without a new version.
     """
 
     __slots__ = ("saved", "tensor")
@@ -260,7 +262,7 @@ class _TensorContents:
 
 
 def _each_byte_once(tensor: Tensor) -> Tensor:
-    """Return a view that torch can write to: the elements of `expand` and `unfold` share their memory."""
+    """Return a view of `tensor` that has each element in memory once; torch can't write to results of `expand`."""
     tensor = tensor.detach()
     if not is_plain(tensor) or 0 in tensor.shape:
         return tensor
@@ -327,7 +329,7 @@ class RandomState:
         )
 
     def seeded(self, seed: int, others: Iterable[Any] = ()) -> RandomState:
-        """Return the state after seeding torch on the CPU, Python, NumPy's own kind of generator and `others`."""
+        """Return the state after seeding torch on the CPU, Python, NumPy's default kind of generator and `others`."""
         numpy = self.numpy
         if isinstance(np.random.get_bit_generator(), np.random.MT19937):  # type: ignore[attr-defined]
             numpy = np.random.RandomState(seed).get_state()

@@ -1,4 +1,4 @@
-"""The lock of a process whose training steps are watched, and the blocks of loops that may be over."""
+"""The lock that lets only one watcher follow the training steps of a process, and blocks of finished loops."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ONE_AT_A_TIME: Final = (
 
 
 def end_left_over() -> None:
-    """End the blocks of loops that are over."""
+    """End the watched blocks of finished loops, which no callback has ended."""
     for end in [*left_over]:
         end()
 
@@ -34,7 +34,7 @@ def forget_left_over(end: Callable[[], None]) -> None:
 
 
 def check_not_watched() -> None:
-    """Raise LowtideError for `lowtide.fit` in a process whose training steps are watched."""
+    """Raise LowtideError if the training steps of this process are watched, because `lowtide.fit` can't run then."""
     end_left_over()
     if alone.locked():
         raise LowtideError(
