@@ -3,9 +3,9 @@
     python bench/allocator.py [FOLDER]
 
 Each file of FOLDER (`*.json.gz`, by default the recordings of the tests) is replayed with the requests alone. Errors
-are in bytes, simulated less recorded, and must be 0; "curve" counts the allocations after which the reserved bytes
-differ, first with segments in the order of their recorded addresses and then in the order in which they came. Events
-are allocations and frees, the best of several runs on one thread; the whole of `replay` is timed.
+are in bytes, simulated less recorded, and must be 0. "curve" counts the allocations after which the reserved bytes
+differ, first with segments in the order of their recorded addresses, then in the order of their allocation. "events/s"
+counts allocations and frees; it is the best of several calls of `replay` on one thread.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""What a real allocator did, as sizes and order, and the same requests through the simulated one.
+"""Traces of real CUDA caching allocators, and their replay through the simulated allocator.
 
-A trace is a memory snapshot without addresses, times and stack frames: the blocks that were there, then `alloc`,
-`free`, `segment_alloc` and `segment_free` in their order. Only the first two are given to the simulation, with a
-call of `empty_cache` where a run of `segment_free` begins; what the segments did is the answer it is judged by.
+A trace is a memory snapshot without addresses, times and stack frames: the blocks in use at the start, then `alloc`,
+`free`, `segment_alloc` and `segment_free` events in their order. The simulation gets only `alloc` and `free` events,
+with a call of `empty_cache` where a run of `segment_free` begins. The recorded segment events are the answer that the
+simulation is compared with.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ from lowtide.memory.untrusted_files import check_numbers, in_one_line, unpacked
 
 FORMAT = 1
 _APART = 2**40
-"""Segments that were recorded are laid out this far from each other, in the order of their addresses."""
+"""Distance in bytes between the simulated addresses of recorded segments, which keep the order of their addresses."""
 
 
 class TraceEvent(NamedTuple):
-    """`kind` is "alloc", "free", "segment_alloc" or "segment_free"; `id` numbers blocks, or segments, of the trace."""
+    """An allocator event; `kind` is "alloc", "free", "segment_alloc" or "segment_free", `id` numbers blocks, or
+    segments.
+    """
 
     kind: str
     id: int
@@ -37,7 +40,7 @@ class TraceEvent(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Memory taken from the device before the first event; `rank` orders addresses."""
+    """A segment taken from the device before the first event; `rank` is its address's position among all segments."""
 
     id: int
     bytes: int
@@ -47,7 +50,9 @@ class Segment(NamedTuple):
 
 
 class Held(NamedTuple):
-    """A block in use before the first event; `requested` bytes of its `bytes`, `offset` into its segment."""
+    """A block in use before the first event, with its size, the bytes `requested` of it, and its `offset` in its
+    segment.
+    """
 
     id: int
     segment: int
@@ -55,25 +60,25 @@ class Held(NamedTuple):
     bytes: int
     requested: int
     is_inferred: int
-    """1 where the size had to be deduced, since the block is gone in the snapshot that the trace was made of."""
+    """1 if the block's size had to be deduced, because the snapshot no longer contains the block."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """One recording; `expected` holds what was recorded of the outcome, by the names of the file."""
+    """One recording; `expected` holds the recorded outcome, by the names in the trace's file."""
 
     name: str
     settings: AllocatorConfig
     segments: tuple[Segment, ...]
     held: tuple[Held, ...]
     ranks: tuple[int, ...]
-    """The rank of each segment's address, also of those that come later."""
+    """Position of each segment's address among all segments, also of segments allocated later."""
     events: tuple[TraceEvent, ...]
     expected: dict[str, Any]
 
     @classmethod
     def read(cls, path: str | Path) -> Trace:
-        """The trace in a file of JSON, compressed if its name ends in .gz. Raises LowtideError for anything else."""
+        """Read a trace from a JSON file, compressed if its name ends in .gz. Raises LowtideError for any other file."""
         path = Path(path)
         try:
             return cls.from_record(msgspec.json.decode(unpacked(path)))
@@ -83,7 +88,7 @@ class Trace:
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Trace:
-        """The trace in what JSON made of such a file. Raises LowtideError for anything else."""
+        """Build a trace from the decoded JSON of a trace file. Raises LowtideError for any other data."""
         try:
             check_numbers(record)
             if record["format"] != FORMAT:
@@ -121,7 +126,7 @@ def _settings(record: dict[str, Any]) -> AllocatorConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """What the simulation made of a trace. Bytes; `reserved_bytes` has one entry for each `alloc`, right after it."""
+    """Result of replaying a trace, in bytes; `reserved_bytes` has the reserved bytes right after each `alloc` event."""
 
     peak_requested_bytes: int
     peak_allocated_bytes: int
@@ -133,11 +138,12 @@ class Replayed:
 
 
 def replay(trace: Trace, config: AllocatorConfig | None = None, *, as_recorded: bool = True) -> Replayed:
-    """Give the requests of `trace` to the simulated allocator, under `config` if not the one it was recorded with.
+    """Replay the requests of `trace` through the simulated allocator, with the settings `config`, by default the
+    trace's.
 
-    With `as_recorded`, new segments get the order of the addresses that they had on the GPU, which decides between
-    equal free blocks; otherwise they follow each other. Raises OutOfMemory where the memory fraction is too small, and
-    LowtideError for a trace that contradicts itself.
+    With `as_recorded`, new segments get addresses in the order that they had on the GPU, which decides between equal
+    free blocks; otherwise each new segment gets a higher address. Raises OutOfMemory if the memory fraction is too
+    small, and LowtideError for a trace that contradicts itself.
     """
     try:
         allocator, curve = _replayed(trace, config or trace.settings, as_recorded)
@@ -157,7 +163,7 @@ def replay(trace: Trace, config: AllocatorConfig | None = None, *, as_recorded: 
 
 
 def _replayed(trace: Trace, config: AllocatorConfig, as_recorded: bool) -> tuple[CachingAllocator, list[int]]:
-    """The allocator after the last event, and what it held from the device after each `alloc`."""
+    """Return the simulated allocator after the last event, and the bytes it had reserved after each `alloc` event."""
     allocator, alive = _start(trace, config, as_recorded)
     malloc, free = allocator.malloc, allocator.free
     curve: list[int] = []
@@ -177,8 +183,8 @@ def _replayed(trace: Trace, config: AllocatorConfig, as_recorded: bool) -> tuple
 
 
 def _start(trace: Trace, config: AllocatorConfig, as_recorded: bool) -> tuple[CachingAllocator, dict[int, Block]]:
-    """The allocator before the first event, and its blocks in use."""
-    if config != trace.settings or config.expandable_segments:  # its segments would have been others
+    """Build the simulated allocator as before the first event; return it with its blocks in use, by their number."""
+    if config != trace.settings or config.expandable_segments:  # other settings give other segments
         allocator = allocator_for(config)
         return allocator, {held.id: allocator.malloc(held.requested) for held in trace.held}
     after = max((segment.rank for segment in trace.segments), default=-1) + 1

@@ -1,12 +1,12 @@
-"""Measure the scripts of examples/ plainly, as their articles do it by hand, and under `lowtide run --budget`.
+"""Measure the scripts of examples/ plainly, with the remedy of their articles, and under `lowtide run --budget`.
 
     python bench/articles.py                  # measure all, then renew docs/articles.md and docs/articles.ja.md
     python bench/articles.py gpt_mask ...     # measure these alone; the other numbers stay
     python bench/articles.py --resume ...     # measure only the rows that are missing, after a run that was cut off
     python bench/articles.py --tables         # renew both pages from docs/articles.json
 
-Each run is a process of its own with one thread. Its time is the least processor time of a step, over those after the
-fourth, and its peak is that of its last step, from the allocator's events: all tensors of the process, from one
+Each run is a process of its own with one thread. Its time is the least processor time of the steps after the fourth.
+Its peak is that of its last step, computed from the allocator's events: all tensors of the process, from one
 `optimizer.step()` to the next. Nothing is recorded while steps are timed.
 """
 
@@ -40,7 +40,7 @@ PAGES = {"en": ROOT / "docs" / "articles.md", "ja": ROOT / "docs" / "articles.ja
 STEPS = 8
 """Steps of a run. Plans are in force from the third at the latest."""
 TIMED_FROM = 4
-"""Steps before the first that is timed."""
+"""Number of steps before the first timed step."""
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -50,24 +50,26 @@ class Run(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     peak_bytes: int | None = None
     step_ms: float | None = None
     same: bool | None = None
-    """True if it printed the lines of the plain run, number by number."""
+    """True if the run printed the lines of the plain run, number by number."""
     within: Literal["", "share", "hand", "smallest"] = ""
-    """The budget of a run under Lowtide: a share of the plain peak, the least peak by hand, or the smallest."""
+    """The budget of a run under Lowtide: a share of the plain peak, the least peak reached by hand, or the smallest
+    budget.
+    """
     refused: str = ""
-    """The error's last lines, of a run that ended early."""
+    """The last lines of the error of a run that ended early."""
     printed: str = ""
-    """SHA-256 of the lines that it printed."""
+    """SHA-256 of the printed lines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Example:
-    """A script, and the arguments that turn on what its article does by hand."""
+    """A script, and the arguments that turn on the remedy of its article."""
 
     script: str
     by_hand: tuple[str, ...] = ("--checkpoint",)
     args: str = ""
     share: int = 0
-    """The budget in percent of the plain peak; 0: the least peak reached by hand."""
+    """The budget in percent of the plain peak; 0 for the least peak reached by hand."""
 
 
 EXAMPLES = {
@@ -90,8 +92,10 @@ GPU, ON_GPU = "rtx 4090", "peak_memory"
 
 @contextlib.contextmanager
 def observed(found: dict[str, Any]) -> Iterator[None]:
-    """Time the optimizer's steps and record the last one, into `found`."""
-    # here: the process that starts the others needs no torch
+    """Time the optimizer's steps of the code in this block, and record the memory of the last one; write both into
+    `found`.
+    """
+    # imported here, because the process that starts the runs needs no torch
     import torch
     from torch import nn
     from torch.optim import Optimizer
@@ -151,7 +155,7 @@ def work(to: str, budget: str, script: str, args: Sequence[str]) -> int:
 
 
 def run(example: Example, by_hand: str = "", budget: str = "", known: Sequence[Run] = ()) -> Run:
-    """Return the numbers of one run: those in `known`, or else measured."""
+    """Run an example's script, and return its numbers; those in `known` are returned without running it again."""
     script = f"examples/{example.script}.py"
     args = [*example.args.split(), *by_hand.split()]
     command = " ".join([f"lowtide run --budget {budget}" if budget else "python", script, *args])
@@ -174,7 +178,10 @@ def run(example: Example, by_hand: str = "", budget: str = "", known: Sequence[R
 
 
 def measure(example: Example, known: Sequence[Run]) -> Iterator[Run]:
-    """Run the script plainly, by hand, and within the share, or else the least peak reached by hand."""
+    """Run a script plainly, with each remedy by hand, and within a budget.
+
+    The budget is the example's share of the plain peak, or else the least peak reached by hand.
+    """
     plain = run(example, known=known)
     if plain.peak_bytes is None:
         raise SystemExit(f"{plain.command} failed:\n{plain.refused}")
@@ -197,7 +204,7 @@ def measure(example: Example, known: Sequence[Run]) -> Iterator[Run]:
 
 
 def estimated() -> list[str]:
-    """Return the lines that `examples/peak_memory.py` prints under `lowtide estimate --device`, on stderr."""
+    """Run `examples/peak_memory.py` under `lowtide estimate --device`; return the lines that it prints on stderr."""
     call = [sys.executable, "-m", "lowtide", "estimate", "--device", GPU, f"examples/{ON_GPU}.py"]
     done = subprocess.run(call, cwd=ROOT, capture_output=True, text=True, check=True)
     return [line for line in done.stderr.splitlines() if re.fullmatch(r"[a-z ]+: [\d]+ MiB", line)]
@@ -284,7 +291,7 @@ def depth_table(results: Results, language: str) -> str:
 
 
 def renewed(page: str, results: Results, language: str) -> str:
-    """Return a page with its tables made of `results`; each stands between two comments that name its example."""
+    """Return the page with its tables made from `results`; two comments around each table name its example."""
 
     def made(match: re.Match[str]) -> str:
         name = match[1]

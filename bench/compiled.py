@@ -37,29 +37,29 @@ ROUNDS = 8
 SHARES = (80, 60, 50)
 """Budgets in percent of the plain step's peak."""
 AMONG, SHARES_AMONG = 0.2, (50, 40)
-"""Both methods at once: the partitioner's budget, and budgets in percent."""
+"""Settings for rows with both methods: the partitioner's budget, and Lowtide's budgets in percent."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A step beside the plain one."""
+    """Measurements of a step, compared with the plain step."""
 
     way: str
     peak_bytes: int
     ratio: float | None
-    """Its time over the plain step's; None for the plain step."""
+    """Time of the step over the plain step's time; None for the plain step."""
     equal: bool
     what: str = ""
 
     def line(self, plain_bytes: int) -> str:
-        """Of a table."""
+        """Format this row as a line of a Markdown table."""
         time = "" if self.ratio is None else f"{self.ratio:.2f} x"
         bits, share = "same" if self.equal else "other", f"{self.peak_bytes / plain_bytes:.1%}"
         return f"| {self.way} | {self.peak_bytes / 2**20:.1f} MiB | {share} | {time} | {bits} | {self.what} |"
 
 
 def compiled(name: str, change: Callable[[Any], Any] = lambda model: model) -> Steps:
-    """A model with compiled blocks, which have run once."""
+    """Build a model with compiled blocks, changed by `change`, and run one step, so that the blocks are compiled."""
     torch._dynamo.reset()
     made: Contestant = contestant(name)
     change(made.model)
@@ -71,12 +71,12 @@ def compiled(name: str, change: Callable[[Any], Any] = lambda model: model) -> S
 
 
 def fastest(steps: Steps) -> float:
-    """Seconds of a step."""
+    """Return the seconds of the fastest of ROUNDS steps."""
     return min(steps.seconds() for _ in range(ROUNDS))
 
 
 def measured(steps: Steps) -> tuple[int, Bits]:
-    """Peak and bits of the step from the first state."""
+    """Measure the peak and the bits of a step that begins in the initial state."""
     static, _ = static_bytes(steps.model, steps.batch, ())
     steps.reset()
     with lowtide.measure(steps.model) as memory:
@@ -85,11 +85,11 @@ def measured(steps: Steps) -> tuple[int, Bits]:
 
 
 def rows(name: str) -> Iterator[Row]:
-    """All ways on one model, the plain step first."""
+    """Measure every way to save memory on one model; yield a row for each, the plain step first."""
     plain = compiled(name)
     plain_bytes, bits = measured(plain)
     allocator.warm_up(4 * plain_bytes)
-    plain_seconds = fastest(plain)  # now: what was compiled is gone when the next way is compiled with its own settings
+    plain_seconds = fastest(plain)  # now: compiling the next way with other settings drops this code
     yield Row("compiled blocks", plain_bytes, None, equal=True)
 
     def row(way: str, steps: Steps, what: str = "") -> Row:
@@ -118,7 +118,7 @@ def rows(name: str) -> Iterator[Row]:
 
 
 def same(one: Bits, other: Bits) -> bool:
-    """Whether loss, gradients and buffers are equal bit for bit."""
+    """Return True if loss, gradients and buffers are equal bit for bit."""
     pairs = ((one.gradients, other.gradients), (one.buffers, other.buffers))
     return torch.equal(one.loss, other.loss) and all(
         a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in pairs
@@ -129,7 +129,7 @@ COLUMNS = ("| way | peak | of plain | time | bits | what was done |", "|---|---:
 
 
 def section(name: str) -> Iterator[str]:
-    """Return the table of one model, line by line, as it is measured."""
+    """Yield the table of one model, line by line, as its rows are measured."""
     return tables.rows_of(contestant(name).description, COLUMNS, rows(name))
 
 

@@ -51,7 +51,7 @@ from lowtide.runtime.joint_slots import JointSlots
 from lowtide.runtime.static_memory import static_bytes
 
 HAS_KERNELS = os.environ.get("KERNELS", "1") != "0"
-"""False to compile no kernels: those that write zeros allocate the same, so that peaks and FLOPs are the true ones."""
+"""False to compile no kernels: code that writes zeros allocates the same, so peaks and FLOPs are the true ones."""
 OF_TOKENS = Size(layers=2, length=128, rows=8, vocabulary=1000)
 BY_HAND: dict[str, Callable[[], Contestant]] = {
     "gpt2-by-hand": partial(by_hand.gpt2, 0.0),
@@ -68,35 +68,35 @@ SIZES = {
 }
 MODELS = (*BY_HAND, *SIZES)
 SHARES = (0.8, 0.5, 0.3, 0.1, 0.0)
-"""Of saved bytes, as `activation_memory_budget` takes them."""
+"""Budgets as shares of the saved bytes, as `activation_memory_budget` takes them."""
 PERCENT = (80, 65, 50)
-"""Budgets of our own beside the other ways' peaks: percent of the plain step's peak."""
+"""Further budgets for Lowtide, in percent of the plain step's peak."""
 PLAIN = "compiled as a whole"
 RESULTS = tables.DOCS / "compiled_whole.json"
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A step beside the plain one."""
+    """Measurements of a step, compared with the plain step."""
 
     way: str
     peak_bytes: int
     flops: int
-    """Computed again."""
+    """FLOPs that backward computes again."""
     unequal: str
-    """Which gradients have other bits."""
+    """Description of the gradients that have other bits than the plain step's."""
     what: str = ""
     date: str = ""
 
     def line(self, plain_bytes: int) -> str:
-        """Of a table."""
+        """Format this row as a line of a Markdown table."""
         peak = f"{self.peak_bytes / 2**20:.2f} MiB | {self.peak_bytes / plain_bytes:.1%}"
         flops = "" if self.what.startswith("refused") else f"{self.flops / 1e6:.0f}"
         return f"| {self.way} | {peak} | {flops} | {self.unequal} | {self.what} |"
 
 
 class Measuring:
-    """The rows of one model, those that were measured in earlier runs included."""
+    """All rows of one model, including rows that earlier runs measured."""
 
     def __init__(self, name: str, until: float) -> None:
         self.name, self._until = name, until
@@ -106,7 +106,7 @@ class Measuring:
 
     @property
     def rows(self) -> list[Row]:
-        """All rows so far."""
+        """All rows measured so far."""
         return [Row(**fields) for fields in self._stored.get(self.name, {}).get("rows", [])]
 
     def run(self) -> None:
@@ -127,7 +127,10 @@ class Measuring:
         print(row.line(self.rows[0].peak_bytes), flush=True)
 
     def _ways(self) -> Iterator[tuple[str, Callable[[str], Row]]]:
-        """Yield every way by name, with the function that measures it: peers first, whose peaks are our budgets."""
+        """Yield every way to save memory by name, with the function that measures it.
+
+        Peers come first, because their peaks are budgets for Lowtide.
+        """
         yield PLAIN, self._by_torch
         for share in SHARES:
             yield f"`activation_memory_budget` {share}", partial(self._by_torch, share=share)
@@ -190,7 +193,7 @@ class Measuring:
         )
 
     def _unequal(self, found: Bits) -> str:
-        """Describe the gradients that have other bits than the plain step's, and how far the farthest is off."""
+        """Describe the gradients that have other bits than the plain step's, with their largest relative difference."""
         if not HAS_KERNELS:
             return "not compared"
         if self._bits is None:
@@ -204,7 +207,7 @@ class Measuring:
 
 
 def alone(profile: lowtide.Profile) -> lowtide.Profile:
-    """Return `profile` without the memory of other tensors, such as the plain step's gradients kept here."""
+    """Return `profile` without the memory of other tensors, such as the plain step's gradients kept by this process."""
     assert profile.measured_plain_peak_bytes is not None
     return replace(
         profile,
@@ -214,7 +217,7 @@ def alone(profile: lowtide.Profile) -> lowtide.Profile:
 
 
 def built(name: str) -> Contestant:
-    """Build a model and its batch, always the same."""
+    """Build a model and its batch, equal in every call."""
     torch.manual_seed(SEED)
     made = BY_HAND[name]() if name in BY_HAND else BUILDERS[name][0](SIZES[name])
     made.model.train()
@@ -224,7 +227,7 @@ def built(name: str) -> Contestant:
 def compiled(name: str, every: int = 0) -> Steps:
     """Build a model that is compiled as a whole, with a checkpoint around every `every`th block."""
     made = built(name)
-    if name in ("gpt2", "gpt2-dropout"):  # else its first forward warns, which ends the graph
+    if name in ("gpt2", "gpt2-dropout"):  # else the model's first forward warns, which breaks the graph
         made.model.loss_type = "ForCausalLM"  # type: ignore[assignment]
     if every and name in BY_HAND:
         by_hand.checkpointed(made.model, every)
@@ -235,7 +238,7 @@ def compiled(name: str, every: int = 0) -> Steps:
 
 
 def measured(steps: Steps) -> tuple[int, Bits]:
-    """Peak and bits of the step from the first state."""
+    """Measure the peak and the bits of a step that begins in the initial state."""
     steps.seconds()
     static, _ = static_bytes(steps.model, steps.batch, ())
     steps.reset()
@@ -248,7 +251,7 @@ COLUMNS = ("| way | peak | of plain | MFLOP again | gradients | |", "|---|---:|-
 
 
 def write_page(doc: str) -> None:
-    """Write the page of all rows that are stored."""
+    """Write the page from all stored rows; `doc` is this file's docstring."""
     stored = json.loads(RESULTS.read_text())
     days = sorted({row["date"] for entry in stored.values() for row in entry["rows"]})
     on = f"torch {torch.__version__}, Python {platform.python_version()}, one thread; measured on {' and '.join(days)}."
@@ -263,7 +266,9 @@ def write_page(doc: str) -> None:
 
 
 def comparison(rows: list[Row]) -> Iterator[str]:
-    """Yield a line for each peer that takes fewer FLOPs than Lowtide at its peak, and one for the lowest peaks."""
+    """Yield a line for each peer that takes fewer FLOPs than Lowtide at the peer's peak, and a line on the lowest
+    peaks.
+    """
     by_way = {row.way: row for row in rows}
     peers = [row for row in rows if not row.way.startswith("**") and row.way != PLAIN]
     for peer in peers:
@@ -284,7 +289,7 @@ def comparison(rows: list[Row]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Measure the rows that are missing."""
+    """Measure the missing rows of the models that the command line names, and write the page."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)

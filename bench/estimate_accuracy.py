@@ -1,10 +1,11 @@
-"""How close an estimated peak is to the measured one, and what estimating costs.
+"""Accuracy of estimated peaks compared with measured ones, and the cost of estimating.
 
     python bench/estimate_accuracy.py [ZOO.py]           every entry of a zoo: `model, batch, step = ZOO[name]()`
     python bench/estimate_accuracy.py --gpt2 small|xl    time and host memory of two whole steps, AdamW, 8 x 1024 tokens
 
-The zoo of the tests is the default. Measured is the CPU allocator's own account of the same step (`lowtide.timeline`);
-both peaks are over entry. GPT-2 small has real parameters, GPT-2 XL parameters on the meta device.
+The zoo of the tests is the default. Peaks of the same step are measured by recording the CPU allocator
+(`lowtide.timeline`); both peaks are over entry. GPT-2 small has real parameters, GPT-2 XL parameters on the meta
+device.
 """
 
 import argparse
@@ -26,8 +27,8 @@ TESTS = Path(__file__).parents[1] / "tests" / "zoo.py"
 
 
 def compare(path: Path) -> None:
-    """Print one row for each entry, and the median and worst error."""
-    sys.path.insert(0, str(path.parent))  # what the zoo imports
+    """Print a row for each entry of the zoo in the file `path`, and the median and worst error."""
+    sys.path.insert(0, str(path.parent))  # the folder of modules that the zoo imports
     spec = importlib.util.spec_from_file_location("zoo", path)
     assert spec is not None
     assert spec.loader is not None
@@ -57,7 +58,7 @@ def compare(path: Path) -> None:
 
 
 def gpt2(size: str) -> None:
-    """Print what estimating two steps of GPT-2 takes."""
+    """Print the time and host memory of estimating two steps of GPT-2, and the estimate."""
     sizes: dict[str, Any] = {"small": {}, "xl": dict(n_layer=48, n_embd=1600, n_head=25)}
     with torch.device("cpu" if size == "small" else "meta"):
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes[size])).train()

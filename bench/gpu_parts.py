@@ -1,6 +1,6 @@
-"""Parts of a breakdown by `on_gpu.py --breakdown`: what a GPU, its host, and each way to recompute take.
+"""Parts of a breakdown by `on_gpu.py --breakdown`: times of the GPU, of its host, and of each way to recompute.
 
-Each part gives rows of (what, numbers). Those that need a GPU are left out on a CPU.
+Each part yields rows of (name, numbers). Parts that need a GPU are left out on a CPU.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ Row = tuple[str, dict[str, Any]]
 
 
 def fastest(run: Callable[[], object], device: torch.device, runs: int = 10) -> tuple[float, float]:
-    """Return the least milliseconds of host and device."""
+    """Return the least milliseconds of `run` over several runs, on the host and on the device."""
     run()
     found = []
     for _ in range(runs):
@@ -34,7 +34,7 @@ def fastest(run: Callable[[], object], device: torch.device, runs: int = 10) -> 
 
 
 def rates(device: torch.device, tiny: bool) -> Iterator[Row]:
-    """Yield the rate of copies on the device, and the host's time for an operator."""
+    """Yield rows with the rate of copies on the device, and the host's time for an operator."""
     source = torch.ones(2**20 if tiny else 2**30, dtype=torch.uint8, device=device)
     into = torch.empty_like(source)
     _, ms = fastest(lambda: into.copy_(source), device)
@@ -46,13 +46,13 @@ def rates(device: torch.device, tiny: bool) -> Iterator[Row]:
 
 
 def slots(device: torch.device, tiny: bool) -> Iterator[Row]:
-    """Yield the host's time for a saved tensor."""
+    """Yield a row with the host's time for a saved tensor."""
     costs = slot_costs()
     yield "a saved tensor, beyond its operators", {"kept_us": 1e3 * costs.kept, "recomputed_us": 1e3 * costs.packed}
 
 
 def recomputes(device: torch.device, tiny: bool) -> Iterator[Row]:
-    """Yield the time of recomputes and packings, and whether each gives the bits of the original."""
+    """Yield rows with times of recomputes and packings; `equal` is True if the result has the bits of the original."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     rows, width = (64, 96) if tiny else (16384, 768)
 
@@ -81,7 +81,7 @@ def recomputes(device: torch.device, tiny: bool) -> Iterator[Row]:
         )
         del x, normed
     x = torch.randn(rows, width, device=device).to(dtype)
-    if device.type == "cuda":  # a CPU multiplies by a mask that it has drawn
+    if device.type == "cuda":  # on a CPU, dropout multiplies by a drawn mask
         dropped, kept = aten.native_dropout(x, 0.1, True)
         yield row("dropout", dropped, first=lambda: native_dropout(x, kept, p=0.1, out_device=device))
     mask = torch.rand(rows, width, device=device) > 0.1

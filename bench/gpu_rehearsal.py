@@ -1,8 +1,8 @@
-"""A step estimated for a GPU beside the same step taken on it: requested, allocated and reserved at the peak.
+"""Estimates of a step for a GPU, compared with the same step run on that GPU: requested, allocated and reserved peaks.
 
     python bench/gpu_rehearsal.py                    every model of the tests' zoo, batches of 64, two steps, AdamW
-    python bench/gpu_rehearsal.py gpt2 bert --rows 256
-    python bench/gpu_rehearsal.py --record FOLDER    also what the allocator did, sizes and order only, as test data
+    python bench/gpu_rehearsal.py gpt2 bert --rows 256 python bench/gpu_rehearsal.py --record FOLDER    also what the
+    allocator did, sizes and order only, as test data
 
 Each row is measured in a process of its own, as `torch.cuda.memory_stats` counts, and estimated in one that sees no GPU
 (CUDA_VISIBLE_DEVICES=''), for a GPU of the same memory and compute capability; with the allocator's defaults and with
@@ -40,7 +40,7 @@ Entry = tuple[torch.nn.Module, Any, Callable[[Any], None]]
 
 
 def entry(name: str, rows: int) -> Entry:
-    """A model of the zoo with a batch of so many rows, and a step that ends with an optimizer's."""
+    """Build a model of the zoo with a batch of `rows` rows, and a step that ends with the optimizer's step."""
     zoo = _zoo()
     torch.manual_seed(0)
     model, batch, step = zoo[name]()
@@ -57,7 +57,7 @@ def entry(name: str, rows: int) -> Entry:
 
 
 def measure(name: str, rows: int, record: Path | None) -> dict[str, int]:
-    """The peaks of two steps on the GPU at hand."""
+    """Measure the peaks of two steps on this machine's GPU."""
     model, batch, step = entry(name, rows)
     if record is not None:
         torch.cuda.memory._record_memory_history(stacks="python")
@@ -74,7 +74,7 @@ def measure(name: str, rows: int, record: Path | None) -> dict[str, int]:
 
 
 def predict(name: str, rows: int, gpu: GpuSpec) -> dict[str, Any]:
-    """The same, estimated, with the interval of the reserved peak."""
+    """Estimate the peaks of two steps on `gpu`, with the interval of the reserved peak."""
     model, batch, step = entry(name, rows)
     found = lowtide.estimate(model, step, batch, device=gpu)
     peaks = (found.peak_requested_bytes, found.peak_allocated_bytes, found.peak_reserved_bytes)
@@ -117,7 +117,7 @@ def compare(names: list[str], rows: int, record: Path | None) -> None:
 
 
 def _apart(arguments: list[str], environment: dict[str, str]) -> Any:
-    """What this file prints as JSON in a process of its own, or the last line of its error."""
+    """Run this file in a process of its own; return the JSON that it prints, or the last line of its error."""
     done = subprocess.run(
         [sys.executable, __file__, *arguments],
         env={**os.environ, **environment},
@@ -141,7 +141,7 @@ def _keep(folder: Path, name: str, rows: int, peak_allocated: int) -> None:
         torch.cuda.memory._dump_snapshot(str(path))
         about = {"torch": torch.__version__, "workload": f"{name}, {rows} rows, two steps, AdamW"}
         reduced = reduce_snapshot(Snapshot.read(path), name=name, **about)
-    reduced["expected"]["peak_allocated"] = peak_allocated  # which a snapshot does not tell
+    reduced["expected"]["peak_allocated"] = peak_allocated  # a snapshot does not contain it
     (folder / f"{name.replace(' ', '_')}.json.gz").write_bytes(gzip.compress(json.dumps(reduced).encode(), mtime=0))
 
 

@@ -1,10 +1,11 @@
-"""How much longer a frontier takes for twice the layers, and a rehearsal for four times the recurrent steps.
+"""Growth of planning time for twice the layers, and of rehearsal time for four times the recurrent steps.
 
     python bench/growth.py                       # a frontier of 96 and 200 blocks, a rehearsal of 500 and 2,000 steps
-    python bench/growth.py profile.json ...      # also the frontiers of these, each beside the one before it
+    python bench/growth.py profile.json ...      # also the frontiers of these, each compared with the one before it
 
-Processor time of this process, so that others on a shared machine disturb it less; scipy and torch are loaded before. A
-frontier of 200 blocks is to take at most 2.5 times that of 96, and four times the steps at most 4.5 times.
+Times are processor times of this process, so that other processes disturb them less; scipy and torch are loaded before.
+Limits: a frontier of 200 blocks takes at most 2.5 times as long as one of 96, and four times the steps take at most 4.5
+times as long.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ STEPS = (500, 2000)
 
 
 class Recurrent(nn.Module):
-    """A cell that is called once for each step; its results are dropped as they come, or stacked at the end."""
+    """A cell that is called once for each step; its results are dropped at once, or stacked at the end."""
 
     def __init__(self, cell: nn.RNNCellBase, steps: int, *, stacks: bool) -> None:
         super().__init__()
@@ -51,13 +52,13 @@ class Recurrent(nn.Module):
 
 
 def rehearsed(kind: type[nn.RNNCellBase], steps: int, *, stacks: bool, width: int = 16, rows: int = 8) -> None:
-    """One rehearsal."""
+    """Rehearse one recurrent model."""
     model: Any = Recurrent(kind(width, width), steps, stacks=stacks)
     lowtide.rehearse(model, lambda batch: model(batch).backward(), torch.randn(rows, steps, width))
 
 
 def table(name: str, cases: Iterable[tuple[str, Callable[[], object]]]) -> None:
-    """One line for each case, with how many times longer it took than the one before."""
+    """Print a line for each case: its time, and the ratio to the case before."""
     before = 0.0
     for label, run in cases:
         began = time.process_time()
@@ -72,7 +73,7 @@ def main() -> None:
     parser.add_argument("profiles", nargs="*", type=Path)
     profiles = parser.parse_args().profiles
     importlib.import_module("scipy.optimize")
-    rehearsed(nn.RNNCell, 10, stacks=True)  # what is loaded and set up once
+    rehearsed(nn.RNNCell, 10, stacks=True)  # loads and sets up what is needed once
     for kind, stacks in itertools.product((nn.RNNCell, nn.GRUCell), (False, True)):
         name = f"rehearsal, {kind.__name__}" + (", stacked" if stacks else "")
         table(name, ((f"{n} steps", partial(rehearsed, kind, n, stacks=stacks)) for n in STEPS))

@@ -47,30 +47,30 @@ from cosmic_ray.mutating import mutate_code
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = tomllib.loads((ROOT / "bench" / "mutants.toml").read_text())
 ENOUGH = 0.9
-"""Of the mutants that are not equivalent, the share that has to be killed."""
+"""Share of the mutants that has to be killed, without equivalent ones."""
 
 TEST_SECONDS, RUN_SECONDS, RUN_BYTES = 60, 600, 8 << 30
-"""The most that one test and one mutant may take: what loops or grows without end is killed by that."""
+"""Limits for one test and for one mutant; they end tests that loop or grow without end."""
 
 QUICK_SECONDS = 5
-"""The most that a test may take, without a mutant, to be one of those that are run with mutants."""
+"""Largest time of a test, without a mutant, to be used with mutants."""
 
 TRIED_SECONDS = 20
-"""The tests of one mutant are as many as took this long without it."""
+"""Total time, without a mutant, of the tests that are run for one mutant."""
 
 BESIDE_PYTEST = (
     *("numpy", "scipy.optimize", "hypothesis", "torch", "torch._dynamo"),
     *("transformers.models.gpt2.modeling_gpt2", "transformers.models.bert.modeling_bert"),
 )
-"""Imported once, before a mutant's process is forked: nothing of Lowtide, nor what imports it."""
+"""Modules imported once, before processes for mutants are forked: nothing of Lowtide, and nothing that imports it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """One change of one line."""
+    """A change of one line of source code."""
 
     source: str
-    """The file, below the folder that `mutants.toml` names."""
+    """Path of the file, below the folder that `mutants.toml` names."""
     operator: str
     occurrence: int
     line: int
@@ -85,7 +85,7 @@ class Mutant:
         return ROOT / TABLE["package"] / self.source
 
     def at_present(self) -> Mutant | None:
-        """The same change in the source as it is now, on whichever line; None if there is no such line any more."""
+        """Find the same change in the current source, on any line; None if the source has no such line."""
         code = self.path.read_text()
         lines = code.splitlines()
         occurrences = (
@@ -100,7 +100,7 @@ class Mutant:
 
     @property
     def reason(self) -> str | None:
-        """Why it changes nothing that a test could see, as `mutants.toml` says."""
+        """The reason in `mutants.toml` why no test can notice the change; None if there is none."""
         for known in TABLE.get("equivalent", ()):
             if (known["source"], known["before"]) == (self.source, self.before) and self.after in known["after"]:
                 return str(known["why"])
@@ -111,7 +111,10 @@ class Mutant:
 
 
 def operators() -> dict[str, Any]:
-    """cosmic-ray's, but for those that leave out a decorator, or compare by `is` what has no identity of its own."""
+    """Return cosmic-ray's operators by name, except some that no test could judge.
+
+    Left out are operators that remove a decorator, and those that exchange a comparison by value and one by identity.
+    """
     found = {}
     for name in plugins.operator_names():
         kind = plugins.get_operator(name)
@@ -123,7 +126,7 @@ def operators() -> dict[str, Any]:
 
 
 def places(code: str) -> dict[tuple[int, int], list[tuple[str, int]]]:
-    """For each place in the code the operators that change something there, with which of their occurrences it is."""
+    """Return the operators that can change each place in the code, each with the number of its occurrence."""
     nodes = list(ast_nodes(get_ast(code)))
     found: dict[tuple[int, int], list[tuple[str, int]]] = {}
     for name, operator in operators().items():
@@ -134,11 +137,11 @@ def places(code: str) -> dict[tuple[int, int], list[tuple[str, int]]]:
 
 
 FOR_READERS = re.compile(r"@dataclass\(|if (not )?TYPE_CHECKING:")
-"""Lines whose change no test can see: flags of records that are neither written to nor compared, and imports."""
+"""Lines whose change no test can see: flags of records that are neither written to nor compared, and type imports."""
 
 
 def draw(count: int, seed: int, only: str) -> list[Mutant]:
-    """`count` mutants of files that have `only` in their name, each at another place."""
+    """Draw `count` mutants of files with `only` in their name, each at another place."""
     chosen = random.Random(seed)
     files = {f: (ROOT / TABLE["package"] / f).read_text() for f in sources() if only in f}
     left = [(f, at, choices) for f, code in files.items() for at, choices in sorted(places(code).items())]
@@ -154,19 +157,22 @@ def draw(count: int, seed: int, only: str) -> list[Mutant]:
 
 
 def sources() -> list[str]:
-    """The files that mutants are drawn of."""
+    """List the files that mutants are drawn from."""
     package = ROOT / TABLE["package"]
     return sorted(f for f in (str(path.relative_to(package)) for path in package.rglob("*.py")) if nearest(f))
 
 
 def nearest(source: str) -> list[str]:
-    """The tests of a file, those that are most likely to see a fault first; none if no rule is for it."""
+    """Return the tests of a file, the most likely to notice a fault first; empty if no rule covers the file."""
     rules = (rule["tests"] for rule in TABLE["nearest"] for pattern in rule["sources"] if fnmatch(source, pattern))
     return next(rules, [])
 
 
 def mutated(source: str, code: str, operator: str, occurrence: int) -> Mutant | None:
-    """The mutant; None where the code means the same, as in an annotation, or is none."""
+    """Apply an operator to one of its occurrences in the code, and return the mutant.
+
+    None if the changed code is invalid, or means the same, as for a changed annotation.
+    """
     changed = mutate_code(code, operators()[operator], occurrence)
     try:
         if changed is None or meaning(changed) == meaning(code):
@@ -206,7 +212,7 @@ class _Meaning(ast.NodeTransformer):
 
 
 def meaning(code: str) -> str:
-    """The code without what only type checkers read, and without limits to what one may do with a record or `zip`."""
+    """Return the code as text without parts that only type checkers read, and without restrictions such as `frozen`."""
     return ast.dump(_Meaning().visit(ast.parse(code)))
 
 
@@ -214,11 +220,11 @@ def meaning(code: str) -> str:
 
 ENTERED = "entered.json"
 Entered = dict[str, tuple[float, list[str]]]
-"""Of each test: its seconds, and the functions that it enters."""
+"""Seconds of each test, and the functions that it enters."""
 
 
 class NotedFunctions:
-    """A plugin of pytest that notes how long each test that passes takes, and the functions that it enters."""
+    """A pytest plugin that notes the time of each passed test, and the functions that it enters."""
 
     def __init__(self, package: Path) -> None:
         self._prefix = f"{package}{os.sep}"
@@ -239,7 +245,9 @@ class NotedFunctions:
         self._seconds[item.nodeid], self._by_test[item.nodeid] = _processor_seconds() - began, entered
 
     def pytest_sessionfinish(self) -> None:
-        """Write all of it: fixtures may serve several tests, so what they enter counts for each of them."""
+        """Write all notes to a file. Functions that fixtures enter count for every test, because tests may share
+        fixtures.
+        """
         found = {
             test: (self._seconds[test], sorted(self._names(entered | self._in_setup)))
             for test, entered in self._by_test.items()
@@ -265,12 +273,12 @@ class NotedFunctions:
 
 
 def _processor_seconds() -> float:
-    """Return the time of this process and of those that it has waited for: it doesn't depend on the machine's load."""
+    """Return the processor time of this process and its ended children: it doesn't depend on the machine's load."""
     return sum(os.times()[:4])
 
 
 class ChosenTests:
-    """A plugin of pytest that runs some tests alone, in the order in which they are named."""
+    """A pytest plugin that runs only the given tests, in the given order."""
 
     def __init__(self, tests: Sequence[str]) -> None:
         self._order = {test: n for n, test in enumerate(tests)}
@@ -283,17 +291,17 @@ class ChosenTests:
 
 @dataclass(slots=True)
 class Run:
-    """pytest in a process of its own, on a copy of the checkout that has the mutant in it, or none."""
+    """A run of pytest in a process of its own, on a copy of the checkout with or without a mutant."""
 
     copy: Path
     tests: Sequence[str]
-    """Names of tests in the order in which they run; without a mutant, files of tests."""
+    """Names of tests in the order in which they run; without a mutant, test files."""
     mutant: Mutant | None
     began: float = field(default_factory=time.monotonic)
     out: IO[bytes] = field(default_factory=tempfile.TemporaryFile)
     pid: int = 0
     code: int | None = None
-    """pytest's exit code, 0 where no test failed; -1 where it was ended."""
+    """Exit code of pytest, 0 if no test failed; -1 if the run was ended early."""
 
     def start(self) -> None:
         self._put(mutated=True)
@@ -325,7 +333,7 @@ class Run:
 
     def end(self) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # what its tests have started, and itself where it goes on
+            os.killpg(self.pid, signal.SIGKILL)  # the run, if it goes on, and processes that its tests started
         if self.code in (None, -1):
             os.waitpid(self.pid, 0)
         self._put(mutated=False)
@@ -338,7 +346,7 @@ class Run:
 
 
 def runs(copies: Sequence[Path], asked: Sequence[tuple[Sequence[str], Mutant | None]], until: float) -> Iterator[Run]:
-    """Run all that is asked for, one at a time in each of the copies; gives each run as it ends."""
+    """Run all of `asked`, one at a time in each copy, until the time `until`; yield each run as it ends."""
     free, left, under_way = list(copies), list(asked)[::-1], list[Run]()
     try:
         while (left and time.monotonic() < until) or under_way:
@@ -356,7 +364,7 @@ def runs(copies: Sequence[Path], asked: Sequence[tuple[Sequence[str], Mutant | N
 
 
 def _run_pytest(copy: Path, files: Sequence[str], plugin: NotedFunctions | ChosenTests, out: IO[bytes]) -> None:
-    """In a process of its own, which ends here."""
+    """Run pytest in this forked process, which ends here."""
     code = 3
     try:
         os.setsid()
@@ -384,18 +392,20 @@ def _run_pytest(copy: Path, files: Sequence[str], plugin: NotedFunctions | Chose
 
 @dataclass(slots=True)
 class Results:
-    """All that is known of the mutants of one draw; it may be kept in a file."""
+    """All results for the mutants of one draw, which may be kept in a file."""
 
     seed: int
     mutants: list[Mutant]
     failed: dict[Mutant, str] = field(default_factory=dict)
-    """Of each mutant that was tried: the test that failed, "" if none did."""
+    """Test that failed for each mutant that was tried; "" if none failed."""
     entered: dict[str, Entered] = field(default_factory=dict)
-    """Without any mutant: for each file of tests, and what is in it, how long each test takes and what it enters."""
+    """Notes without a mutant, by the name and digest of each test file: each test's time and the functions that it
+    enters.
+    """
 
     @classmethod
     def read(cls, path: Path) -> Results:
-        """Read a file that `write` wrote; mutants that the source does not have any more are left out."""
+        """Read a file that `write` wrote; mutants that the source no longer has are left out."""
         found = json.loads(path.read_text())
         results = cls(found["seed"], [], entered=found["entered"])
         for fields, digest, failed in found["mutants"]:
@@ -422,7 +432,10 @@ class Results:
         return [one for one in self.mutants if one not in self.failed and one.reason is None]
 
     def chosen(self, mutant: Mutant) -> list[str]:
-        """The tests that enter its function, else all nearest ones; those that enter the fewest first, and not all."""
+        """Choose the tests to run for a mutant: those that enter its function, or else all nearest tests.
+
+        Tests that enter the fewest functions come first, until their times add up to TRIED_SECONDS.
+        """
         near = [test for file in nearest(mutant.source) for test in self.entered[with_digest(ROOT / file)].items()]
         function = f"{mutant.source}:{function_at(mutant.path, mutant.line)}"
         entering = [(test, entry) for test, entry in near if function in entry[1]]
@@ -433,12 +446,12 @@ class Results:
 
 
 def with_digest(path: Path) -> str:
-    """The name of a file with a digest of its text."""
+    """Return the name of a file with a digest of its text."""
     return f"{path.relative_to(ROOT)} {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
 
 
 def function_at(path: Path, line: int) -> str:
-    """The qualified name of the innermost function around a line, "" outside all."""
+    """Return the qualified name of the innermost function around a line; "" outside all functions."""
     return _function_at(ast.parse(path.read_text()), line, "")
 
 
@@ -458,9 +471,10 @@ def _function_at(scope: ast.AST, line: int, prefix: str) -> str:
 
 
 def note_entered(results: Results, copies: Sequence[Path], until: float, path: Path | None) -> bool:
-    """Run the nearest tests of all mutants that are left.
+    """Run the nearest tests of all mutants that are left without a mutant, and note the functions that each test
+    enters.
 
-    Returns True if all of them ran before it was too late.
+    Returns True if all of them ran before the time `until`.
     """
     files = sorted({test for mutant in results.left for test in nearest(mutant.source)})
     new = [file for file in files if with_digest(ROOT / file) not in results.entered]
@@ -476,7 +490,7 @@ def note_entered(results: Results, copies: Sequence[Path], until: float, path: P
 
 
 def try_left(results: Results, jobs: int, until: float, path: Path | None) -> None:
-    """Try the mutants that are left, and keep the results in a file."""
+    """Try the mutants that are left, until the time `until`, and keep the results in the file `path`."""
     ignored = shutil.ignore_patterns(".git", ".venv", ".*_cache", ".hypothesis")
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copies = [Path(shutil.copytree(ROOT, Path(folder) / str(n), ignore=ignored)) for n in range(jobs)]
@@ -515,7 +529,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no mutant after that time")
     parser.add_argument("--list", action="store_true", help="draw, and try none")
     asked = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes and copies go
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that processes and copies are removed
     until = time.monotonic() + asked.seconds
     if asked.results and asked.results.exists():
         results = Results.read(asked.results)

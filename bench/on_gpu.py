@@ -8,11 +8,11 @@
     python bench/on_gpu.py --tiny --device cpu       try the program without a GPU
     python bench/on_gpu.py --estimate h200           what such steps need on a GPU, without one
 
-Each model runs in a process of its own. `peak` is what `torch.cuda.max_memory_allocated` says of whole steps; times are
-medians, of steps that take turns. Beside them stand the times of host, device and kernels, and the numbers of kernels
-and Python calls (`step_clocks.py`), also for a plan that keeps everything. Budgets are for what is asked of the
-allocator: the peak of checkpointing every block, and the plain peak less half and less three quarters of what it may
-save. Where flash attention or Liger kernels are installed, GPT-2 and Llama also run with them.
+Each model runs in a process of its own. `peak` is the `torch.cuda.max_memory_allocated` of whole steps; times are
+medians of steps that take turns. The program also prints times of host, device and kernels, and numbers of kernels and
+Python calls (`step_clocks.py`), also for a plan that keeps everything. Budgets are in requested bytes: the peak of
+checkpointing every block, and the plain peak less half and less three quarters of what a plan may save. If flash
+attention or Liger kernels are installed, GPT-2 and Llama also run with them.
 """
 
 import argparse
@@ -45,7 +45,7 @@ from lowtide.runtime.engine import Engine
 
 BEGAN = time.perf_counter()
 LIMIT_S = 360.0
-"""Seconds after which a breakdown begins no other part."""
+"""Seconds after which a breakdown begins no further part."""
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE, RECORDS = DOCS / "cuda.md", DOCS / "cuda.json"
 MARKS = "<!-- Rows of docs/cuda.json: made by `python bench/on_gpu.py --page`. -->", "<!-- End of these rows. -->"
@@ -113,7 +113,7 @@ def _with_flash_attention(make: Callable[[], Entry]) -> Entry:
 def _with_liger(make: Callable[[], Entry]) -> Entry:
     from liger_kernel.transformers import apply_liger_kernel_to_llama  # type: ignore[import-not-found]
 
-    apply_liger_kernel_to_llama()  # this model has a process of its own
+    apply_liger_kernel_to_llama()  # affects only this model, which has its own process
     return make()
 
 
@@ -164,11 +164,11 @@ TINY: dict[str, Callable[[], Entry]] = {
         depths=[1, 1],
     ),
 }
-"""The same architectures in sizes that a CPU runs in moments, to try the program."""
+"""The same architectures in sizes that run on a CPU in moments, to try the program."""
 
 
 def built(name: str, device: str = "cuda", *, tiny: bool = False) -> tuple[torch.nn.Module, Any, Step]:
-    """The model there, with random weights, its batch and its step with AdamW on a GPU."""
+    """Build a model with random weights on `device`; return it with its batch and its step with AdamW."""
     torch.manual_seed(0)
     with torch.device(device):
         model, batch = (TINY if tiny else MODELS)[name]()
@@ -187,7 +187,7 @@ def built(name: str, device: str = "cuda", *, tiny: bool = False) -> tuple[torch
 
 
 def peaks(step: Step, batch: Any, device: torch.device) -> dict[str, int]:
-    """Of a whole step that is not the first; on a CPU without what was there before."""
+    """Measure the peaks of a whole step that is not the first; on a CPU, without memory from before the step."""
     step(batch)
     if device.type == "cpu":
         with recorder_for(device) as recorder:
@@ -207,7 +207,9 @@ def peaks(step: Step, batch: Any, device: torch.device) -> dict[str, int]:
 def times(
     ways: dict[str, Callable[[], Any]], run: Step, batch: Any, steps: int, device: torch.device
 ) -> dict[str, float]:
-    """Median milliseconds of steps that take turns; each way gives back what ends it."""
+    """Return the median milliseconds of a step under each of `ways`, which take turns; a way returns the function to
+    end it.
+    """
     found: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(2):
         for name, begin in ways.items():
@@ -218,14 +220,14 @@ def times(
                 began = time.perf_counter()
                 run(batch)
                 synchronize(device)
-                if turn:  # the first is to warm up
+                if turn:  # the first turn warms up
                     found[name].append((time.perf_counter() - began) * 1e3)
             end()
     return {name: statistics.median(all_) for name, all_ in found.items()}
 
 
 def said(what: str) -> None:
-    """What has been done so far goes to the standard error."""
+    """Print progress to standard error."""
     print(f"[{time.perf_counter() - BEGAN:6.1f} s] {what}", file=sys.stderr, flush=True)
 
 
@@ -239,14 +241,14 @@ def checkpointed(model: Any) -> Callable[[], Any]:
 
 
 def all_kept(model: torch.nn.Module) -> Callable[[], Any]:
-    """Have a plan in force that keeps everything and sees every saved tensor."""
+    """Put a plan in force that keeps everything and sees every saved tensor; return the function that removes it."""
     engine = Engine(model, {})
     engine.install()
     return engine.remove
 
 
 def work(name: str, steps: int, device_name: str = "cuda", *, tiny: bool = False) -> dict[str, Any]:
-    """All ways of one model."""
+    """Measure all ways to run one model's step; return the numbers."""
     device = torch.device(device_name)
     model, batch, step = built(name, device_name, tiny=tiny)
     rows: dict[str, dict[str, Any]] = {"plain": peaks(step, batch, device)}
@@ -266,7 +268,7 @@ def work(name: str, steps: int, device_name: str = "cuda", *, tiny: bool = False
     least = smallest_peak(profile)[1].peak_bytes
     budgets = {"less half": plain - (plain - least) // 2, "less three quarters": plain - 3 * (plain - least) // 4}
     if "checkpointing" in rows:
-        # What a plan counts has the workspaces of one step in it, and its own count is beside the allocator's.
+        # A plan's bytes include the workspaces of one step, so only differences are comparable with the allocator's.
         budgets["as checkpointing"] = rows["checkpointing"]["requested"] - rows["plain"]["requested"] + plain
     for label, budget in budgets.items():
         began = time.perf_counter()
@@ -304,7 +306,7 @@ def work(name: str, steps: int, device_name: str = "cuda", *, tiny: bool = False
 
 
 def estimated(name: str, gpu: str | GpuSpec, *, checkpointing: bool = False) -> lowtide.GpuMemoryEstimate:
-    """What a step needs on a GPU, that need not be there."""
+    """Estimate the memory of a model's step on a GPU that the machine need not have."""
     model, batch, step = built(name, "cpu")
     if checkpointing:
         checkpointed(model)
@@ -312,7 +314,7 @@ def estimated(name: str, gpu: str | GpuSpec, *, checkpointing: bool = False) -> 
 
 
 def show_estimated(name: str, gpu: str) -> None:
-    """A row for each way that the model has."""
+    """Print a row with the estimated peaks for each way to run the model's step."""
     with torch.device("meta"):
         model, _ = MODELS[name]()
     for way in ("plain", "checkpointing") if can_checkpoint(model) else ("plain",):
@@ -342,7 +344,10 @@ def show(found: dict[str, Any]) -> None:
 
 
 def clocks_in_words(row: dict[str, Any]) -> str:
-    """`host 41.0 ms, pipelined 55.1, device 54.0, 2,104 kernels of 50.2 ms, 12,950 Python calls`."""
+    """Format the clocks of a row as one line of text.
+
+    For example: `host 41.0 ms, pipelined 55.1, device 54.0, 2,104 kernels of 50.2 ms, 12,950 Python calls`.
+    """
     said = f"host {row['host_ms']:.1f} ms, pipelined {row['pipelined_ms']:.1f}"
     if row["device_ms"] is not None:
         said += f", device {row['device_ms']:.1f}, {row['n_kernels']:,} kernels of {row['kernel_ms']:.1f} ms"
@@ -350,13 +355,13 @@ def clocks_in_words(row: dict[str, Any]) -> str:
 
 
 def record(path: Path, about: dict[str, str], results: list[dict[str, Any]]) -> None:
-    """Add a run to the file of raw numbers."""
+    """Append a run to the JSON file of raw numbers."""
     runs = json.loads(path.read_text()) if path.exists() else []
     path.write_text(json.dumps([*runs, {**about, "models": results}], indent=1) + "\n")
 
 
 def renewed(page: str, runs: list[dict[str, Any]]) -> str:
-    """The page with the rows that the file of raw numbers has, between the two marks."""
+    """Return the page with the rows between its two marks made from `runs`."""
     above, begin, rest = page.partition(MARKS[0])
     _, end, below = rest.partition(MARKS[1])
     if not (begin and end):
@@ -365,7 +370,7 @@ def renewed(page: str, runs: list[dict[str, Any]]) -> str:
 
 
 def rows_of_page(runs: list[dict[str, Any]]) -> str:
-    """A table for each run."""
+    """Return a Markdown table for each run."""
     if not runs:
         return "No run of this program has been recorded yet.\n"
     return "\n".join(_table(run) for run in runs)
@@ -404,7 +409,7 @@ def _table(run: dict[str, Any]) -> str:
 
 
 def break_down(names: list[str], device_name: str, *, tiny: bool, limit_s: float, steps: int) -> dict[str, Any]:
-    """Print where the time goes, part by part: a part that fails is named, and none begins after `limit_s`."""
+    """Print where the time goes, part by part; a part that fails is reported, and none begins after `limit_s`."""
     device, found = torch.device(device_name), dict[str, Any]()
 
     def models() -> Any:
@@ -431,7 +436,7 @@ def break_down(names: list[str], device_name: str, *, tiny: bool, limit_s: float
                 found[label][what] = numbers
                 if label != "models":
                     print(f"{label}: {what}: {_in_words(numbers)}", flush=True)
-        except Exception as error:  # what the other parts found is not lost
+        except Exception as error:  # results of the other parts are kept
             found[label]["failed"] = f"{type(error).__name__}: {error}"
             print(f"{label}: failed: {found[label]['failed']}", flush=True)
     return found

@@ -42,13 +42,13 @@ from lowtide.runtime.plan_table import actions_for
 from lowtide.script import later_steps
 
 COUNT = 200
-"""Tensors or calls in one step."""
+"""Number of tensors or calls in one step."""
 
 FOUR = torch.full((4,), 0.5, requires_grad=True)
 
 
 class Chain(nn.Module):
-    """A chain of one op, each of which saves one tensor."""
+    """A chain of operators, each of which saves one tensor."""
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(COUNT):
@@ -57,7 +57,7 @@ class Chain(nn.Module):
 
 
 class Numbers(nn.Module):
-    """A chain of sums with a number, each of which is saved."""
+    """A chain of additions of a number, whose results are saved."""
 
     def forward(self, x: Tensor) -> Tensor:
         for _ in range(COUNT):
@@ -66,7 +66,7 @@ class Numbers(nn.Module):
 
 
 class Calls(nn.Module):
-    """A chain of parts that are modules."""
+    """A chain of modules."""
 
     def __init__(self, part: Callable[[], nn.Module], count: int = COUNT) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Calls(nn.Module):
 
 
 class Short(nn.Module):
-    """Something to replay: two ops that save three tensors, one of which is the argument."""
+    """A module to replay: two operators that save three tensors, one of which is the argument."""
 
     def forward(self, x: Tensor) -> Tensor:
         return x.sin() * x.tanh()
@@ -87,14 +87,14 @@ class Short(nn.Module):
 
 RUNS = 30
 ROUNDS = 3
-"""Blocks of `within` that take turns with steps outside them."""
+"""Number of blocks of `within` that take turns with steps outside them."""
 WARM_UP = 88
-"""Steps in which a block of `within` settles, those included that it waits for other models or times. In the next
-two it neither measures a step nor counts tensors.
+"""Number of steps in which a block of `within` settles, waits for other models or times included. In the next two steps
+the block neither measures a step nor counts tensors.
 """
 
 SHARE = 0.75
-"""Of the plain peak, what the models are planned for."""
+"""Budget of the models, as a share of the plain peak."""
 
 
 def interleaved(step: Callable[[], object], engines: dict[str, Engine | None], runs: int = RUNS) -> dict[str, float]:
@@ -122,7 +122,7 @@ def own_time(operators: Callable[[], object]) -> float:
 
 
 def extra(model: nn.Module, recompute: dict[str, str], replay: list[str], n_slots: int) -> float:
-    """Measure microseconds that each of `n_slots` tensors or calls adds to a step."""
+    """Measure the microseconds that a plan adds to a step, for each of `n_slots` tensors or calls."""
 
     def step() -> None:
         model(FOUR).sum().backward()
@@ -132,7 +132,7 @@ def extra(model: nn.Module, recompute: dict[str, str], replay: list[str], n_slot
 
 
 def idle_hooks() -> float:
-    """Measure microseconds that a saved tensor costs in hooks of Python that do nothing: the yardstick of a machine."""
+    """Measure the microseconds per saved tensor of Python hooks that do nothing: a yardstick of the machine."""
     model = Chain()
 
     def step() -> None:
@@ -151,7 +151,7 @@ def idle_hooks() -> float:
 
 
 def slots() -> None:
-    """Print what a saved tensor and a call cost."""
+    """Print the costs of a saved tensor and of a call."""
     one = FOUR.detach()
     tanh, both = own_time(one.tanh), own_time(lambda: one.sin() + 0.5)
     short = own_time(lambda: one.sin() * one.tanh())
@@ -210,8 +210,9 @@ def step_of(model: nn.Module, batch: dict[str, Tensor]) -> Callable[..., Tensor]
 
 
 def python_calls(step: Callable[[], object], n_before: int = 1) -> int:
-    """Count calls of Python functions in one step, in this thread, after `n_before` others; garbage is not collected
-    meanwhile.
+    """Count calls of Python functions during one step in this thread, after `n_before` steps.
+
+    Garbage is not collected in the meantime, since that would call finalizers.
     """
     count, collects = 0, gc.isenabled()
 
@@ -231,7 +232,7 @@ def python_calls(step: Callable[[], object], n_before: int = 1) -> int:
 
 
 def models() -> None:
-    """Print what plans cost on whole models with tiny tensors."""
+    """Print the costs of plans on whole models with tiny tensors."""
     print(f"{'model':10} {'plan':16} {'ms':>7} {'x':>6} {'Python calls':>13} {'x':>6}")
     for build in (resnet, gpt2):
         model, batch = build(tiny=False)
@@ -273,9 +274,9 @@ def mlp() -> tuple[nn.Module, Callable[[], object]]:
 
 
 def settled(step: Callable[[], object], **settings: Any) -> lowtide.Run:
-    """Return an entered block of `within` whose plan or decision is made."""
+    """Return an entered block of `within` that has made its plan, or its decision to have none."""
     run = lowtide.within(progress=False, **settings).__enter__()
-    with mock.patch.multiple(later_steps, MOST_TIME=inf, MOST_COUNTING=inf):  # at known updates, on any machine
+    with mock.patch.multiple(later_steps, MOST_TIME=inf, MOST_COUNTING=inf):  # at the same updates on any machine
         for _ in range(WARM_UP):
             step()
     return run
@@ -298,11 +299,11 @@ BUILDERS: dict[str, Callable[[], tuple[nn.Module, Callable[[], object]]]] = {
     "gpt2": tiny_gpt2,
     "demo": demo,
 }
-"""Steps for `idle`, with their models."""
+"""Builders of models and steps for `idle`, by name."""
 
 
 def idle(*names: str) -> None:
-    """Print what a block adds to a step that it changes nothing in."""
+    """Print the time and the Python calls that a block of `within` adds to a step that it does not change."""
     print(f"{'model':10} {'block':22} {'us a step':>11} {'more us':>9} {'more %':>7} {'more Python calls':>18}")
     for name in names or BUILDERS:
         _, step = BUILDERS[name]()

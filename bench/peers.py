@@ -1,4 +1,4 @@
-"""Lowtide beside the other ways to save activation memory: exact bytes, exact FLOPs, paired times, equal bits.
+"""Lowtide compared with other ways to save activation memory: exact bytes, exact FLOPs, paired times, equal bits.
 
     python bench/peers.py                      # all models, some 19 minutes on two cores
     python bench/peers.py --models gpt2 vit    # these again; the other models' results stay
@@ -6,8 +6,8 @@
     python bench/peers.py --page               # only write page and pictures again from the results
 
 Writes docs/benchmarks.json and docs/benchmarks.md, and for each model the pictures docs/frontier-MODEL.svg (extra time)
-and docs/frontier-MODEL-flops.svg, with the peers' points in docs/frontier-MODEL.json. torch-remat takes part where it
-is installed (`pip install torch-remat`).
+and docs/frontier-MODEL-flops.svg, with the peers' points in docs/frontier-MODEL.json. torch-remat takes part if it is
+installed (`pip install torch-remat`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main() -> None:
             failed.append(f"{name} (exit code {error.returncode})")
             continue
         known = known.merged(Results(command=command, contests=(contest,)))
-        known.to_json(results_file)  # after each model, so that a run that is cut off has not been for nothing
+        known.to_json(results_file)  # after each model, so that a run that is cut off keeps its results
     (folder / "benchmarks.md").write_text(page(known), encoding="utf-8")
     for contest in known.contests:
         frontiers.write(contest, folder)
@@ -64,7 +64,9 @@ def main() -> None:
 
 
 def run(name: str, options: argparse.Namespace) -> Contest:
-    """One model's contest in a process of its own, which starts with malloc's settings in force."""
+    """Run one model's contest in a process of its own, which starts with malloc's settings in force; return the
+    results.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "contest.json"
         arguments = [sys.executable, __file__, "--worker", "--models", name, "--out", str(out)]
@@ -75,12 +77,12 @@ def run(name: str, options: argparse.Namespace) -> Contest:
 
 
 def work(options: argparse.Namespace) -> None:
-    """In the process of one model: run its contest and leave it in the file `--out`."""
+    """Run the contest of one model in this process, and write the results to the file `--out`."""
     assert allocator.in_force(), "malloc reads its settings when a process starts"
     import torch._dynamo  # noqa: F401  # else the first peer that compiles would
     from contest.running import Running
 
-    # What was imported stays: no collection of garbage, of which each measured step has several, looks at it again.
+    # Imported modules stay alive. Frozen, they cost no time in the garbage collections of each measured step.
     gc.collect()
     gc.freeze()
 

@@ -1,14 +1,14 @@
-"""How long planning takes and how far plans are from their bound: milliseconds, and per cent of the bound.
+"""Time of planning, and distance of plans from their bound: milliseconds, and percent of the bound.
 
     python bench/planning.py                     # transformers of 12 and 100 blocks, 12 saved tensors a block
     python bench/planning.py --real              # also GPT-2, BERT, Llama and ResNet, rehearsed at small sizes
     python bench/planning.py profile.json ...    # profiles that `profile.to_json(path)` wrote
 
-Each budget is planned three times, each from a copy of the profile, so that nothing found before counts; the fastest is
-told, for others disturb a shared processor. Budgets are parts of the way from the smallest peak that a plan reaches to
-the plain one. The gap is what the plan takes beyond the bound that is printed with it; close to the smallest peak it is
-wide, because the bound leaves out scratch memory. scipy is loaded before, which the first plan of a process would wait
-0.3 s for.
+Each budget is planned three times, each time from a fresh copy of the profile, so that no earlier result is reused; the
+fastest time is printed, because other processes disturb a shared processor. Budgets are given as parts of the way from
+the smallest peak of any plan to the plain peak. The gap is the plan's extra time beyond the printed bound; close to the
+smallest peak it is wide, because the bound leaves out scratch memory. scipy is loaded before, because otherwise the
+first plan of a process would take 0.3 s longer.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from lowtide.planner.records import Decisions, Profile
 from planner.profiles import transformer
 
 PARTS = (10, 25, 40, 55, 70, 85)
-"""Per cent of the way from the smallest peak to the plain one."""
+"""Budgets in percent of the way from the smallest peak to the plain peak."""
 TIMES = 3
-"""Each budget is planned."""
+"""Number of times that each budget is planned."""
 
 
 def rehearsed() -> Iterator[tuple[str, Profile]]:
-    """Real models at the sizes of the tests."""
+    """Rehearse real models at the sizes of the tests; yield the name and the profile of each."""
     import models
     from lowtide.profiler import rehearse
 
@@ -45,7 +45,7 @@ def rehearsed() -> Iterator[tuple[str, Profile]]:
 
 
 def rows(name: str, profile: Profile) -> Iterator[str]:
-    """One line for each budget."""
+    """Yield a line for each budget: planning time, extra time, and gap to the bound."""
     low, high = smallest_peak(profile)[1].peak_bytes, predict(profile, Decisions()).peak_bytes
     for part in PARTS:
         took_ms = math.inf

@@ -1,11 +1,12 @@
-"""The time that another model's step takes in a process where a plan is in force, and in one where it was.
+"""Step times of other models in processes in which a plan is in force, was in force, or never was.
 
     python bench/process.py [--rounds 200]
 
-Three processes take turns: one that fits nothing, one in which a plan with gradients in place is in force on a model
-that is trained as well, and one in which such a plan has been removed. Each has the same other models, whose operators
-those are that the plan writes in place. The time is of the thread's processor, the fastest of all turns. torch's
-optimizers import its compiler, so each process has that; and processes differ by some per cent where others are busy.
+Three processes take turns. The first fits nothing. In the second, a plan with gradients in place is in force on a model
+that is trained as well. In the third, such a plan has been removed. Each process also runs the same other models, with
+operators whose gradients the plan writes in place. Times are processor times of the thread, the fastest of all turns.
+torch's optimizers import its compiler, so each process imports it, too. Processes differ by some percent while others
+use the machine.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ from torch import Tensor, nn
 import lowtide
 
 MOST = 1.01
-"""As long a step may take, in steps of the process that fits nothing."""
+"""Largest allowed time of a step, as a multiple of its time in the process that fits nothing."""
 WAYS = ("nothing", "in force", "removed")
 AT_ONCE = 5
-"""Steps of one turn."""
+"""Number of steps in one turn."""
 
 
 def others() -> dict[str, Callable[[], object]]:
-    """Steps of other models, from very small ones on."""
+    """Return steps of other models, by name, from very small models on."""
     torch.manual_seed(0)
     tiny = nn.Sequential(*(part for _ in range(8) for part in (nn.Linear(16, 16), nn.ReLU())))
     wide = nn.Sequential(*(part for _ in range(4) for part in (nn.Linear(256, 256), nn.GELU())), nn.LogSoftmax(-1))
@@ -41,7 +42,7 @@ def others() -> dict[str, Callable[[], object]]:
 
 
 def work(way: str, turns: Connection) -> None:
-    """Take the turns that are asked for: the microseconds of each model's fastest step."""
+    """Take the turns that `turns` asks for, in one process; send the microseconds of each model's fastest step."""
     torch.set_num_threads(1)
     mine = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 2000), nn.LogSoftmax(-1))
     x = torch.randn(512, 64)

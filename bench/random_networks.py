@@ -1,11 +1,12 @@
-"""Random networks under plans: do they keep their bits and their budgets, as counted from outside torch?
+"""Random networks under plans: checks of their bits and of their budgets, counted outside torch.
 
     python bench/random_networks.py [--seeds 0:300,310] [--parts 70%,50%,35%,smallest] [--one]
 
-Each network is drawn from its number (`networks/drawing.py`) and fitted into each part of its plain step's peak and its
-smallest budget, or with `--one` into one of them; then three later batches, one of them smaller, run with the plan and
-without. A line for each budget that was broken or gave other bits; the exit code is 1 if there was any. Runs again
-under a counter of torch's allocations (`networks/meter.c`), for which a C compiler is needed.
+Each network is drawn from its number (`networks/drawing.py`) and fitted into each part of its plain step's peak and
+into its smallest budget, or with `--one` into one of them. Then three later batches, one of them smaller, run with the
+plan and without. The program prints a line for each budget that was exceeded or gave other bits; the exit code is 1 if
+there was any. It runs itself again under a counter of torch's allocations (`networks/meter.c`), which needs a C
+compiler.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from networks.judging import PARTS, is_preloaded, judge, preloaded
 
 
 def main() -> int:
-    """Judge the networks of some numbers, each line as soon as it is known."""
+    """Judge the networks with the given numbers, and print each fault as soon as it is found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0:300", help="first:stop, or one number; several with commas between them")
     parser.add_argument("--parts", default=",".join(PARTS))
@@ -34,7 +35,7 @@ def main() -> int:
     arguments = parser.parse_args()
     if not is_preloaded():
         return _again_with_meter()
-    gc.freeze()  # recordings begin with a look at all that is not frozen
+    gc.freeze()  # recordings begin with a search of all objects that are not frozen
     atexit.register(gc.unfreeze)  # triton 3.9 names frozen objects as leaks when the process ends
     n_budgets = n_wrong = 0
     for seed in _numbers(arguments.seeds):

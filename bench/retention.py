@@ -1,15 +1,14 @@
-"""What a kept reference costs: bytes held at the next forward, and what letting go of it saves of the step's peak.
+"""Cost of a kept reference: bytes held at the next forward, and the part of the step's peak that dropping it saves.
 
     python bench/retention.py [--write]
 
 An MLP of 8 layers x 512 with 2,048 rows: each activation is 4 MiB, the graph of a forward 32 MiB, the parameters 8 MiB
-and their gradients, which each step creates, as much again. All numbers are bytes that torch's
-allocator was asked for, by `lowtide.measure` on CPU.
-`held` is what is freed when the reference is dropped between two steps. `peak` is the highest level of a step, with
-parameters, gradients and the batch, while the step before is still held; and the same with the reference dropped.
-The last two rows are a GPT-2 of 6 layers x 384 with 50,257 words on 4 x 128 tokens, whose outputs are dropped between
-forward and backward.
-`--write` puts the table into docs/retention.md.
+and their gradients, which each step creates, as much again. All numbers are requested bytes of torch's allocator,
+measured by `lowtide.measure` on CPU. `held` counts the bytes that are freed when the reference is dropped between two
+steps. `peak` is the highest level of a step, with parameters, gradients and the batch, while the reference of the step
+before is still held; next to it is the peak with the reference dropped. The last two rows are a GPT-2 of 6 layers x 384
+with 50,257 words on 4 x 128 tokens, whose outputs are dropped between forward and backward. `--write` puts the table
+into docs/retention.md.
 """
 
 from __future__ import annotations
@@ -34,12 +33,12 @@ PAGE = Path(__file__).parents[1] / "docs" / "retention.md"
 
 
 def mlp() -> nn.Sequential:
-    """Each layer saves one activation: ReLU its result, which is the next layer's input."""
+    """Build an MLP in which each layer saves one activation: its ReLU's result, the next layer's input."""
     return nn.Sequential(*(part for _ in range(LAYERS) for part in (nn.Linear(WIDTH, WIDTH), nn.ReLU())))
 
 
 class Setting:
-    """Models and a batch, as they are in the middle of training. Gradients are None at the start of each step."""
+    """Models and a batch in the middle of training. Gradients are None at the start of each step."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -47,14 +46,14 @@ class Setting:
         self.x = torch.randn(ROWS, WIDTH)
         self.kept: dict[str, Any] = {}
         self.drops = False
-        """Whether what need not be kept is dropped."""
+        """True if the step drops what it need not keep."""
 
     def loss(self) -> Tensor:
         return self.model(self.x).square().mean()
 
 
 class LanguageSetting(Setting):
-    """The same with a GPT-2, whose logits are large beside its activations."""
+    """A GPT-2 in the middle of training, whose logits are large compared with its activations."""
 
     checkpoints = False
 
@@ -70,13 +69,13 @@ class LanguageSetting(Setting):
 
 
 class CheckpointedSetting(LanguageSetting):
-    """And with a checkpoint around each block."""
+    """A GPT-2 in the middle of training, with a checkpoint around each block."""
 
     checkpoints = True
 
 
 class ReLUOnContext(torch.autograd.Function):
-    """ReLU that keeps its argument where backward does not free it."""
+    """ReLU that keeps its argument as an attribute of ctx, which backward does not free."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -89,7 +88,7 @@ class ReLUOnContext(torch.autograd.Function):
 
 
 def ordinary(at: Setting) -> None:
-    # As `loss = criterion(...)` in a loop: what the step before left is let go of here, when its forward has run.
+    # Like `loss = criterion(...)` in a loop: the assignment frees the loss of the step before, after this forward.
     at.kept["loss"] = at.loss()
     at.kept["loss"].backward()
 
@@ -160,7 +159,7 @@ def outputs(at: Setting) -> None:
 
 @dataclass(frozen=True)
 class Case:
-    """A row: a step that keeps something, and what is good against it."""
+    """A row of the table: a step that keeps a reference, and the remedy."""
 
     name: str
     step: Callable[[Setting], None]
@@ -194,7 +193,7 @@ CASES = (
 
 @dataclass(frozen=True)
 class Row:
-    """What one case costs, in bytes."""
+    """Costs of one case, in bytes."""
 
     case: Case
     held_bytes: int
@@ -204,12 +203,12 @@ class Row:
 
     @property
     def share(self) -> float:
-        """What dropping saves of the peak."""
+        """Share of the peak that dropping the reference saves."""
         return 1 - self.dropped_peak_bytes / self.peak_bytes
 
 
 def measured(case: Case) -> Row:
-    """Three steps with the reference kept, then its end; and three steps that drop it."""
+    """Measure three steps that keep the reference, then three steps that drop it."""
     held, peaks = [], []
     for drops in (False, True):
         at = case.setting()
@@ -231,7 +230,7 @@ def measured(case: Case) -> Row:
 
 
 def level(at: Setting) -> int:
-    """What the kept references hold: what a copy of the setting would lose by dropping them."""
+    """Compute the bytes that the kept references hold, and that dropping them would free."""
     from lowtide.diagnostics.leaks.live_tensors import storage_bytes
     from lowtide.diagnostics.leaks.tensor_graphs import computing, kept_by
 
@@ -247,7 +246,7 @@ def level(at: Setting) -> int:
 
 
 def freed(case: Case) -> int:
-    """The same as the allocator sees it: bytes freed when the references go after three steps."""
+    """Measure the bytes that the allocator frees when the references are dropped after three steps."""
     at = case.setting()
     for _ in range(3):
         case.step(at)
@@ -257,7 +256,7 @@ def freed(case: Case) -> int:
 
 
 def checked(case: Case) -> Row:
-    """The row of a case, if both ways to find the bytes held agree."""
+    """Measure a case, and return its row if both ways to find the held bytes agree; exit otherwise."""
     row, seen = measured(case), freed(case)
     if seen != row.held_bytes:
         raise SystemExit(f"{case.name}: the graph says {row.held_bytes} B, the allocator {seen} B")

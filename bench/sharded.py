@@ -65,7 +65,7 @@ SHARES = (70, 50)
 
 
 class Sharded:
-    """A model of the contest, sharded, and its steps."""
+    """A model of the contest, sharded by FSDP2, and its steps."""
 
     def __init__(self, name: str, change: Callable[[Any], Any] = lambda model: model) -> None:
         made = contestant(name)
@@ -86,13 +86,13 @@ class Sharded:
         return loss.detach()
 
     def parts(self) -> list[Tensor]:
-        """This process's part of each parameter after two steps from the first state."""
+        """Return this process's part of each parameter after two steps from the initial state."""
         for _ in range(2):
             self.step(self.batch)
         return [p.to_local().detach().clone() for p in self.model.parameters()]
 
     def taken(self) -> tuple[int, int]:
-        """Bytes at the peak of a step, and how many collective operations it takes part in."""
+        """Measure a step: the bytes at its peak, and the number of collective operations that it takes part in."""
         static, _ = static_bytes(self.model, self.batch, [self.optimizer])
         before = n_collectives()
         with lowtide.measure() as memory:
@@ -105,7 +105,7 @@ class Sharded:
         return counter.total
 
     def seconds(self) -> float:
-        """Of the fastest step."""
+        """Return the seconds of the fastest of ROUNDS steps."""
         found = []
         for _ in range(ROUNDS):
             distributed.barrier()
@@ -116,7 +116,7 @@ class Sharded:
 
 
 def section(name: str) -> Iterator[str]:
-    """The table of one model, line by line, as it is measured. Both processes have to come to the end of it."""
+    """Yield the table of one model, line by line, as it is measured. Both processes must read it to its end."""
     yield from ("", f"## {contestant(name).description}", "")
     yield from (
         "| way | peak | of plain | FLOPs | time | collectives | bits | what was done |",
@@ -212,7 +212,7 @@ PUBLISHED_HEADING = "## Estimates compared with published measurements"
 
 
 def four_processes() -> Iterator[str]:
-    """Yield the table of small models that four processes share."""
+    """Yield the section that compares estimates with small models on four processes."""
     yield from ("", PROCESSES_HEADING, "")
     yield (
         "A small model of three blocks, with AdamW, on a CPU. All bytes include the process's parameters, optimizer"
@@ -234,7 +234,7 @@ def four_processes() -> Iterator[str]:
 
 
 def nccl() -> Iterator[str]:
-    """Yield the table of reports."""
+    """Yield the section on reported amounts of NCCL's memory."""
     yield from ("", NCCL_HEADING, "")
     yield (
         "NCCL allocates memory on each GPU outside torch's allocator. The table lists amounts that others have "
@@ -246,7 +246,7 @@ def nccl() -> Iterator[str]:
 
 
 def published() -> Iterator[str]:
-    """Yield the table of steps that others have measured; it needs no GPU and no other process."""
+    """Yield the section that compares estimates with published measurements; it needs no GPU and no other process."""
     yield from ("", PUBLISHED_HEADING, "")
     yield (
         "Five rows are too few to validate the estimates. The estimates are those of `lowtide estimate --device ..."
@@ -286,12 +286,12 @@ def published() -> Iterator[str]:
 
 
 def beside(n_bytes: int, published: str) -> tuple[str, str]:
-    """Return an estimate and its difference from the published amount, if there is one."""
+    """Format an estimate, and its relative difference from the published amount, if there is one."""
     return format_bytes(n_bytes), f"{n_bytes / parse_bytes(published) - 1:+.1%}" if published else ""
 
 
 def estimated(row: Published) -> GpuMemoryEstimate:
-    """Return the estimate of rank 0."""
+    """Estimate a published step, as rank 0."""
     script = Script(target=str(Path(__file__).parent / "published" / row.script), args=tuple(row.options.split()))
     gpu, n = parse_gpus(row.device)
     with contextlib.redirect_stdout(sys.stderr):
@@ -301,7 +301,7 @@ def estimated(row: Published) -> GpuMemoryEstimate:
 
 
 def renew(heading: str, sections: Iterable[Iterable[str]], until: str | None = None) -> None:
-    """Replace the sections of the page from `heading` on, up to another one."""
+    """Replace the sections of the page docs/sharded.md from `heading` on, up to the heading `until`."""
     page = (tables.DOCS / "sharded.md").read_text(encoding="utf-8")
     before, _, after = page.partition(heading)
     rest = [] if until is None else ["", *(until + after.partition(until)[2]).rstrip().splitlines()]
@@ -309,7 +309,7 @@ def renew(heading: str, sections: Iterable[Iterable[str]], until: str | None = N
 
 
 def work(rank: int, meeting: str, models: list[str] | None) -> None:
-    """In each process; the first one tells."""
+    """Run in each process: measure the models' tables; the first process prints and writes them."""
     assert __doc__ is not None
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=2)

@@ -1,6 +1,7 @@
-"""A snapshot reduced to sizes, order and streams: an allocator trace, to judge the simulation by and safe to publish.
+"""Reduction of a memory snapshot to an allocator trace: sizes, order and streams, which are safe to publish.
 
-What is left out: stack frames, names of files, addresses (their order stays) and times.
+The simulated allocator is compared with such traces. Left out are stack frames, names of files, addresses (their order
+stays) and times.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from lowtide.memory.snapshots.read import Snapshot
 
 
 class _Base(NamedTuple):
-    """A segment: where it begins, its bytes, whose it is."""
+    """A segment: its first address, its bytes, its stream and its pool."""
 
     address: int
     bytes: int
@@ -29,14 +30,14 @@ class _Base(NamedTuple):
 
 
 def reduce_snapshot(snapshot: Snapshot, device: int | None = None, *, name: str, **about: Any) -> dict[str, Any]:
-    """The trace of a device as a record for JSON, which `Trace.from_record` reads; `about` is put in beside it.
+    """Reduce the snapshot of a device to a trace: a record for JSON, which `Trace.from_record` reads.
 
-    Blocks that were there at the start and are gone at the end have no size in a snapshot. It is deduced: the size
-    requested, rounded, and in the large pool the gap to the next block if that is too small to be a block of its own.
-    `expected` has what the snapshot contains: requested and reserved bytes throughout, and the end. Add the peak of
-    allocated bytes from `torch.cuda.memory_stats`. The beginnings of expandable segments are not recorded either: with
-    them `initial` has no segments, and a replay is exact only if the recording began with empty memory. Raises
-    LowtideError as `Snapshot.history` does.
+    `about` is added to the record. Blocks that existed at the start and are gone at the end have no size in a snapshot.
+    It is deduced: the requested size, rounded, and in the large pool the gap to the next block if that is too small to
+    be a block of its own. `expected` has the numbers that the snapshot contains: requested and reserved bytes
+    throughout, and the end. Add the peak of allocated bytes from `torch.cuda.memory_stats`. The beginnings of
+    expandable segments are not recorded either: with them `initial` has no segments, and a replay is exact only if the
+    recording began with empty memory. Raises LowtideError as `Snapshot.history` does.
     """
     history = snapshot.history(device)
     segments = snapshot.segments(history.device)
@@ -82,7 +83,7 @@ def reduce_snapshot(snapshot: Snapshot, device: int | None = None, *, name: str,
 
 @dataclass(slots=True)
 class _Steps:
-    """Numbers the blocks and segments of a history while it goes forward."""
+    """A pass over the actions of a history that numbers blocks and segments, and collects the trace's events."""
 
     actions: Sequence[Entry]
     bases: Sequence[_Base]
@@ -94,7 +95,7 @@ class _Steps:
     streams: dict[int, int] = field(default_factory=lambda: {0: 0})
 
     def stream(self, handle: int) -> int:
-        """Streams are numbered as they come; 0 is the default stream."""
+        """Return the number of a stream. Streams are numbered in the order of their use; 0 is the default stream."""
         return self.streams.setdefault(handle, len(self.streams))
 
     def run(self) -> None:
@@ -140,9 +141,10 @@ def _segments_at_start(segments: Sequence[Entry], actions: Sequence[Entry]) -> l
 def _held(
     bases: Sequence[_Base], held: Mapping[int, Held], segments: Sequence[Entry], settings: AllocatorConfig
 ) -> list[tuple[int, int, int, int, int]]:
-    """Segment number, offset, size, bytes requested and whether the size is deduced, of each block, by address.
+    """Return a row for each block in use at the start, by address.
 
-    Without segments, number and offset are -1 and 0.
+    A row has the segment's number, offset, size, requested bytes, and 1 if the size is deduced. Without segments,
+    number and offset are -1 and 0.
     """
     if not bases:
         return [
@@ -163,7 +165,7 @@ def _held(
         base = bases[number]
         end = base.address + base.bytes
         following = addresses[position + 1] if position + 1 < len(addresses) else end
-        is_known = bool(held[address].source)  # then it is there at the end too
+        is_known = bool(held[address].source)  # then the block still exists at the end
         size = size_at[address] if is_known else round_size(held[address].bytes, settings)
         gap = min(following, end) - address - size
         slack = SMALL_SIZE if size < settings.max_split_size else settings.max_non_split_rounding

@@ -17,38 +17,40 @@ from torch.profiler import ProfilerActivity, profile
 from lowtide._torch.device_timing import occupy, timing_event
 
 LEAD = 1.5
-"""Time that the device is kept busy before a step, in times of the step itself: the host launches it all by then."""
+"""Time that the device is kept busy before a step, in multiples of the step's time: by then the host has launched it
+all.
+"""
 QUEUED = 1000
-"""Launches that a GPU queues at most: of a step with more kernels some device time is that of waiting for launches."""
+"""Largest number of launches that a GPU queues: with more kernels in a step, device time includes waiting for them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepTimes:
-    """Times of one step in milliseconds, and counts."""
+    """Times of one step in milliseconds, and counts of kernels and calls."""
 
     wall_ms: float
-    """From one synchronization to the next."""
+    """Time from one synchronization to the next."""
     pipelined_ms: float
-    """A step in a row of steps without synchronization."""
+    """Time per step in a series of steps without synchronization."""
     host_ms: float
-    """Until the step has returned: all is launched."""
+    """Time until the step's code returns, when all kernels are launched."""
     device_ms: float | None
-    """Between two events, where the host is far ahead; None on a CPU."""
+    """Time between two events on the device while the host is far ahead; None on a CPU."""
     kernel_ms: float | None
-    """Sum of the kernels' own times."""
+    """Sum of the times of all kernels."""
     n_kernels: int | None
     n_calls: int
     """Calls of Python and C functions that the interpreter reports in the thread that runs the step."""
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for a GPU."""
+    """Wait until a GPU has finished its work; do nothing on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def step_times(run: Callable[[], object], device: torch.device, *, runs: int = 5) -> StepTimes:
-    """Measure `run`, one step: medians of `runs`, after two to warm up."""
+    """Measure the times of `run`, one step: medians of `runs` runs, after two to warm up."""
     for _ in range(2):
         run()
     wall, host = [], []
@@ -93,7 +95,7 @@ def device_ms(run: Callable[[], object], device: torch.device, lead_ms: float, *
 
 
 def kernels(run: Callable[[], object]) -> tuple[float, int]:
-    """Return the milliseconds of all kernels of `run`, and their number."""
+    """Measure the time of all kernels of `run` in milliseconds, and count them."""
     with profile(activities=[ProfilerActivity.CUDA]) as recorded:
         run()
         torch.cuda.synchronize()
@@ -102,7 +104,7 @@ def kernels(run: Callable[[], object]) -> tuple[float, int]:
 
 
 def python_calls(run: Callable[[], object]) -> int:
-    """Count the calls that `run` makes from Python, or into it."""
+    """Count the calls of Python and C functions that the interpreter reports while `run` runs."""
     n_calls = 0
 
     def count(_frame: FrameType, event: str, _argument: Any) -> None:

@@ -1,11 +1,11 @@
-"""What watching costs: the step time of the demo's GPT-2 with and without `lowtide.watch`, in turns.
+"""Cost of watching: the step time of the demo's GPT-2 with and without `lowtide.watch`, in turns.
 
     python bench/watch.py [--layers 6] [--batch-size 8] [--length 128] [--pairs 12]
     python bench/watch.py --tiny        # a loop of tiny steps: `watch` and `measure` against the plain loop
 
 A pair is one step with the watch and one without, of the same model on the same batch; the ratio is the median over all
-pairs. Times are CPU times of the process, so that a busy machine changes little. The first steps, which are looked at
-closely, are said apart.
+pairs. Times are CPU times of the process, so that a busy machine changes little. The first steps, which the watch
+inspects closely, are listed separately.
 """
 
 from __future__ import annotations

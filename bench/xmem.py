@@ -1,16 +1,16 @@
-"""Predicted peaks beside measured ones: training runs of others on three GPUs, estimated without any GPU.
+"""Predicted peaks compared with measured ones: training runs of others on three GPUs, estimated without any GPU.
 
     python bench/xmem.py                       # all rows, some minutes on one core
     python bench/xmem.py --rows x053 x088      # these again; the other rows' predictions stay
     python bench/xmem.py --page                # only write the page again from the predictions
 
 Writes docs/prediction.json and docs/prediction.md. The runs used transformers 4.51.3 and torchvision's models. Their
-code is run here as it was then if it is found first:
+code is run in these versions if they are found first:
 
     pip install --no-deps --target build/xmem -r bench/data/xmem_requirements.txt
     PYTHONPATH=build/xmem python bench/xmem.py
 
-Without that, the transformers that is installed is taken, and CNNs are left out where there is no torchvision.
+Otherwise the installed transformers is used, and CNNs are left out if torchvision is not installed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main() -> None:
         asked = [row for row in rows if not options.rows or row.id in options.rows]
         for prediction in predicted(asked):
             predictions = merged(rows, predictions, prediction)
-            predictions.to_json(file)  # after each row, so that a run that is cut off has not been for nothing
+            predictions.to_json(file)  # after each row, so that a run that is cut off keeps its results
     (folder / "prediction.md").write_text(page(rows, predictions), encoding="utf-8")
     print(f"\nwritten: {file} and prediction.md beside it\n")
     for claim in claims(scored(rows, predictions.found)):
@@ -51,7 +51,7 @@ def main() -> None:
 
 
 def predicted(asked: list[Row]) -> Iterator[Prediction]:
-    """Each row estimated, with a bar that says how far it is."""
+    """Predict each row, with a progress bar; yield the predictions."""
     from tqdm import tqdm
 
     quiet()
@@ -73,14 +73,14 @@ def predicted(asked: list[Row]) -> Iterator[Prediction]:
 
 
 def merged(rows: tuple[Row, ...], known: Predictions, new: Prediction) -> Predictions:
-    """The prediction of a row put in the place of an older one, in the order of the rows."""
+    """Return all predictions, with `new` in place of an older prediction of its row, in the order of the rows."""
     by_row = {prediction.row: prediction for prediction in (*known.found, new)}
     versions = {name: found for name in ("torch", "transformers", "torchvision") if (found := installed(name))}
     return Predictions(versions=versions, found=tuple(by_row[row.id] for row in rows if row.id in by_row))
 
 
 def installed(name: str) -> str | None:
-    """The version of a package that would be imported; None if there is none."""
+    """Return the version of a package that would be imported; None if it is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -88,7 +88,7 @@ def installed(name: str) -> str | None:
 
 
 def quiet() -> None:
-    """What old versions of packages say about new ones is not about the rows."""
+    """Silence warnings of packages, for example of old ones about new ones, and keep transformers offline."""
     warnings.simplefilter("ignore")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")

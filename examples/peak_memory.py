@@ -21,7 +21,7 @@ ROWS, LENGTH, VOCABULARY = 4, 512, 50257
 
 
 def peak_bytes(model: nn.Module, tokens: Tensor) -> int:
-    """Return the most bytes allocated in one forward and backward."""
+    """Return the largest number of bytes allocated during one forward and backward."""
     model.zero_grad()
     torch.cuda.reset_peak_memory_stats()
     loss = model(tokens).logits.mean()

@@ -13,7 +13,7 @@ _GROUPS = {
 
 
 def page() -> str:
-    """Return the page: a heading for each group, a directive for each name; what no group has is an error or last."""
+    """Return the page: a heading for each group, a directive for each name, and errors and ungrouped names last."""
     grouped = {name for names in _GROUPS.values() for name in names}
     others = [name for name in lowtide.__all__ if name not in grouped and not name.startswith("_")]
     errors = [name for name in others if _is_error(name)]

@@ -56,7 +56,7 @@ SIZE = r"\d[\d.]* .iB"
 
 
 def main() -> None:
-    """Make all pictures."""
+    """Make all pictures, and write the pictured run's numbers into the texts beside them."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         sys.exit(f"found none of {', '.join(BROWSERS)}, which show the report: apt-get install chromium")
@@ -73,7 +73,7 @@ def main() -> None:
 
 
 def picture_report(browser: str, folder: Path) -> RunRecord:
-    """Run the demo and make the picture of its report; return its record."""
+    """Run the demo, take the picture of its report, and return the run's record."""
     record, page = folder / "run.json", folder / "run.html"
     _lowtide("demo", "--budget", "50%", "--steps", "6", "--report", str(record))
     _lowtide("report", str(record), "-o", str(page))
@@ -82,7 +82,7 @@ def picture_report(browser: str, folder: Path) -> RunRecord:
 
 
 def pages(run: RunRecord, folder: Path) -> Iterator[tuple[str, Path]]:
-    """Yield the name and the page of each further picture."""
+    """Make the pages of the further pictures; yield the name and the file of each."""
     assert run.frontier is not None
     frontier, findings, gpu = (folder / f"{name}.html" for name in ("frontier", "findings", "gpu"))
     run.frontier.to_html(frontier)
@@ -110,14 +110,14 @@ def pages(run: RunRecord, folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _page(path: Path, text: str, html: str = "") -> Path:
-    """Write a page of text in a monospaced font, and of what follows it."""
+    """Write an HTML page of a text in a monospaced font, followed by `html`."""
     shown = f'<pre class="lt-command">{escape(text)}</pre>{html}'
     path.write_text(f'<style>{asset("page.css")}</style><body class="lt lt-page">{shown}</body>', encoding="utf-8")
     return path
 
 
 def notebook_output() -> str:
-    """Return what a notebook shows below the cell `CELL`."""
+    """Run the notebook cell `CELL`, and return its HTML output."""
     torch.manual_seed(0)
     layers = [nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True, norm_first=True) for _ in range(4)]
     model = nn.Sequential(nn.Embedding(1000, 256), *layers, nn.Linear(256, 1000))
@@ -138,14 +138,14 @@ def notebook_output() -> str:
 
 
 def _lowtide(*arguments: str, cwd: Path = ROOT, code: int = 0) -> str:
-    """Run a command, which has to end with exit code `code`; return what it prints."""
+    """Run a `lowtide` command, which has to end with exit code `code`; return the text that it prints."""
     done = subprocess.run([sys.executable, "-m", "lowtide", *arguments], cwd=cwd, stdout=subprocess.PIPE, text=True)
     assert done.returncode == code, f"lowtide {' '.join(arguments)} ended with exit code {done.returncode}"
     return done.stdout
 
 
 def take_picture(browser: str, page: Path, picture: Path) -> None:
-    """Write what `browser` shows of the beginning of `page` to `picture`, in at most 256 colours."""
+    """Save the beginning of `page`, as `browser` shows it, to the file `picture`, in at most 256 colours."""
     options = ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--force-device-scale-factor=1")
     size = f"--window-size={WIDTH},{HEIGHT + 200}"  # the window's own bars take a part of it
     with tempfile.TemporaryDirectory() as folder:
@@ -174,7 +174,7 @@ def _replace(path: Path, pattern: str, text: str) -> None:
 
 
 def graph_picture() -> str:
-    """Return the picture of the graph of y = W x + b."""
+    """Return the SVG picture of the graph of y = W x + b."""
     torch.manual_seed(0)
     w, x, b = torch.ones(3, 4, requires_grad=True), torch.ones(4), torch.zeros(3, requires_grad=True)
     y = w @ x + b

@@ -35,7 +35,7 @@ _REMEDIES = {"LT024": "run the forward at train.py:42 under `torch.no_grad()`"}
 
 
 def page() -> str:
-    """Return the whole page."""
+    """Return the text of docs/findings.md."""
     rules = sorted(RULES.values(), key=lambda rule: rule.code)
     index = "\n".join(f"| [{rule.code}](#{_anchor(rule)}) | {rule.name} |" for rule in rules)
     return "\n".join([_HEAD, f"| code | finding |\n|---|---|\n{index}\n", *map(_section, rules)])
@@ -53,7 +53,7 @@ def _section(rule: Rule) -> str:
 
 
 def _anchor(rule: Rule) -> str:
-    """Return the anchor that GitHub makes of the rule's heading."""
+    """Return the anchor that GitHub makes from a rule's heading."""
     kept = (c for c in f"{rule.code} {rule.name}".lower() if c.isalnum() or c in " -_")
     return "".join(kept).replace(" ", "-")
 

@@ -34,8 +34,8 @@ def long_description(readme: str, source: str | None) -> str:
 
 
 def get_metadata_hook() -> type:
-    """Return the class that hatchling gives the project's metadata to."""
-    from hatchling.metadata.plugin.interface import MetadataHookInterface  # there only during a build
+    """Return the class to which hatchling passes the project's metadata."""
+    from hatchling.metadata.plugin.interface import MetadataHookInterface  # installed only during a build
 
     class LongDescription(MetadataHookInterface):
         def update(self, metadata: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The version of the package that is built: from git's tags, or from the file that an archive or sdist carries.
+"""The version of the package to build: from git's tags, or from the file that an archive or sdist contains.
 
 hatchling evaluates `version()` when it builds the package.
 """
@@ -17,9 +17,9 @@ _DESCRIBED = re.compile(r"v(?P<release>\d+(?:\.\d+)*)(?:-(?P<distance>\d+)-g(?P<
 def version(root: Path = ROOT) -> str:
     """Return the version of the source in `root`.
 
-    In this order: of an sdist, the version that it was built as; of a checkout, the last tag `v1.2.3`, and behind that
-    tag the next release's development version, `1.2.4.dev5+gabc1234`; of an archive that git made, the same; else the
-    release that the source names.
+    An sdist has the version that it was built as. A checkout has its last tag `v1.2.3`, or, in a later commit, the next
+    release's development version, `1.2.4.dev5+gabc1234`; so has an archive that git made. Any other source has the
+    release that it names.
     """
     metadata = root / "PKG-INFO"
     if metadata.is_file() and (found := re.search(r"^Version: (\S+)$", metadata.read_text(encoding="utf-8"), re.M)):
@@ -35,7 +35,7 @@ def version(root: Path = ROOT) -> str:
 
 
 def _from_git(root: Path) -> str:
-    """Return what `git describe` says of the last tag; empty without git, a repository of `root`'s own, or a tag."""
+    """Return the output of `git describe` for the last tag; empty without git, a repository in `root`, or a tag."""
     if not (root / ".git").exists():
         return ""
     command = ["git", "-C", str(root), "describe", "--tags", "--match", "v[0-9]*"]

@@ -48,7 +48,7 @@ class Counts:
 
 
 def docstrings(source: str) -> Iterator[tuple[int, str]]:
-    """Yield the line and the text of each docstring: of the file, of classes and functions, and below assignments."""
+    """Yield the line and the text of each docstring: of the file, of classes and functions, and of assignments."""
     for node in ast.walk(ast.parse(source)):
         body = getattr(node, "body", None)
         if not isinstance(body, list):

@@ -1,6 +1,6 @@
 """Renew the tables of docs/recipes.md from the registry: `python tools/recipes_page.py docs/recipes.md`.
 
-What stands above the tables is written by hand.
+The text above the tables is written by hand.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MARK = "<!-- From here on made by `python tools/recipes_page.py docs/recipes.md`
 
 
 def renewed(page: str) -> str:
-    """The page with the tables as they should be. Raises ValueError if it has no place for them."""
+    """Return the page with current tables. Raises ValueError if the page has no mark for them."""
     above, mark, _ = page.partition(MARK)
     if not mark:
         raise ValueError(f"no line {MARK.strip()}")
@@ -24,7 +24,7 @@ def renewed(page: str) -> str:
 
 
 def sections() -> Iterator[str]:
-    """A table for each file of recipes."""
+    """Yield a Markdown table for each file of recipes."""
     by_file = sorted(RECIPES.values(), key=lambda recipe: recipe.function.__module__)
     for name, recipes in groupby(by_file, key=lambda recipe: recipe.function.__module__):
         rows = [row(recipe) for recipe in recipes]
@@ -34,7 +34,7 @@ def sections() -> Iterator[str]:
 
 
 def row(recipe: Recipe) -> str:
-    """One recipe."""
+    """Format one recipe as a row of the table."""
     notes = [" ".join((recipe.function.__doc__ or "").split())]
     if recipe.device is not None:
         notes.append({"cuda": "Only on CUDA.", "cpu": "Only on a CPU."}[recipe.device])
@@ -52,14 +52,14 @@ def row(recipe: Recipe) -> str:
 
 
 def tensor(recipe: Recipe, name: str) -> str:
-    """`bias?`→2."""
+    """Format an operand of a recipe: `bias?`→2 is optional, and the value on input edge 2."""
     edge = recipe.edges.get(name)
     arrow = "" if edge is None else "→all" if edge in (EVERY, FILLED) else f"→{edge}"
     return f"`{name}{'?' * (name in recipe.optional)}`{arrow}"
 
 
 def constant(recipe: Recipe, name: str) -> str:
-    """`eps?`."""
+    """Format a constant of a recipe: `eps?` is optional."""
     return f"`{name}{'?' * (name in recipe.optional)}`" + " read off" * (name in recipe.read_off)
 
 

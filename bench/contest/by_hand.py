@@ -16,7 +16,7 @@ CHANNELS, SIDE, IMAGES = 32, 32, 32
 
 
 class GPT2Block(nn.Module):
-    """Attention and MLP, each after a layer norm and with dropout, added to their input."""
+    """Transformer block: attention and MLP, each after a layer norm and with dropout, added to their input."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class GPT2Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """Embeddings, blocks, and a head that shares its weight with the embedding."""
+    """GPT-2 language model: embeddings, blocks, and a head that shares its weight with the embedding."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class GPT2(nn.Module):
 
 
 class ResNetBasicLayer(nn.Module):
-    """Two convolutions with batch norms, added to their input."""
+    """Residual layer: two convolutions with batch norms, added to their input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class ResNetBasicLayer(nn.Module):
 
 
 class ResNet(nn.Module):
-    """A stem, blocks, and a linear head on the mean of each channel."""
+    """Image classifier: a stem, residual blocks, and a linear head on the mean of each channel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def resnet() -> Contestant:
 
 
 def checkpointed(model: nn.Module, every: int) -> None:
-    """Put a checkpoint around every `every`th block."""
+    """Put a checkpoint around every `every`th block of `model`, in place."""
     for block in list(model.h)[::every]:  # type: ignore[arg-type]
         forward = block.forward
         block.forward = lambda x, forward=forward: torch.utils.checkpoint.checkpoint(forward, x, use_reentrant=False)

@@ -1,4 +1,4 @@
-"""What is claimed of Lowtide, and whether it held in these results. Pure functions of the records."""
+"""Claims about Lowtide, and whether the results of the contest support them. Pure functions of the records."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from contest.records import Cell, Contest, Results
 from lowtide.units import format_bytes
 
 EVERY_BLOCK = "checkpoint every block"
-"""The peer whose time is claimed to be beaten, too."""
+"""The peer that Lowtide is claimed to beat in time, too."""
 OURS = ("peer's peak", "share", "half", "smallest", "ladder")
 MOST_EXTRA_TIME = {"resnet": 0.15}
-"""At half of the activations, as a share of the plain step's time."""
+"""Claimed limit of extra time at half of the activations, as a share of the plain step's time, by model."""
 MOST_EXTRA_TIME_ELSE = 0.08
 PREDICTED_WITHIN = 0.01
 
 
 def most_extra_time(model: str) -> float:
-    """What half of a model's activations may cost, as a share of the plain step's time."""
+    """Return the claimed limit of extra time for halving a model's activations, as a share of the plain step's time."""
     return MOST_EXTRA_TIME.get(model, MOST_EXTRA_TIME_ELSE)
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A sentence, whether it held (None: it was not measured), what was found, and each case in which it did not."""
+    """A claim in words, True if it held (None: not measured), the numbers found, and each case against it."""
 
     text: str
     held: bool | None
@@ -36,13 +36,13 @@ class Claim:
 
 
 def claims(results: Results) -> tuple[Claim, ...]:
-    """All claims that these results can say something about."""
+    """Check all claims against `results`; an empty tuple without results."""
     contests = results.contests
     return tuple(claim(contests) for claim in _CLAIMS if contests)
 
 
 def _peers_peaks(contests: tuple[Contest, ...]) -> Claim:
-    """At every peer's own peak, on every model: no more bytes, no more FLOPs."""
+    """Check that at every peer's peak, on every model, Lowtide needs no more bytes and no more FLOPs."""
     against, n = [], 0
     for contest, peer, mine in _duels(contests):
         n += 1
@@ -57,7 +57,7 @@ def _peers_peaks(contests: tuple[Contest, ...]) -> Claim:
 
 
 def loses(contest: Contest, peer: Cell, mine: Cell) -> str | None:
-    """Why Lowtide loses to a peer at that peer's peak, or None."""
+    """Explain why Lowtide (`mine`) loses to a peer at that peer's peak; None if it does not lose."""
     if mine.refusal is not None:
         return mine.refusal
     assert mine.peak_bytes is not None
@@ -82,7 +82,9 @@ def _in_less_time(peer: Cell, mine: Cell) -> str:
 
 
 def _half_the_flops(contests: tuple[Contest, ...]) -> Claim:
-    """Over all points where the peer has extra FLOPs: Lowtide's extra is at most half of it in the median."""
+    """Check that Lowtide's extra FLOPs are, in the median, at most half of a peer's, over all peers that have extra
+    FLOPs.
+    """
     shares = [
         contest.extra_flops(mine) / contest.extra_flops(peer) if mine.refusal is None else math.inf
         for contest, peer, mine in _duels(contests)
@@ -98,7 +100,7 @@ def _half_the_flops(contests: tuple[Contest, ...]) -> Claim:
 
 
 def _every_block(contests: tuple[Contest, ...]) -> Claim:
-    """Bytes, FLOPs and time at the peak of the usual remedy."""
+    """Check bytes, FLOPs and time at the peak of checkpointing every block, the usual remedy."""
     found, against = [], []
     untimed = False
     for contest, peer, mine in _duels(contests):
@@ -155,7 +157,7 @@ def _predicted(contests: tuple[Contest, ...]) -> Claim:
 
 
 def off_by(cell: Cell) -> float:
-    """The predicted peak's distance from the measured one, as a share of that."""
+    """Return the relative error of the predicted peak: predicted less measured bytes, over measured bytes."""
     assert cell.predicted_peak_bytes is not None
     assert cell.peak_bytes is not None
     return cell.predicted_peak_bytes / cell.peak_bytes - 1
@@ -178,7 +180,7 @@ def _same_bits(contests: tuple[Contest, ...]) -> Claim:
 
 
 def is_equal(cell: Cell) -> bool:
-    """Whether loss, gradients and buffers are the plain step's."""
+    """Return True if loss, gradients and buffers have the plain step's bits."""
     return bool(cell.equal_loss and cell.equal_gradients and cell.equal_buffers)
 
 

@@ -1,11 +1,11 @@
-"""FLOPs of whatever runs, by the formulas of torch's flop counter.
+"""FLOPs of a step, counted by the formulas of torch's flop counter.
 
-torch's own `FlopCounterMode` leaves out attention on CPU, and where it is in force `torch.compile` runs the model
-uncompiled (torch 2.13). A test compares the two where both can count.
+torch's own `FlopCounterMode` leaves out attention on CPU, and under it `torch.compile` runs the model uncompiled (torch
+2.13). A test compares the two counters where both can count.
 
-The formulas take shapes, so what is counted need not be computed: it gives zeros of the right shape, which takes the
-better part of a step's time away. Which operators are called is the same, as long as no control flow in the model
-depends on what they give; a test compares the two on every model.
+The formulas take shapes, so the counted operators need not be computed: they return zeros of the right shape, which
+saves most of a step's time. The same operators are called, as long as no control flow in the model depends on their
+results; a test compares both ways on every model.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ FORMULAS: dict[Any, Any] = {
 
 
 class Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts matrix products, convolutions and attention while it is entered, backward included.
+    """Dispatch mode that counts FLOPs of matrix products, convolutions and attention, backward included.
 
-    Unless it `computes`, these give zeros.
+    Unless it `computes`, these operators return zeros.
     """
 
     def __init__(self, *, computes: bool = True) -> None:
@@ -39,14 +39,16 @@ class Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """What was compiled runs as it was compiled; it is Python here, and its ops are seen all the same."""
+        """Return True, so that compiled code stays compiled under this mode. Its graphs run in Python here and are
+        counted.
+        """
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         formula = FORMULAS.get(func._overloadpacket)
         if formula is None:
-            with self:  # an op that is only put together from others
+            with self:  # an op that is composed of other ops
                 out = func.decompose(*args, **kwargs)
             return func(*args, **kwargs) if out is NotImplemented else out
         out = func(*args, **kwargs) if self.computes else _zeros(func, args, kwargs)
@@ -55,7 +57,7 @@ class Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _zeros(func: Any, args: Any, kwargs: Any) -> Any:
-    """What an operator would give, with zeros in it."""
+    """Return zeros in the shapes and dtypes of an operator's outputs."""
     meta = func(*tree_map_only(Tensor, _on_meta, args), **tree_map_only(Tensor, _on_meta, kwargs))
     return tree_map_only(Tensor, lambda t: torch.empty_strided(t.size(), t.stride(), dtype=t.dtype).zero_(), meta)
 

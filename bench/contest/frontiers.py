@@ -1,4 +1,4 @@
-"""Each model's frontier as pictures: what Lowtide measured as a line, the peers as named points. Pure functions."""
+"""Pictures of each model's frontier: Lowtide's measured points as a line, the peers as named points. Pure functions."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def write(contest: Contest, folder: Path) -> None:
-    """The pictures of a model, and the peers' points for `lowtide frontier --beside`."""
-    from lowtide.report.frontier_figure import save  # here: processes that measure have no use for matplotlib
+    """Write the pictures of a model's contest to `folder`, and the peers' points for `lowtide frontier --beside`."""
+    from lowtide.report.frontier_figure import save  # here: processes that measure need no matplotlib
 
     for name, figure in pictures(contest).items():
         save(figure, folder / name)
@@ -29,14 +29,14 @@ def write(contest: Contest, folder: Path) -> None:
 
 
 def names(contest: Contest) -> Iterator[tuple[str, str]]:
-    """What goes up in each picture of a model, and the picture's file."""
+    """Yield, for each picture of a model, the quantity on its y axis and the picture's file name."""
     if any(cell.seconds for cell in contest.cells):
         yield "time", f"frontier-{contest.model}.svg"
     yield "FLOPs", f"frontier-{contest.model}-flops.svg"
 
 
 def pictures(contest: Contest) -> dict[str, Figure]:
-    """By the names of their files."""
+    """Draw the pictures of a model's contest; return them by file name."""
     ours = [_point(contest, cell) for cell in contest.cells if cell.kind != "peer" and _ran(cell)]
     theirs = peers(contest)
     found = {}
@@ -50,13 +50,17 @@ def pictures(contest: Contest) -> dict[str, Figure]:
 
 
 def peers(contest: Contest) -> tuple[Point, ...]:
-    """The peers' points. Whose loss, gradients or buffers are not the plain step's has a star."""
+    """Return the peers' points. A star marks a peer whose loss, gradients or buffers have other bits than the plain
+    step's.
+    """
     cells = [cell for cell in contest.of("peer") if _ran(cell)]
     return tuple(replace(_point(contest, c), name=c.name + " *" * (not is_equal(c))) for c in cells)
 
 
 def _picture(contest: Contest, ours: Sequence[Point], theirs: Sequence[Point]) -> Figure:
-    """On the line is what no smaller peak has for less; where others of ours are is shown, too."""
+    """Draw one picture. The line has Lowtide's points that no smaller peak reaches for less; other points are drawn
+    beside it.
+    """
     from lowtide.report.frontier_figure import draw
 
     line: list[Point] = []
@@ -89,12 +93,16 @@ def _cost(point: Point) -> float:
 
 
 def _step_ms(contest: Contest) -> float:
-    """Of the fastest plain step."""
+    """Return the milliseconds of the fastest plain step; 0 if none was timed."""
     return 1000 * min((cell.plain_seconds for cell in contest.cells if cell.plain_seconds), default=0.0)
 
 
 def _point(contest: Contest, cell: Cell) -> Point:
-    """Extra time is by the ratio to the plain steps that took turns with it, in time of the fastest plain step."""
+    """Convert a cell to a point of the frontier.
+
+    Its extra time is computed from the ratio to the plain steps that took turns with it, in units of the fastest plain
+    step.
+    """
     ratio = 1.0 if cell.kind == "plain" else cell.time_ratio
     assert cell.peak_bytes is not None
     assert cell.flops is not None

@@ -17,12 +17,12 @@ Batch = dict[str, Tensor]
 WIDTH, HEADS = 384, 6
 SEED = 0
 LABELS = "single_label_classification"
-"""Said, since else the first forward writes it into the config, and what was compiled compiles again."""
+"""Problem type, set because otherwise the first forward writes it into the config, and compiled code recompiles."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """How large to build: blocks, tokens a row (pixels a side), rows of the batch, and words."""
+    """Size of a model: blocks, tokens a row (for images, pixels a side), rows of the batch, and vocabulary."""
 
     layers: int
     length: int
@@ -125,7 +125,7 @@ BUILDERS: dict[str, tuple[Callable[[Size], Contestant], Size, Size]] = {
 
 
 def contestant(name: str, *, quick: bool = False) -> Contestant:
-    """One of BUILDERS, always with the same weights and batch."""
+    """Build one of BUILDERS, with the same weights and batch in every call."""
     build, full, small = BUILDERS[name]
     torch.manual_seed(SEED)
     made = build(small if quick else full)

@@ -14,19 +14,19 @@ from lowtide.planner.records import Decisions, Plan, Profile
 from lowtide.report.text_table import decisions
 
 REPAIRS = 4
-"""Further plans for one budget, at most."""
+"""Largest number of further plans for one budget."""
 
 
 @dataclass(slots=True, eq=False)
 class Ours:
-    """A model that plans are put on, and its profile."""
+    """A model that plans are applied to, and its profile."""
 
     steps: Steps
     plain: Bits
     profile: Profile = field(init=False)
     rehearsal_seconds: float = field(init=False)
     _known: dict[Decisions, Measured] = field(init=False, default_factory=dict)
-    """What was measured under decisions: for several budgets they may be the same."""
+    """Measurements by decisions: plans for several budgets may decide the same."""
 
     def __post_init__(self) -> None:
         began = time.perf_counter()
@@ -34,14 +34,15 @@ class Ours:
         self.rehearsal_seconds = time.perf_counter() - began
 
     def smallest_peak_bytes(self) -> int:
-        """Of any plan that the planner finds."""
+        """Return the smallest peak of any plan that the planner finds."""
         return smallest_peak(self.profile)[1].peak_bytes
 
     def within(self, asked: Cell) -> tuple[Cell, Plan | None]:
-        """`asked` with what was measured within its budget, and the plan, which is not in force any more.
+        """Plan for the budget of `asked` and measure; return the cell with its measurements, and the plan, no longer in
+        force.
 
-        The same as `lowtide.fit`: a plan is made, the step is measured under it, and if its peak is above the budget
-        the next plan aims lower by so much. What no plan reaches comes back with a `refusal`.
+        As in `lowtide.fit`, a plan is made, the step is measured under it, and if its peak is above the budget the next
+        plan aims lower by the excess. If no plan keeps to the budget, the cell has a `refusal`, and the plan is None.
         """
         assert asked.budget_bytes is not None
         began = time.perf_counter()
@@ -69,7 +70,10 @@ class Ours:
         return cell, plan
 
     def _plan(self, asked: Cell, aim_bytes: int) -> Plan:
-        """What is set beside a peer's FLOPs, or beside another budget's, is planned for FLOPs."""
+        """Make a plan with a peak of at most `aim_bytes`.
+
+        It minimizes FLOPs if the cell's FLOPs are compared with a peer's or another budget's, and time otherwise.
+        """
         for_flops = asked.kind in ("peer's peak", "ladder")
         return lowtide.plan(self.profile, aim_bytes, minimize="flops" if for_flops else "time")
 
@@ -82,7 +86,7 @@ class Ours:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Planned:
-    """The model's steps under a plan, which is in force for each of them and not in between."""
+    """A model's steps under a plan, which is in force only during each step."""
 
     steps: Steps
     plan: Plan

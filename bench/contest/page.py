@@ -68,12 +68,12 @@ _HELD = {True: "yes", False: "**no**", None: "not measured"}
 
 
 def page(results: Results) -> str:
-    """`docs/benchmarks.md`."""
+    """Return the text of `docs/benchmarks.md`."""
     return "\n".join([*_head(results), *_claims(results), _PEERS, _PICTURES, *_models(results)]).rstrip() + "\n"
 
 
 def line(contest: Contest | None, cell: Cell) -> str:
-    """One cell for the terminal. `contest` is None for the plain step, the first."""
+    """Format one cell for the terminal. `contest` is None for the first cell, the plain step."""
     if cell.refusal is not None:
         return f"  {cell.name:48} {cell.refusal[:70]}"
     assert cell.peak_bytes is not None
@@ -190,7 +190,7 @@ def _ladder_row(contest: Contest, cell: Cell) -> tuple[str, str, str]:
 
 
 def _measured(contest: Contest, cell: Cell) -> tuple[str, str, str, str]:
-    """Peak, FLOPs, time and whether equal."""
+    """Return peak, FLOPs, time and equality of bits as the columns of a table."""
     if cell.peak_bytes is None or cell.refusal is not None:
         return (cell.refusal or "not run", "", "", "")
     time = "" if cell.time_ratio is None else f"{cell.time_ratio:.2f} x"
@@ -210,7 +210,10 @@ def _share(contest: Contest, n_bytes: int | None) -> str:
 
 
 def _table(names: tuple[str, ...], rows: Sequence[tuple[str, ...]], numbers: int | None = None) -> Iterator[str]:
-    """A Markdown table; the first column is text, and of the rest `numbers` (by default all) are set to the right."""
+    """Yield the lines of a Markdown table; the first column is text, and the next `numbers` columns are aligned right.
+
+    By default all columns but the first are.
+    """
     right = len(names) - 1 if numbers is None else numbers
     yield f"| {' | '.join(names)} |"
     yield "|" + "|".join("---:" if 0 < place <= right else "---" for place in range(len(names))) + "|"

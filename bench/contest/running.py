@@ -1,4 +1,4 @@
-"""The whole contest for one model: every peer, and Lowtide within that peer's own peak, side by side."""
+"""The whole contest for one model: every peer, and Lowtide within the peer's peak, measured and then timed in turns."""
 
 from __future__ import annotations
 
@@ -27,33 +27,37 @@ from lowtide.planner.records import Decisions
 from lowtide.runtime.static_memory import static_bytes
 
 ROOM = 4
-"""Memory that is touched before anything is timed, in plain peaks: of all steps but one only parameters are there."""
+"""Memory that is touched before anything is timed, in plain peaks: only one step runs at a time, the rest hold
+parameters.
+"""
 SHARES = (80, 70, 60, 50, 40, 30)
-"""Budgets, percent of the plain step's peak."""
+"""Budgets in percent of the plain step's peak."""
 LADDER = 20
-"""Budgets from the smallest to the plain peak, for the models in LADDER_OF."""
+"""Number of budgets from the smallest to the plain peak, for the models in LADDER_OF."""
 LADDER_OF = frozenset({"gpt2"})
 ROUNDS = 3
-"""Rounds in which every step is timed once."""
+"""Number of rounds; in each, every step is timed once."""
 MOST_ROUNDS = 8
-"""For the cells whose times are claimed."""
+"""Largest number of rounds for cells about whose times claims are made."""
 
 
 @dataclass(slots=True, eq=False)
 class Running:
-    """One model's contest under way: everything is measured, and then timed in rounds. `say` gets each line."""
+    """The contest of one model in progress: every way is measured, and then timed in rounds. `say` gets each result's
+    line.
+    """
 
     name: str
     quick: bool
     rounds: int | None
-    """For the times of each cell; 0 for none, None for ROUNDS, and MOST_ROUNDS where times are claimed."""
+    """Number of timing rounds; 0 for no times, None for ROUNDS, and up to MOST_ROUNDS for cells with claimed times."""
     say: Callable[[str], None]
     plain: Steps = field(init=False)
     bits: Bits = field(init=False)
     ours: Ours = field(init=False)
     turns: AlternatingModels = field(init=False)
     _timed_as: dict[str, Hashable] = field(init=False, default_factory=dict)
-    """Of cells by name, what they are entered as. Cells of the same decisions are timed once."""
+    """Names under which cells are timed, by cell. Cells with the same decisions share a name, and are timed once."""
 
     def run(self) -> Contest:
         began = time.perf_counter()
@@ -95,22 +99,22 @@ class Running:
         torch._dynamo.reset()
         for way in ways():
             yield from self._duel(way)
-            # Who is timed in rounds stays, and a collection of garbage, of which each measured step has several, need
-            # not look at it again.
+            # Models stay alive until they are timed. Frozen, they cost no time in the garbage collections of each
+            # measured step.
             gc.collect()
             gc.freeze()
         for asked in self._budgets(contest):
             yield self._within(asked)
 
     def _duel(self, way: Way) -> Iterator[Cell]:
-        """The peer, and Lowtide within its peak."""
+        """Measure a peer, then Lowtide within the peer's peak; yield both cells."""
         peer = Cell(kind="peer", name=way.name)
         with functorch_config.patch(dict(way.settings)):
             try:
                 made = contestant(self.name, quick=self.quick)
                 theirs = Steps(made.model, made.batch, way.apply(made.model))
                 if way.settings:
-                    theirs.seconds()  # what compiles, compiles now
+                    theirs.seconds()  # a step to compile the model
                 peer = replace(peer, **theirs.measure(self.bits).as_fields())
             except Exception as error:
                 yield replace(peer, refusal=_said(error))
@@ -149,7 +153,7 @@ class Running:
         self._timed_as[cell.name] = name
 
     def _timed(self, contest: Contest) -> Iterator[Cell]:
-        """The cells again, with times."""
+        """Time the steps of all cells in rounds; yield the cells with their times."""
         self.turns.take(ROUNDS if self.rounds is None else self.rounds)
         if self.rounds is None:
             claimed = [self._timed_as[c.name] for c in contest.cells if c.name in self._timed_as and _is_claimed(c)]
@@ -181,7 +185,7 @@ def _versions() -> dict[str, str]:
 
 
 def _processor() -> str:
-    """The processor's model name, as Linux gives it."""
+    """Return the processor's model name as Linux reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

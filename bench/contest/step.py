@@ -1,7 +1,7 @@
-"""One training step that can be measured: its exact peak, its exact FLOPs and its bits beside the plain step's.
+"""One training step that can be measured: its exact peak, its exact FLOPs, and its bits compared with the plain step's.
 
 The step is forward and backward, with no gradients when it begins and none when it ends. There is no optimizer: its
-time and memory are the same for everybody, and would only make the differences look smaller.
+time and memory are the same for every way, and would only make the differences look smaller.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lowtide.runtime.static_memory import static_bytes
 
 @dataclass(frozen=True, slots=True)
 class Bits:
-    """What a step leaves behind."""
+    """Results of a step: loss, gradients and buffers."""
 
     loss: Tensor
     gradients: dict[str, Tensor]
@@ -34,13 +34,15 @@ class Bits:
 
 @dataclass(slots=True, eq=False)
 class Steps:
-    """The steps of one model. `call` runs its forward: the model itself, or something compiled from it."""
+    """The steps of one model. `call` runs the model's forward: the model itself, or a compiled version of it."""
 
     model: nn.Module
     batch: Batch
     call: Callable[..., Any]
     has_plan: bool = False
-    """Whether a plan of Lowtide's may be in force. For others backward's kernels, the process's, are torch's own."""
+    """True if a plan of Lowtide may be in force. Without one, backward runs torch's own kernels, not Lowtide's in-place
+    ones.
+    """
     _look: Callable[[], None] | None = None
     _first_buffers: dict[str, Tensor] = field(init=False)
 
@@ -52,9 +54,11 @@ class Steps:
         return cls(made.model, made.batch, made.model, has_plan)
 
     def step(self, batch: Batch) -> Tensor:
-        """Forward and backward. The output object, which holds the logits, is gone before backward begins."""
+        """Run forward and backward; return the loss. The output object, which holds the logits, is freed before
+        backward.
+        """
         loss: Tensor = self.call(**batch).loss
-        with nullcontext() if self.has_plan else InPlacePermission("cpu", alone=True):  # and it wants nothing
+        with nullcontext() if self.has_plan else InPlacePermission("cpu", alone=True):  # allows nothing
             loss.backward()  # type: ignore[no-untyped-call]
         if self._look is not None:
             self._look()
@@ -62,21 +66,23 @@ class Steps:
         return loss.detach()
 
     def reset(self) -> None:
-        """Buffers and random numbers as they were at first. Parameters never change: there is no optimizer."""
+        """Restore buffers and random numbers to the initial state. Parameters never change: there is no optimizer."""
         with torch.no_grad():
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(self._first_buffers[name])
         torch.manual_seed(SEED + 1)
 
     def bits(self) -> Bits:
-        """Of the step from the first state."""
+        """Run a step from the initial state, and return its results."""
         found: dict[str, Tensor] = {}
         self.reset()
         loss = self._looking(lambda: found.update(self._gradients()))
         return Bits(loss, found, {name: buffer.clone() for name, buffer in self.model.named_buffers()})
 
     def measure(self, plain: Bits) -> Measured:
-        """Peak and bits of the step from the first state, and the FLOPs of one more."""
+        """Measure the peak of a step from the initial state, compare its bits with `plain`, and count FLOPs of another
+        step.
+        """
         unequal: list[str] = []
 
         def compare() -> None:
@@ -98,20 +104,22 @@ class Steps:
         )
 
     def flops(self) -> int:
-        """Of one step, forward and backward, everything that is run again included. They are counted, not done."""
+        """Count the FLOPs of one step, forward and backward, recomputes included. The counted operators are not
+        computed.
+        """
         with Flops(computes=False) as counter:
             self.step(self.batch)
         self.reset()
         return int(counter.total)
 
     def seconds(self) -> float:
-        """Of one step."""
+        """Run one step, and return its time in seconds."""
         began = time.perf_counter()
         self.step(self.batch)
         return time.perf_counter() - began
 
     def taken(self) -> Taken:
-        """The same, in pieces."""
+        """Run one step, and return the times of its pieces."""
         return taken(lambda: self.step(self.batch))
 
     def _looking(self, look: Callable[[], None]) -> Tensor:
@@ -127,7 +135,7 @@ class Steps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measured:
-    """A step beside the plain one. The names are those of `records.Cell`."""
+    """Measurements of a step, compared with the plain step. The fields are named like those of `records.Cell`."""
 
     peak_bytes: int
     flops: int

@@ -1,4 +1,4 @@
-"""A page of tables, one for each model, that are written as they are measured."""
+"""A page of tables, one for each model, whose lines are printed as they are measured."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from contest import allocator
 
 
 class Measured(Protocol):
-    """One way to train a model, as it was measured."""
+    """Measurements of one way to train a model."""
 
     @property
     def peak_bytes(self) -> int: ...
 
     def line(self, plain_bytes: int) -> str:
-        """Return its row of the table, beside the plain step's peak."""
+        """Format the measurements as a line of a table; shares are relative to the plain step's peak."""
         ...
 
 
@@ -30,9 +30,10 @@ DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
 def models_asked(doc: str, models: Sequence[str]) -> list[str] | None:
-    """Those that the command line names; None for all of them.
+    """Parse the command line, and return the models that it names; None for all models.
 
-    The script is started again where malloc's settings are not in force: it reads them when a process starts.
+    If the process was started without malloc's settings, which malloc reads only at the start, the script is run again
+    in a process that has them.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=models)
@@ -43,7 +44,7 @@ def models_asked(doc: str, models: Sequence[str]) -> list[str] | None:
 
 
 def write(page: str | None, head: Iterable[str], sections: Iterable[Iterable[str]]) -> None:
-    """Print the lines of all sections as they are measured, and put them on a page of the documents if it is named."""
+    """Print the lines of all sections as they are measured, and write them to the page of docs/ if it is named."""
     lines = list(head)
     for line in (line for section in sections for line in section):
         print(line, flush=True)
@@ -53,14 +54,16 @@ def write(page: str | None, head: Iterable[str], sections: Iterable[Iterable[str
 
 
 def make(page: str, title: str, doc: str, models: Sequence[str], section: Callable[[str], Iterable[str]]) -> None:
-    """Measure the models that the command line names and print them; without names all, onto the page."""
+    """Measure and print the tables of the models that the command line names; if it names none, of all, and write the
+    page.
+    """
     named = models_asked(doc, models)
     about = head(page, title, doc, f"{torch.get_num_threads()} threads")
     write(None if named else page, about, map(section, named or models))
 
 
 def rows_of(description: str, columns: Sequence[str], rows: Iterable[Measured]) -> Iterator[str]:
-    """Return a heading and a table, line by line, as the rows are measured; the first row is the plain step."""
+    """Yield a heading and a table, line by line, as the rows are measured; the first row is the plain step."""
     yield from ("", f"## {description}", "", *columns)
     plain_bytes = 0
     for row in rows:
@@ -75,7 +78,9 @@ def text_after_commands(doc: str) -> list[str]:
 
 
 def head(page: str, title: str, doc: str, runs_in: str) -> Iterator[str]:
-    """Yield the text before a page's tables: its script's docstring after the commands, and what the script ran on."""
+    """Yield the text before a page's tables: the script's docstring after its commands, and the versions and settings
+    used.
+    """
     yield f"# {title}"
     yield ""
     yield f"Made by `python bench/{page}.py`."

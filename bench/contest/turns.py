@@ -1,6 +1,7 @@
-"""Times of several steps that take turns, so that all of them see the same weather on the machine.
+"""Times of several steps that take turns, so that disturbances of the machine affect all of them alike.
 
-In a round each runs one step. The steps of one are so minutes apart, and a bad minute meets each of them but once.
+In each round every step runs once. Two runs of the same step are minutes apart, so that a bad minute affects each step
+at most once.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Protocol
 from contest.pieces import Taken, undisturbed
 
 SETTLED = 0.01
-"""Times are, when one more round moves none of their ratios to the plain step's by more."""
+"""Largest change of any ratio to the plain step's time in one more round for times to count as settled."""
 
 
 class Entrant(Protocol):
@@ -23,7 +24,9 @@ class Entrant(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """Seconds of an undisturbed step and of a plain one in the same rounds, how many, and page faults in the last."""
+    """Seconds of an undisturbed step and of a plain step in the same rounds, their number, and page faults in the last
+    round.
+    """
 
     seconds: float
     plain_seconds: float
@@ -33,7 +36,7 @@ class Timed:
 
 @dataclass(slots=True, eq=False)
 class AlternatingModels:
-    """Steps in rounds: of the plain step, and of whatever is entered beside it by a name of its own."""
+    """Steps that run in rounds: the plain step, and further steps, each with a name."""
 
     plain: Entrant
     _others: dict[Hashable, Entrant] = field(default_factory=dict)
@@ -41,16 +44,16 @@ class AlternatingModels:
     _faults: dict[Hashable, int] = field(default_factory=dict)
 
     def enter(self, name: Hashable, entrant: Entrant) -> None:
-        """What is entered by a known name already stays as it is."""
+        """Add an entrant under `name`, unless the name is known already."""
         self._others.setdefault(name, entrant)
 
     def take(self, rounds: int) -> None:
-        """So many rounds of all."""
+        """Run `rounds` rounds of all steps."""
         for _ in range(rounds):
             self._round(self._others)
 
     def take_until_settled(self, names: Iterable[Hashable], most: int) -> None:
-        """Further rounds of these and of the plain step, until their times are SETTLED or each has had `most`."""
+        """Run more rounds of the named steps and the plain step, until times are SETTLED or `most` rounds have run."""
         some = list(dict.fromkeys(names))
         known = self._ratios(some)
         while some and len(self._steps[None]) < most:
@@ -61,7 +64,10 @@ class AlternatingModels:
             known = ratios
 
     def timed(self, name: Hashable) -> Timed | None:
-        """None for no turns. The plain step's rounds are the same, since nobody joins later."""
+        """Return the times of the step called `name`; None if it had no turn.
+
+        The plain step's times are from the same rounds: every step takes part from the first round on.
+        """
         steps = self._steps.get(name)
         if not steps:
             return None
@@ -72,7 +78,7 @@ class AlternatingModels:
         return [timed.seconds / timed.plain_seconds for timed in map(self.timed, names) if timed]
 
     def _round(self, names: Iterable[Hashable]) -> None:
-        """One step of each; every second round goes backwards."""
+        """Run one step of each entrant; every second round runs in reverse order."""
         gc.collect()
         order = [None, *names]
         for name in reversed(order) if len(self._steps.get(None, ())) % 2 else order:

@@ -1,7 +1,7 @@
-"""The peers: other ways to hold less for backward, each as its users would switch it on.
+"""The peers: other ways to hold less memory for backward, each switched on as its users would.
 
-A way is a function that is given a fresh model, may change it, and gives back what to call. Nothing is undone, so the
-new model is built for each.
+A way is a function that takes a fresh model, may change it, and returns the function to call. Nothing is undone, so a
+new model is built for each way.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from contest.claims import EVERY_BLOCK
 
 Model = Any
-"""A model of transformers, most of whose switches torch's types know nothing of."""
+"""A model of transformers. torch's types do not know most of its switches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +30,11 @@ class Way:
     name: str
     apply: Callable[[Model], Callable[..., Any]]
     settings: Mapping[str, float] = field(default_factory=dict)
-    """Of `torch._functorch.config`, while the step runs for the first time and is compiled."""
+    """Settings of `torch._functorch.config` in force while the step runs for the first time and is compiled."""
 
 
 def blocks(model: Model) -> list[Any]:
-    """The repeated blocks: transformer layers, residual layers."""
+    """Return the repeated blocks of a model: transformer layers, or residual layers."""
     layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
     return layers or [m for m in model.modules() if type(m).__name__ == "ResNetBasicLayer"]
 
@@ -43,7 +43,7 @@ def blocks(model: Model) -> list[Any]:
 
 
 def every_nth_block(model: Model, n: int, **how: Any) -> Model:
-    """The switch of transformers; ResNet has none, and there the same is done by hand."""
+    """Checkpoint every `n`th block by the switch of transformers, or by hand for ResNet, which has no such switch."""
     how = {"use_reentrant": False, **how}
     if model.supports_gradient_checkpointing:
         model.activation_checkpointing_enable(how, every_n_layers=n)
@@ -53,7 +53,7 @@ def every_nth_block(model: Model, n: int, **how: Any) -> Model:
 
 
 def first_half(model: Model) -> Model:
-    """Early blocks hold their activations longest, so they are those to give up."""
+    """Checkpoint the first half of the blocks: early blocks hold their activations longest."""
     found = blocks(model)
     half = len(found) // 2
     if model.supports_gradient_checkpointing:
@@ -94,14 +94,14 @@ ATTENTION = frozenset(
 
 
 def saving_matmuls(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Save every matrix product, convolution and attention; make the rest again."""
+    """Return the checkpoint policy for an op: save matrix products, convolutions and attention; recompute the rest."""
     return CheckpointPolicy.MUST_SAVE if op in MATMULS | ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 class EverySecondMatmul:
-    """torchtitan's policy: save attention, and of the matrix products the second, the fourth and so on.
+    """torchtitan's checkpoint policy: save attention, and every second matrix product.
 
-    Its trick is that a block's products come in pairs of which the first tends to be larger or to feed the second. On
+    It relies on a block's products coming in pairs, of which the first tends to be larger or to feed the second. On
     ResNet, which it was not made for, convolutions count as products.
     """
 
@@ -117,7 +117,7 @@ class EverySecondMatmul:
 
 
 def selective(model: Model, policy: Callable[[], Any]) -> Model:
-    """Checkpoint every block with a `policy` for its ops."""
+    """Checkpoint every block with a `policy` that decides for each op."""
     return every_nth_block(model, 1, context_fn=lambda: create_selective_checkpoint_contexts(policy()))  # type: ignore[no-untyped-call]
 
 
@@ -125,8 +125,10 @@ def selective(model: Model, policy: Callable[[], Any]) -> Model:
 
 
 def compiled(model: Model) -> Callable[..., Any]:
-    """AOTAutograd with its min-cut partitioner, and no compiler behind it: the bytes are those of its graphs."""
-    # A backend of its own, for code that was compiled with other settings by the same one would be taken for this.
+    """Compile a model by AOTAutograd with its min-cut partitioner, and without a code generator: graphs decide the
+    bytes.
+    """
+    # A new backend, because with the same one torch would reuse code that was compiled with other settings.
     return torch.compile(model, backend=lambda *args, **kwargs: aot_eager(*args, **kwargs))
 
 
@@ -134,7 +136,7 @@ def compiled(model: Model) -> Callable[..., Any]:
 
 
 class _RandomState:
-    """What torch-remat asks for where a block draws random numbers."""
+    """Hooks by which torch-remat saves and restores random numbers around a block."""
 
     def snapshot(self) -> Tensor:
         return torch.get_rng_state()
@@ -144,7 +146,7 @@ class _RandomState:
 
 
 def remat(model: Model, save: tuple[str, ...]) -> Model:
-    """torch-remat around every block, with the submodules called `save` as regions that are not run again."""
+    """Put torch-remat around every block; submodules whose name is in `save` become regions that are not run again."""
     import torch_remat  # type: ignore[import-untyped]
 
     def region(module: Any, name: str) -> None:
@@ -154,7 +156,7 @@ def remat(model: Model, save: tuple[str, ...]) -> Model:
             out = run(*args, **kwargs)
             for tensor in out if isinstance(out, tuple) else (out,):
                 if isinstance(tensor, Tensor):
-                    torch_remat.recompute_needs_tensor(tensor)  # a sum or a norm comes next
+                    torch_remat.recompute_needs_tensor(tensor)  # it is the input of a sum or a norm
             return out
 
         module.forward = forward
@@ -169,11 +171,11 @@ def remat(model: Model, save: tuple[str, ...]) -> Model:
 
 
 ATTENTION_MODULES = ("attn", "self_attn", "attention", "layer.0")
-"""What attention is called in the blocks of these models; in ResNet's, the first of two convolutions."""
+"""Names of attention modules in the blocks of these models; for ResNet, of the first of two convolutions."""
 
 
 def ways() -> Iterator[Way]:
-    """All peers, in the order of the tables."""
+    """Yield all peers, in the order of the tables."""
     yield Way(name=EVERY_BLOCK, apply=partial(every_nth_block, n=1))
     yield Way(name="checkpoint every 2nd block", apply=partial(every_nth_block, n=2))
     yield Way(name="checkpoint every 3rd block", apply=partial(every_nth_block, n=3))

@@ -1,11 +1,11 @@
-"""What `bench/xmem.py` predicts, and beside what: training runs measured by others, rebuilt from their protocol.
+"""Predictions of `bench/xmem.py` for training runs that others measured, rebuilt from their protocol.
 
-rows.py       the runs that were measured, what estimators said of them, and which can't be rebuilt
-models.py     their models, without memory
-training.py   their training loops
-predicting.py one run, estimated
-records.py    what was predicted
-scores.py     errors, and what is claimed of them
-reasons.py    why some are far off
-page.py       all of it as Markdown
+rows.py       the measured runs, the estimates of other tools, and runs that can't be rebuilt
+models.py     the runs' models, without memory
+training.py   the runs' training loops
+predicting.py the estimate of one run
+records.py    predictions, as records
+scores.py     errors, and claims about them
+reasons.py    reasons for large errors
+page.py       all results as Markdown
 """

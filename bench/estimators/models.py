@@ -63,11 +63,11 @@ TRANSFORMERS: Mapping[str, tuple[tuple[str, str], dict[str, Any]]] = {
         ),
     ),
 }  # fmt: skip
-"""Class of the model and of its configuration, and where that differs from its defaults."""
+"""Classes of model and configuration by name, and the settings that differ from the configuration's defaults."""
 
 
 def build(name: str) -> nn.Module:
-    """The model in training mode. Raises ModuleNotFoundError for a CNN where torchvision is not installed."""
+    """Build a model in training mode. Raises ModuleNotFoundError for a CNN if torchvision is not installed."""
     importable()
     if name in TRANSFORMERS:
         import transformers
@@ -81,10 +81,10 @@ def build(name: str) -> nn.Module:
 
 
 def importable() -> bool:
-    """Whether torchvision is there; afterwards it can be imported, by transformers too.
+    """Return True if torchvision is installed, after making sure that it can be imported, also by transformers.
 
-    Its compiled operators belong to one build of torch, and without them its import fails for want of two names. No
-    model here calls them.
+    torchvision's compiled operators belong to one build of torch. With another torch, the import fails because two
+    operators are not defined; they are defined here. No model here calls them.
     """
     global _library
     try:
@@ -103,7 +103,7 @@ def importable() -> bool:
 
 def _cnn(name: str) -> nn.Module:
     zoo = _torchvision()
-    if name.startswith("RegNet"):  # it computes its widths with tensors
+    if name.startswith("RegNet"):  # its constructor computes widths with tensors
         model: nn.Module = zoo[name]()
         return model.to("meta")
     with torch.device("meta"):
@@ -111,7 +111,7 @@ def _cnn(name: str) -> nn.Module:
 
 
 def _torchvision() -> Mapping[str, Callable[[], nn.Module]]:
-    """Torchvision's models by their names in the rows."""
+    """Return builders of torchvision's models, by the models' names in the rows."""
     from torchvision import models
     from torchvision.models.mobilenetv3 import MobileNetV3, _mobilenet_v3_conf
 

@@ -1,4 +1,4 @@
-"""The predictions as Markdown, and one as a line for the terminal. Pure functions of the records."""
+"""Predictions as Markdown, and a prediction as a line for the terminal. Pure functions of the records."""
 
 from __future__ import annotations
 
@@ -67,14 +67,14 @@ _BEHIND = """\
 
 
 def page(rows: Sequence[Row], predictions: Predictions) -> str:
-    """`docs/prediction.md`."""
+    """Return the text of `docs/prediction.md`."""
     pairs = scored(rows, predictions.found)
     parts = [*_head(predictions), *_summary(pairs), *_finished(pairs), *_far(pairs), *_refused(pairs)]
     return "\n".join([*parts, *_left_out(rows, predictions), _BEHIND.format(length=LENGTH)]).rstrip() + "\n"
 
 
 def line(pair: Scored) -> str:
-    """One row for the terminal."""
+    """Format a row with its prediction for the terminal."""
     row, found = pair.row, pair.prediction
     assert found.reserved_bytes is not None
     error = f"{'':>8}" if row.oom else f"{pair.error():>+8.2%}"

@@ -1,4 +1,4 @@
-"""One run, estimated on a GPU that is not there."""
+"""Estimate of one measured run, on a GPU that the machine does not have."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CAPABILITY = {
 
 
 def predict(row: Row) -> Prediction:
-    """What the run reserves, whether it fits on its GPU, and how long it took to say so."""
+    """Predict the bytes that the run reserves and whether it fits on its GPU, and time the prediction."""
     began = time.perf_counter()
     expected, *others_possible = row.lengths
     estimated = estimate(row, expected)
@@ -38,7 +38,7 @@ def predict(row: Row) -> Prediction:
 
 
 def estimate(row: Row, lengths: tuple[int, ...]) -> GpuMemoryEstimate:
-    """The whole run on its gpu."""
+    """Estimate the whole run on its GPU; `lengths` has the tokens of the longest line in each iteration."""
     model = build(row.model)
     loop = Loop(row, model, lengths)
     gpu = GpuSpec(name=row.gpu, total_bytes=row.gpu_bytes, capability=CAPABILITY[row.gpu], source=row.source)

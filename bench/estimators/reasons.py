@@ -1,4 +1,4 @@
-"""Why a prediction is far from what was measured, where that can be shown; and how far measurements are from repeats.
+"""Reasons for predictions that are far from the measured peak, where they can be shown, and the spread of measurements.
 
 Nothing here changes a prediction.
 """
@@ -16,25 +16,25 @@ CLOSE = 0.06
 MIB = 2**20
 
 _APART = (1 + CLOSE) / (1 - CLOSE)
-"""Two measurements further apart than this have no number between them that is close to both."""
+"""Ratio of two measurements above which no number is close to both."""
 
 
 _NEAR = 0.01
-"""Kernels that are loaded on the way are in what was measured, not in what was predicted."""
+"""Tolerance for kernels loaded during the run, which measurements include and predictions do not."""
 
 
 def far(pairs: Sequence[Scored]) -> list[Scored]:
-    """The rows that finished whose prediction is not within 6 %."""
+    """Return the finished rows whose prediction is not within 6 % of the measured peak."""
     return [pair for pair in finished(pairs) if not is_close(pair.prediction.reserved_bytes, pair.row.measured_bytes)]
 
 
 def is_close(found: int | None, measured: int) -> bool:
-    """Within 6 % of what was measured."""
+    """Return True if `found` is within 6 % of `measured`."""
     return found is not None and abs(found / measured - 1) <= CLOSE
 
 
 def reason(pair: Scored, pairs: Sequence[Scored]) -> str:
-    """What can be shown, in words; that nothing can be shown, otherwise."""
+    """Describe the reason that can be shown for a row's error, or state that no reason is known."""
     predicted, measured = pair.prediction.reserved_bytes, pair.row.measured_bytes
     assert predicted is not None
     again = dict(_again(pair, pairs))
@@ -69,13 +69,16 @@ _RANGES: Mapping[Stratum, str] = {
 
 
 def repeats(pairs: Sequence[Scored]) -> tuple[int, int]:
-    """How many repeats there are of the rows that finished, and how many are within 6 % of the first measurement."""
+    """Count the repeats of finished rows, and those within 6 % of the first measurement."""
     found = [(n_bytes, pair.row.measured_bytes) for pair in finished(pairs) for n_bytes in pair.row.repeats]
     return len(found), sum(is_close(*each) for each in found)
 
 
 def close_to_one(pairs: Sequence[Scored]) -> tuple[int, int]:
-    """How many predictions are within 6 % of one measurement of their run, limited ones included; of how many."""
+    """Count the predictions within 6 % of at least one measurement of their run, and all finished rows.
+
+    Runs with limited memory count as measurements, too.
+    """
     found = finished(pairs)
     n_close = sum(any(is_close(pair.prediction.reserved_bytes, n) for n in _all(pair, pairs)) for pair in found)
     return n_close, len(found)
@@ -88,7 +91,7 @@ def _all(pair: Scored, pairs: Sequence[Scored]) -> list[int]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Above:
-    """How far the first measurement of a row is above the others of the same run, at least and at most."""
+    """Amount, at least and at most, by which the first measurement of a row exceeds all others of the same run."""
 
     name: str
     least_bytes: int
@@ -96,7 +99,9 @@ class Above:
 
 
 def above_repeats(some: Sequence[Scored], pairs: Sequence[Scored]) -> list[Above]:
-    """Those of `some` whose first measurement is more than 6 % above each other one, limited ones included."""
+    """Find rows of `some` whose first measurement is more than 6 % above every other one, runs with limited memory
+    included.
+    """
     found = []
     for pair in some:
         first = pair.row.measured_bytes
@@ -107,7 +112,7 @@ def above_repeats(some: Sequence[Scored], pairs: Sequence[Scored]) -> list[Above
 
 
 def _again(pair: Scored, pairs: Sequence[Scored]) -> Iterator[tuple[int, str]]:
-    """Other measurements of the same model, batch and optimizer, and where they are."""
+    """Yield other measurements of the same model, batch and optimizer, each with its origin."""
     for n_bytes in pair.row.repeats:
         yield n_bytes, "the same run, repeated"
     for other in finished(pairs):

@@ -1,4 +1,4 @@
-"""The measured runs in `bench/data/xmem_rows.json`, and what is known of how they ran."""
+"""The measured runs in `bench/data/xmem_rows.json`, with the known circumstances of each run."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from typing import Any, Literal
 DATA = Path(__file__).parents[1] / "data" / "xmem_rows.json"
 
 TOOLS = ("xMem", "DNNMem", "SchedTune", "LLMem")
-"""The estimators whose numbers the rows have."""
+"""Estimators whose numbers the rows contain."""
 
 Stratum = Literal["transformer, batch 15 and more", "transformer, smaller batch", "CNN"]
 STRATA: tuple[Stratum, ...] = ("transformer, batch 15 and more", "transformer, smaller batch", "CNN")
 
 LENGTH = 128
-"""Tokens of the longest line in a batch: lines of WikiText-2 are cut there, and about every fourth is longer."""
+"""Tokens of the longest line in a batch: lines of WikiText-2 are cut here, and about every fourth is longer."""
 
 ITERATIONS = 4
 
 SHORTER = ((96, LENGTH, LENGTH, LENGTH), (64, 96, 112, LENGTH), (LENGTH, 96, LENGTH, 112))
-"""What the four iterations of a small batch may have been as well."""
+"""Other possible lengths of the longest line in the four iterations of a run with small batches."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What a tool said of a run before it ran; no bytes where it does not know the model."""
+    """A tool's estimate of a run; its bytes are None if the tool does not know the model."""
 
     bytes: int | None
     oom: bool | None
@@ -34,7 +34,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limited:
-    """The measured peak of a run that was not allowed more than `limit` bytes."""
+    """Measured peak of a run whose memory was limited to `limit` bytes."""
 
     bytes: int
     limit: int
@@ -56,25 +56,25 @@ class Row:
     gpu: str
     gpu_bytes: int
     oom: bool
-    """It ended out of memory."""
+    """True if the run ended out of memory."""
     measured_bytes: int
-    """Peak of reserved bytes and kernels loaded on the way; how far it came if it ended out of memory."""
+    """Peak of reserved bytes, and of kernels loaded during the run; up to its end if it ended out of memory."""
     estimates: dict[str, Estimate]
     repeats: tuple[int, ...] = ()
-    """Measured peaks of the same run once more, where its memory was not limited to less than 1.1 times the first."""
+    """Measured peaks of repeats of the run with no limit of memory, or one of at least 1.1 times the first peak."""
     limited: tuple[Limited, ...] = ()
-    """The same, where it was, and the run did not end out of memory."""
+    """Measured peaks of repeats with a lower limit of memory that did not end out of memory."""
 
     @property
     def name(self) -> str:
-        """Model, batch size and optimizer."""
+        """Model, batch size and optimizer, in words."""
         return f"{self.model.rpartition('/')[2]} {self.batch} {self.optimizer}"
 
     @property
     def stratum(self) -> Stratum:
-        """Rows of one stratum are about equally well known.
+        """Group of rows whose circumstances are known about equally well.
 
-        In small batches of text the longest line differs from run to run, and with it what is reserved.
+        In small batches of text the longest line differs from run to run, and with it the reserved bytes.
         """
         if self.family == "cnn":
             return "CNN"
@@ -82,14 +82,14 @@ class Row:
 
     @property
     def lengths(self) -> tuple[tuple[int, ...], ...]:
-        """Tokens of the longest line in each iteration: what is expected, and what it may have been as well."""
+        """Tokens of the longest line in each iteration: the expected lengths first, then other possible ones."""
         expected = (LENGTH,) * ITERATIONS
         padded_at_random = self.stratum == "transformer, smaller batch" and self.run_set != "colab"
         return (expected, *SHORTER) if padded_at_random else (expected,)
 
     @property
     def unknown(self) -> str | None:
-        """Why this run can't be rebuilt; None if it can."""
+        """The reason why this run can't be rebuilt; None if it can."""
         if self.run_set != "colab":
             return None
         missing = []
@@ -106,7 +106,7 @@ _ONE_LINE = ("google/gemma-2-2b-it", "meta-llama/Llama-3.2-3B-Instruct")
 
 
 def load(path: Path = DATA) -> tuple[Row, ...]:
-    """All rows: first those that finished."""
+    """Read all rows from the file: finished runs first."""
     found = json.loads(path.read_text(encoding="utf-8"))["rows"]
     return tuple(_row(row) for row in found)
 

@@ -1,4 +1,4 @@
-"""How far predictions are from what was measured, and what is claimed of that."""
+"""Errors of predictions, and claims about these errors."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ OURS = "Lowtide"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scored:
-    """A row and what was predicted of it."""
+    """A row and the prediction for it."""
 
     row: Row
     prediction: Prediction
 
     def error(self, tool: str = OURS) -> float | None:
-        """(predicted - measured) / measured; None where the tool says nothing."""
+        """Return the relative error, (predicted - measured) / measured, of a tool; None if the tool has no answer."""
         if tool == OURS:
             predicted = self.prediction.reserved_bytes
         else:
@@ -31,7 +31,7 @@ class Scored:
         return None if predicted is None else predicted / self.row.measured_bytes - 1
 
     def says_out_of_memory(self, tool: str = OURS) -> bool | None:
-        """Whether the tool said that the run would not fit; None where it says nothing."""
+        """Return True if the tool said that the run would not fit; None if the tool has no answer."""
         if tool == OURS:
             verdict = self.prediction.verdict
             return None if verdict is None else verdict == DOES_NOT_FIT
@@ -41,7 +41,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """Something that is said of the predictions; `held` is None where no row could tell."""
+    """A claim about the predictions; `held` is None if no row could decide it."""
 
     text: str
     found: str
@@ -50,7 +50,7 @@ class Claim:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A tool and Lowtide on the rows of a stratum that both know: absolute errors."""
+    """Absolute errors of a tool and of Lowtide, on the rows of a stratum that both know."""
 
     tool: str
     stratum: Stratum | None
@@ -62,7 +62,7 @@ class Comparison:
 
 
 def scored(rows: Sequence[Row], predictions: Sequence[Prediction]) -> list[Scored]:
-    """The rows that were rebuilt, in their order."""
+    """Return the rows that were rebuilt, in order, each with its prediction."""
     found = {prediction.row: prediction for prediction in predictions}
     return [
         Scored(row=row, prediction=found[row.id])
@@ -72,17 +72,17 @@ def scored(rows: Sequence[Row], predictions: Sequence[Prediction]) -> list[Score
 
 
 def finished(pairs: Sequence[Scored], stratum: Stratum | None = None) -> list[Scored]:
-    """Those whose run ended well: what was measured is their peak."""
+    """Return the pairs whose run finished, so that the measured bytes are its peak; of one stratum if given."""
     return [pair for pair in pairs if not pair.row.oom and stratum in (None, pair.row.stratum)]
 
 
 def errors(pairs: Sequence[Scored], tool: str = OURS) -> list[float]:
-    """Absolute errors, of the rows that the tool knows."""
+    """Return the absolute errors of a tool, on the rows that it knows."""
     return [abs(error) for pair in pairs if (error := pair.error(tool)) is not None]
 
 
 def comparisons(pairs: Sequence[Scored]) -> Iterator[Comparison]:
-    """Each tool over all rows, then in each stratum, where it knows any."""
+    """Compare each tool with Lowtide: over all rows, then in each stratum that has rows the tool knows."""
     for tool in TOOLS:
         for stratum in (None, *STRATA):
             both = [pair for pair in finished(pairs, stratum) if pair.error(tool) is not None]
@@ -100,7 +100,7 @@ def comparisons(pairs: Sequence[Scored]) -> Iterator[Comparison]:
 
 
 def claims(pairs: Sequence[Scored]) -> Iterator[Claim]:
-    """What is claimed, and whether it held."""
+    """Check all claims about the predictions, and yield each with its result."""
     yield _median("the median error of all runs is at most 2.5 %", errors(finished(pairs)), 0.025)
     large = errors(finished(pairs, "transformer, batch 15 and more"))
     yield _median("the median error of transformers at batch 15 and more is at most 2 %", large, 0.02)

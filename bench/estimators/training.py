@@ -1,7 +1,7 @@
-"""The training loops of the measured runs, in the order in which the artefact of xMem takes its steps.
+"""Training loops of the measured runs, with their steps in the order of xMem's artefact.
 
-What its variables hold is part of a run's memory: `outputs` (logits, and keys and values of the cache) lives until the
-next forward has returned, the batch until the next one is fetched.
+Tensors held by the loop's variables are part of a run's memory: `outputs` (logits, and keys and values of the cache)
+lives until the next forward has returned, the batch until the next one is fetched.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from torch import nn
 from estimators.rows import ITERATIONS, Row
 
 SIDE = 86
-"""Pixels of an image's side."""
+"""Height and width of an image in pixels."""
 
 
 class Loop:
-    """`ITERATIONS` in two calls, on whatever device the model is. The argument is not used.
+    """Training loop of a run: each of two calls runs half of the `ITERATIONS`, on the model's device. The argument is
+    unused.
 
-    `lengths` are the tokens of the longest line in each iteration.
+    `lengths` has the tokens of the longest line in each iteration.
     """
 
     def __init__(self, row: Row, model: nn.Module, lengths: tuple[int, ...]) -> None:
         self.model = model
         self.optimizer = getattr(torch.optim, row.optimizer)(model.parameters(), lr=0.001)
-        self._zero_grad_mode = row.zero_grad_mode or 0  # where it is not recorded no old gradients are seen
+        self._zero_grad_mode = row.zero_grad_mode or 0  # if not recorded, no old gradients are assumed
         self._batches = [_batch(row, model, length) for length in lengths]
         self._done = 0
         self.inputs: Any = None
@@ -64,7 +65,7 @@ class Loop:
 
 
 def _batch(row: Row, model: nn.Module, length: int) -> dict[str, torch.Tensor]:
-    """On the CPU. Of a batch of lines, the first is `length` tokens and the others, padded, are half of that."""
+    """Make a batch on the CPU. In a batch of lines, the first has `length` tokens and each other line half, padded."""
     if row.family == "cnn":
         images = torch.empty(row.batch, 3, SIDE, SIDE)
         return {"images": images, "labels": torch.zeros(row.batch, dtype=torch.int64)}

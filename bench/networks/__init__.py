@@ -1,1 +1,1 @@
-"""Networks drawn at random as typed expressions over modules and functions, and their steps judged from outside."""
+"""Networks drawn at random as typed expressions over modules and functions, and checks of their steps under plans."""

@@ -1,4 +1,4 @@
-"""Random networks and their training steps: a case is drawn from a number, and is the same for the same number."""
+"""Random networks and their training steps: each case is drawn from a number, and equal numbers give equal cases."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Batch = tuple[Tensor, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A piece in a block, and the numbers of the results that it takes; 0 is the block's input."""
+    """A piece in a block, and the indices of the results that are its inputs; 0 is the block's input."""
 
     piece: str
     takes: tuple[int, ...]
@@ -29,26 +29,26 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drawn:
-    """All that was drawn for a case."""
+    """All random choices of a case."""
 
     seed: int
     blocks: tuple[tuple[Node, ...], ...]
     order: tuple[int, ...]
-    """Which block is called when; one that is there twice is shared."""
+    """Index of the block for each call in order; a block that occurs twice is shared."""
     residual: bool
     skips: bool
-    """Blocks are left out at random."""
+    """True if blocks are skipped at random."""
     words: bool
-    """The input is words, whose embedding is also the output layer; else numbers."""
+    """True if the input is words, whose embedding is also the output layer; False for real numbers."""
     autocast: bool
     pieces: int
-    """Micro-batches that gradients are accumulated over."""
+    """Number of micro-batches over which gradients are accumulated."""
     clipped: bool
     optimizer: str
     frozen: bool
-    """The first parameter of each block is not trained."""
+    """True if the first parameter of each block is not trained."""
     later: tuple[int, ...] = field(default=(ROWS, ROWS // 2, ROWS))
-    """Rows of the batches that come after the first."""
+    """Rows of each batch after the first."""
 
     def __str__(self) -> str:
         blocks = " | ".join(", ".join(f"{node.piece}{[*node.takes]}" for node in block) for block in self.blocks)
@@ -57,7 +57,7 @@ class Drawn:
 
 
 class Block(nn.Module):
-    """Nodes one after the other, each of earlier results; those that nothing takes are added up."""
+    """Nodes that run in order on earlier results; sequences that no node takes are added to the last result."""
 
     def __init__(self, nodes: tuple[Node, ...]) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """Blocks between an embedding and an output layer that has its weight, or between two linear layers."""
+    """Blocks between an embedding and an output layer that shares its weight, or between two linear layers."""
 
     def __init__(self, drawn: Drawn) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Network(nn.Module):
 
 
 class Case:
-    """A network, its step, and batches."""
+    """A network with its optimizer, its step and its batches."""
 
     def __init__(self, drawn: Drawn) -> None:
         torch.manual_seed(drawn.seed)
@@ -119,7 +119,7 @@ class Case:
         self.optimizer = makes[drawn.optimizer](trained) if drawn.optimizer in makes else None
 
     def batch(self, number: int) -> Batch:
-        """The batch of that number; 0 is the first one."""
+        """Return the batch with this number; 0 is the first batch."""
         rows = ROWS if number == 0 else self.drawn.later[number - 1]
         source = torch.Generator().manual_seed(1000 * self.drawn.seed + number)
         if self.drawn.words:
@@ -128,7 +128,7 @@ class Case:
         return torch.randn(rows, T, D, generator=source), torch.randn(rows, T, D, generator=source)
 
     def step(self, batch: Batch) -> Tensor:
-        """Forward and backward of each piece, and the update; gradients stay until the next step."""
+        """Run forward and backward of each piece, then the update, and return the loss. Gradients are kept."""
         self.model.zero_grad(set_to_none=True)
         n_pieces, total = self.drawn.pieces, torch.zeros(())
         for x, y in zip(*(part.chunk(n_pieces) for part in batch), strict=True):
@@ -146,14 +146,14 @@ class Case:
 
 
 def draw(seed: int) -> Drawn:
-    """The case of that number: the first one drawn whose plain step runs to its end, and gives finite numbers."""
+    """Return the case of this number: the first drawn one whose plain step runs to its end with finite losses."""
     source = random.Random(seed)
     while True:
         drawn = _drawn(seed, source)
         case = Case(drawn)
         try:
             losses = [case.step(case.batch(n)) for n in range(2)]
-        except RuntimeError:  # what is saved is changed in place, or no kernel is there for such a dtype
+        except RuntimeError:  # a saved tensor is changed in place, or a dtype has no kernel
             continue
         if all(map(torch.isfinite, losses)):
             return drawn
@@ -162,7 +162,7 @@ def draw(seed: int) -> Drawn:
 def _drawn(seed: int, source: random.Random) -> Drawn:
     blocks = tuple(_block(source) for _ in range(source.randint(1, 2)))
     order = [source.randrange(len(blocks)) for _ in range(source.randint(len(blocks), 4))]
-    distinct = source.random() < 0.6  # as many blocks of their own as calls
+    distinct = source.random() < 0.6  # each call has its own block
     return Drawn(
         seed=seed,
         blocks=tuple(blocks[index] for index in order) if distinct else blocks,
@@ -179,7 +179,7 @@ def _drawn(seed: int, source: random.Random) -> Drawn:
 
 
 def _block(source: random.Random) -> tuple[Node, ...]:
-    """Pieces of what is there; of a kind that is rare rather than another sequence, and a sequence at the end."""
+    """Draw the nodes of a block, each of which takes earlier results. The last result is a sequence."""
     nodes, kinds = list[Node](), ["s"]
     length = source.randint(2, 9)
     while len(nodes) < length or kinds[-1] != "s":
@@ -200,6 +200,6 @@ def _homeward(kinds: list[str], possible: dict[str, list[str]]) -> str:
 
 
 def _recent(source: random.Random, kinds: list[str], kind: str) -> int:
-    """The number of a result of that kind, the last one most often."""
+    """Return the index of a result of this kind, most often of the latest one."""
     found = [n for n, one in enumerate(kinds) if one == kind]
     return found[-1] if source.random() < 0.5 else source.choice(found)

@@ -1,6 +1,7 @@
-"""Judge plans of random networks: bits of later batches, and peaks as a counter outside torch has them.
+"""Judge plans of random networks: bits of later batches, and peaks counted outside torch.
 
-The counter is `meter.c`, which has to be loaded before torch: `preloaded` gives the environment of such a process.
+The counter is `meter.c`, which has to be loaded before torch: `preloaded` builds it, and returns the environment for a
+process that loads it.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ Digests = dict[str, bytes]
 
 
 def preloaded(folder: Path) -> dict[str, str] | None:
-    """Environment of a process whose allocations are counted, by a counter built in `folder`; None without compiler."""
+    """Build the counter of allocations in `folder`; return the environment of a process that loads it. None without
+    compiler.
+    """
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None or os.uname().sysname != "Linux":
         return None
@@ -40,7 +43,7 @@ def preloaded(folder: Path) -> dict[str, str] | None:
 
 @functools.cache
 def meter() -> ctypes.CDLL:
-    """The counter in this process. Raises AttributeError if it was not preloaded."""
+    """Return the counter that this process has loaded. Raises AttributeError if none was preloaded."""
     library = ctypes.CDLL(None)
     library.lt_now.restype = library.lt_peak.restype = ctypes.c_long
     return library
@@ -52,7 +55,7 @@ def is_preloaded() -> bool:
 
 
 def digests(case: Case, loss: Tensor) -> Digests:
-    """Bits of loss, gradients, parameters, buffers, optimizer state and random numbers."""
+    """Compute digests of loss, gradients, parameters, buffers, optimizer state and random numbers."""
     state = case.optimizer.state if case.optimizer is not None else {}
     found = {
         "loss": loss,
@@ -75,9 +78,11 @@ def _digest(tensor: Tensor) -> bytes:
 
 
 def judge(drawn: Drawn, parts: tuple[str, ...] = PARTS) -> Iterator[tuple[str, str]]:
-    """For each part of the plain step's peak as a budget: what went wrong, or nothing.
+    """Fit the network into each part of its plain step's peak; yield the part and a description of faults, empty if
+    none.
 
-    A budget binds unless a note says that a step's memory depends on what its tensors contain, as of `matrix_exp`.
+    A budget counts unless a note of the profile says that the step's memory depends on the contents of tensors, as for
+    `matrix_exp`.
     """
     first = Case(drawn)
     plain = [found for found, _ in _later(first)]
@@ -113,7 +118,7 @@ def judge(drawn: Drawn, parts: tuple[str, ...] = PARTS) -> Iterator[tuple[str, s
 
 
 def _begun(drawn: Drawn) -> Case:
-    """A case whose optimizer has its state."""
+    """Build a case whose optimizer has its state already."""
     case = Case(drawn)
     if case.optimizer is not None:
         case.step(case.batch(0))
@@ -122,7 +127,7 @@ def _begun(drawn: Drawn) -> Case:
 
 
 def _later(case: Case, *, begun: bool = False) -> Iterator[tuple[Digests, int]]:
-    """Steps on the later batches: their bits, and the highest level during each."""
+    """Run a step on each later batch; yield digests of its results, and the highest level of memory during the step."""
     if not begun and case.optimizer is not None:
         case.step(case.batch(0))
     for number in range(1, len(case.drawn.later) + 1):

@@ -1,7 +1,7 @@
-"""Pieces of random networks, each with the kinds of tensors that it takes and gives.
+"""Pieces of random networks, each with the kinds of tensors that it takes and returns.
 
 Kinds are one letter: `s` a sequence [B, T, D], `v` a vector [B, D], `i` an image [B, D, 4, T // 4], `c` a complex
-sequence [B, T, D]. So `sv>s` is what takes a sequence and a vector and gives a sequence.
+sequence [B, T, D]. For example, `sv>s` takes a sequence and a vector, and returns a sequence.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ T, D = 16, 32
 
 
 class Swish(torch.autograd.Function):
-    """`x * sigmoid(x)`, of which only `x` is saved."""
+    """Autograd function `x * sigmoid(x)` that saves only `x`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ class Swish(torch.autograd.Function):
 
 
 class Split(torch.autograd.Function):
-    """Positive and negative part, with the mask of both as an attribute of ctx."""
+    """Autograd function that splits `x` into its positive and its negative part; ctx holds the mask as an attribute."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -46,7 +46,7 @@ class Split(torch.autograd.Function):
 
 
 class Of(nn.Module):
-    """A module's first output, of inputs that are made to fit it."""
+    """A module called by a function, which adapts the inputs and selects the first output."""
 
     def __init__(self, inner: nn.Module, call: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Of(nn.Module):
 
 
 class Weighted(nn.Module):
-    """A function of inputs and a weight of its own."""
+    """A function of the inputs and of a weight that this module owns."""
 
     def __init__(self, weight: Tensor, call: Callable[..., Tensor]) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Weighted(nn.Module):
 
 
 class Counting(nn.Module):
-    """A running mean in a buffer that is written to in each forward."""
+    """Subtraction of a running mean, kept in a buffer that each forward writes to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -262,7 +262,7 @@ PIECES: dict[str, tuple[str, Callable[[], Callable[..., Tensor]]]] = {
     "real": ("c>s", lambda: lambda x: torch.fft.ifft(x, dim=1, norm="ortho").real),
     "halves": ("c>s", lambda: lambda x: torch.view_as_real(x).mean(-1)),
 }
-"""By name: what a piece takes and gives, and how one is made."""
+"""Signature and builder of each piece, by name."""
 
 
 def film(x: Tensor, scales: Tensor) -> Tensor:

@@ -33,7 +33,7 @@ class Norm(nn.Module):
 
 
 def turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Return queries or keys with rotary embeddings."""
+    """Apply rotary embeddings to queries or keys."""
     one, other = x[..., : x.size(-1) // 2], x[..., x.size(-1) // 2 :]
     rotated = torch.cat((-other, one), dim=-1)
     return (x * cos) + (rotated * sin)

@@ -51,7 +51,7 @@ class Norm(nn.Module):
 
 
 def turned(x: Tensor, angles: Tensor) -> Tensor:
-    """Return queries or keys with rotary embeddings."""
+    """Apply rotary embeddings to queries or keys."""
     pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * angles).flatten(3).type_as(x)
 
