@@ -26,7 +26,7 @@ _OF_TORCH: Final = {
 
 
 def in_hooks(pack: Callable[..., Any]) -> str:
-    """Describe a call whose saved tensors go to `pack`, another library's saved-tensor hook."""
+    """Describe calls whose saved tensors go to `pack`, a pack hook that is not Lowtide's, and state a remedy."""
     name = getattr(pack, "__qualname__", type(pack).__qualname__)
     return _OF_TORCH.get(name.partition(".")[0]) or (
         f"inside saved-tensor hooks of the program's own ({name}): {_ONE_PAIR}\n"

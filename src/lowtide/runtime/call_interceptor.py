@@ -1,7 +1,8 @@
-"""Entry point of Lowtide into a module: the instance attribute that `Module.__call__` uses instead of `_call_impl`.
+"""Entry point of Lowtide into a module: the instance attribute CALL, which `Module.__call__` uses in place of
+`_call_impl`.
 
-torch created it for `Module.compile`. The model is not rewritten: names, classes, hooks and `state_dict` stay
-unchanged, and copies and pickles of the model do not contain it.
+torch provides the attribute for `Module.compile`. The model is not rewritten: names, classes, hooks and `state_dict`
+stay unchanged, and copies and pickles of the model contain no interceptors.
 """
 
 from __future__ import annotations
@@ -78,10 +79,10 @@ class CallInterceptor:
         return type(None), ()
 
     def install(self) -> None:
-        """Install this interceptor in front of the module's implementation, or of the object in CALL, such as that of
-        `Module.compile`.
+        """Install this interceptor in front of the module's implementation, or of an object in CALL, such as compiled
+        code.
 
-        Every `OuterInterceptor` stays in front.
+        Every `OuterInterceptor` of the module stays in front of this interceptor.
         """
         last, first = None, self.module.__dict__.get(CALL)
         while isinstance(first, OuterInterceptor):
@@ -96,7 +97,7 @@ class CallInterceptor:
         self.installed = True
 
     def remove(self) -> None:
-        """Restore the CALL attribute, even if another object has been installed in front."""
+        """Remove this interceptor from CALL, even if another interceptor is in front of it."""
         self.installed = False
         _remove_from_chain(self)
 
@@ -116,7 +117,7 @@ class CallInterceptor:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if is_traced() or (is_compiling_anywhere() and is_compiling_here()) or is_tracing():
-            return self.inner(*args, **kwargs)  # a trace is of the model alone
+            return self.inner(*args, **kwargs)  # a trace must contain the model alone
         handler = self.engine.here.handler
         if handler is not None:
             return self.inner(*args, **kwargs) if self in handler.idle else handler.call(self, args, kwargs)
@@ -142,7 +143,7 @@ class OuterInterceptor:
     def __init__(
         self, module: nn.Module, around: Callable[[Callable[..., Any], Any, Any], Any], owner: object = None
     ) -> None:
-        """Install the handler. It keeps `owner` alive, and `owners` finds it."""
+        """Install the handler in `module`. The handler keeps `owner` alive; the function `owners` finds `owner`."""
         self.module, self.around, self.owner = module, around, owner
         self._thread = threading.get_ident()
         self.before: Callable[..., Any] | None = module.__dict__.get(CALL)
@@ -155,7 +156,7 @@ class OuterInterceptor:
         return type(None), ()
 
     def remove(self) -> None:
-        """Restore the CALL attribute and release the owner. May be called again."""
+        """Remove the handler from CALL and release its owner. Repeated calls do nothing."""
         while self._own_calls:
             self._own_calls.pop()()
         _remove_from_chain(self)
@@ -175,12 +176,12 @@ class RemovableInterceptors:
     """Interceptors that can be taken out of their modules, and put back, in a tenth of a microsecond each."""
 
     def __init__(self, interceptors: Iterable[CallInterceptor]) -> None:
-        # compiled code stays in its place
+        # a module with compiled code in CALL keeps its interceptor, which is in front of that code
         self._interceptors = [interceptor for interceptor in interceptors if interceptor.before is None]
         self._tables = [interceptor.module.__dict__ for interceptor in self._interceptors]
 
     def take_out(self) -> None:
-        """Call the modules without these interceptors from now on; if other code is in front of any, all stay."""
+        """Take the interceptors out of their modules; if other code is in front of one of them, all stay."""
         fronts = [*map(dict.pop, self._tables, repeat(CALL), repeat(None))]
         if not all(map(is_, fronts, self._interceptors)):
             for table, front in zip(self._tables, fronts, strict=True):
@@ -188,26 +189,27 @@ class RemovableInterceptors:
                     table[CALL] = front
 
     def put_back(self) -> None:
-        """Put the interceptors in their places, unless the plan was removed meanwhile."""
+        """Put the interceptors back into their modules, unless the plan was removed meanwhile."""
         if not self._interceptors or not self._interceptors[0].installed:
             return
         fronts = [*map(dict.setdefault, self._tables, repeat(CALL), self._interceptors)]
         if not all(map(is_, fronts, self._interceptors)):
             for interceptor in self._interceptors:
-                if not interceptor.is_reached():  # something was put in its place
+                if not interceptor.is_reached():  # other code took its place
                     interceptor.install()
 
 
 class InterceptorsInside:
-    """The interceptors of all modules but the model. While a run lasts, those that it does not need are out.
+    """The interceptors of all modules except the model itself; during a run, those that the run does not need are out.
 
-    A run that keeps all needs none. A run under a plan needs all until it has learnt which ones it needs.
+    A run in which all saved tensors are kept needs no interceptors. A run under a plan needs all of them, until earlier
+    runs have shown which calls save tensors that the plan needs.
     """
 
     def __init__(self, interceptors: Iterable[CallInterceptor]) -> None:
         self._all = RemovableInterceptors(interceptors)
         self._out: RemovableInterceptors | None = None
-        """Those that the only run under a plan does not need, while they are out."""
+        """Interceptors that are out because the only run in progress, under a plan, does not need them."""
         self._n_runs, self._n_planned, self._lock = 0, 0, threading.RLock()
 
     @property
@@ -216,9 +218,8 @@ class InterceptorsInside:
         return bool(self._n_runs or self._out is not None)
 
     def take_out(self) -> None:
-        """Call the modules without their interceptors from now on; several runs may do so at once.
-
-        While a plan runs in another thread, they stay.
+        """Begin a run that needs no interceptors: take all out, unless a run under a plan is in progress in another
+        thread. Several runs may do so at once.
         """
         with self._lock:
             self._n_runs += 1
@@ -226,7 +227,7 @@ class InterceptorsInside:
                 self._all.take_out()
 
     def put_in(self) -> None:
-        """End a run that began with `take_out`. After the last one the interceptors are back in their places."""
+        """End a run that began with `take_out`. After the last such run, put the interceptors back."""
         with self._lock:
             self._n_runs -= 1
             if not self._n_runs:
@@ -234,9 +235,9 @@ class InterceptorsInside:
 
     @contextlib.contextmanager
     def staying(self, but: RemovableInterceptors | None = None) -> Iterator[None]:
-        """Keep the interceptors in their places in the block: a plan runs that needs them.
+        """Keep the interceptors in their modules during the block, which is a run under a plan.
 
-        Those in `but` are out, unless there are other runs at the same time.
+        Interceptors in `but` are taken out, unless other runs are in progress at the same time.
         """
         with self._lock:
             self._n_planned += 1
@@ -256,7 +257,7 @@ class InterceptorsInside:
                 self.put_back()
 
     def put_back(self) -> None:
-        """Put interceptors back that a run under a plan did not seem to need."""
+        """Put back the interceptors that were taken out for a run under a plan."""
         with self._lock:
             if self._out is not None:
                 self._out.put_back()
@@ -264,7 +265,9 @@ class InterceptorsInside:
 
 
 def _used(front: Callable[..., Any] | None, module: nn.Module) -> Callable[..., Any] | None:
-    """Return `front`, or None if it compiles nothing: calling it would make torch compile Lowtide's own code."""
+    """Return `front`, the object in CALL of `module`; None if `front` compiles nothing, because a call of it would make
+    torch compile Lowtide's own code.
+    """
     return None if compiles_nothing(front, module) else front
 
 
@@ -292,13 +295,13 @@ def interceptors_of(module: nn.Module) -> Iterator[CallInterceptor | OuterInterc
 
 
 def owners(module: nn.Module) -> Iterator[object]:
-    """Yield the owners of the handlers in front of `module`."""
+    """Yield the owners of the `OuterInterceptor`s in front of `module`."""
     handlers = (front for front in interceptors_of(module) if isinstance(front, OuterInterceptor))
     return (handler.owner for handler in handlers if handler.owner is not None)
 
 
 def _remove_from_chain(interceptor: CallInterceptor | OuterInterceptor) -> None:
-    """Remove one interceptor from the chain in front of its module."""
+    """Remove an interceptor from the chain of interceptors in front of its module."""
     front = interceptor.module.__dict__.get(CALL)
     if front is interceptor:
         if interceptor.before is None:

@@ -17,29 +17,32 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
-    """Return the shapes of a call's tensors, without 0-dimensional ones, such as a token count, and nested ones."""
+    """Return the shapes of a call's tensors, except 0-dimensional tensors (such as a token count) and nested ones."""
     tensors = tensors_in_call(args, kwargs)
-    if any(map(_IS_NESTED, tensors)):  # its sizes are no numbers, or cannot be read
+    if any(map(_IS_NESTED, tensors)):  # sizes of a nested tensor are no integers, or can't be read
         tensors = [tensor for tensor in tensors if not tensor.is_nested]
     return tuple(filter(None, map(_SHAPE, tensors)))
 
 
 def shapes_in(words: str) -> Shapes:
-    """Return the shapes in `[8, 1024] int64, [8] float32`, as `fingerprint.in_words` writes them."""
+    """Parse the shapes in a text such as `[8, 1024] int64, [8] float32`, which `batch_tensors.in_words` writes."""
     return tuple(tuple(int(size) for size in re.findall(r"\d+", shape)) for shape in re.findall(r"\[(.+?)\]", words))
 
 
 def within(one: Shapes, other: Shapes) -> bool:
-    """Return True if no tensor is larger than its counterpart in any dimension; False for a call of another form."""
+    """Return True if no shape in `one` is larger in any dimension than its counterpart in `other`.
+
+    Returns False if the numbers of tensors, or of their dimensions, differ.
+    """
     return have_one_form(one, other) and all(
         m <= n for a, b in zip(one, other, strict=True) for m, n in zip(a, b, strict=True)
     )
 
 
 def no_larger(one: Shapes, other: Shapes) -> bool:
-    """Return True if `one` is `within` `other`; calls of different forms are compared by their total elements.
+    """Return True if no shape in `one` is larger in any dimension than its counterpart in `other`.
 
-    Forms differ, for example, by an optional mask.
+    Calls with different numbers of tensors or dimensions, as with an optional mask, are compared by total elements.
     """
     if have_one_form(one, other):
         return within(one, other)
@@ -52,10 +55,10 @@ def have_one_form(one: Shapes, other: Shapes) -> bool:
 
 
 def elements_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return `elements` of the shapes of a call's tensors."""
+    """Return the total number of elements of a call's tensors, except 0-dimensional and nested ones."""
     return elements(shapes_of(args, kwargs))
 
 
 def elements(shapes: Shapes) -> int:
-    """Return the total number of elements."""
+    """Return the total number of elements of tensors with these shapes."""
     return sum(map(math.prod, shapes))

@@ -1,4 +1,4 @@
-"""Module classes that define their own `__call__` and bypass torch's, such as gpytorch's: plans intercept that one.
+"""Interception of calls of module classes that define their own `__call__` and bypass torch's, such as gpytorch's.
 
 `nn.Module.__call__` uses the attribute CALL to run the module, which is where interceptors are installed. A class may
 have a `__call__` that runs `self.forward` itself. While a plan is in force, a replacement for it uses the same
@@ -21,7 +21,7 @@ _ONWARD = {"__call__", "_call_impl", "_wrapped_call_impl"}
 
 
 def class_of_call(module: nn.Module) -> type | None:
-    """Return the class that defines `module`'s own `__call__`; None if torch's runs it."""
+    """Return the class that defines a `__call__` for `module` which bypasses torch's; None if torch's is used."""
     for base in type(module).__mro__:
         if _is_torchs(base):
             return None
@@ -51,7 +51,10 @@ def _runs_by_itself(kind: type) -> bool:
 
 
 def intercept_calls(modules: Iterable[nn.Module]) -> list[Callable[[], None]]:
-    """Make modules whose class has its own `__call__` use CALL first, until each returned function is called."""
+    """Let classes of `modules` that define their own `__call__` call the object in CALL first.
+
+    Each returned function undoes this for one class.
+    """
     kinds = {kind for module in modules if (kind := class_of_call(module)) is not None}
     asked = functools.partial(functools.partial, _ask_first)
     return [replace_function(kind, "__call__", asked, innermost=True) for kind in kinds]

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class CompositeModel(nn.Module):
     """Modules that are trained together but not called as a whole, each under the name of its class.
 
-    `alone`: parameters outside modules whose gradients pass through these modules. They may be plain tensors, such as
-    an image that is optimized, which `register_parameter` would reject.
+    `alone`: trained parameters that no module owns, whose gradients pass through these modules. They may be plain
+    tensors, such as an image that is optimized, which `register_parameter` would reject.
     """
 
     def __init__(self, modules: Iterable[nn.Module], alone: Iterable[nn.Parameter] = ()) -> None:
@@ -33,7 +33,7 @@ class CompositeModel(nn.Module):
 
 
 def name_of(model: nn.Module) -> str:
-    """Return the name of the model's class, or those of its parts."""
+    """Return the name of the model's class; for a `CompositeModel`, the names of its parts."""
     if type(model) is CompositeModel:
         *others, last = model._modules
         return f"{', '.join(others)} and {last}" if others else last
@@ -47,7 +47,7 @@ def is_of_parts(fingerprint: Fingerprint) -> bool:
 
 
 def join_models(modules: Sequence[nn.Module]) -> nn.Module:
-    """Return one module for all trained ones: the one that contains the others, else their `CompositeModel`."""
+    """Return one module that contains all `modules`: one of them if it contains all others, else a `CompositeModel`."""
     inside = {id(below) for module in modules for below in module.modules() if below is not module}
     outermost = [module for module in modules if id(module) not in inside]
     return outermost[0] if len(outermost) == 1 else CompositeModel(outermost)

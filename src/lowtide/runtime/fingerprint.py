@@ -48,7 +48,9 @@ def check_made_for(
 
 
 def differences_from(made: Fingerprint, current: Fingerprint) -> tuple[str, ...]:
-    """Return the differences between what a plan was made for and `current`; a smaller batch is none."""
+    """Describe the differences between `made`, for which a plan was made, and `current`; a smaller batch does not
+    count.
+    """
     is_smaller = no_larger(shapes_in(current.batch), shapes_in(made.batch))
     return made.differences(replace(current, batch=made.batch) if is_smaller else current)
 
@@ -73,5 +75,5 @@ def device_of(model: nn.Module) -> str:
 
 
 def place_of(model: nn.Module) -> torch.device:
-    """Return the device itself, such as `cuda:1`, where memory and time are measured; it may not be current."""
+    """Return the device of the model's first parameter, such as `cuda:1`, where memory and time are measured."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))

@@ -36,14 +36,17 @@ def own_parameters(model: nn.Module) -> list[Tensor]:
 
 
 def check_is_whole(parameter: Tensor) -> None:
-    """Raise RuntimeError if a parameter has no memory at present."""
+    """Raise RuntimeError if a parameter has no memory at present, because FSDP2 has freed it."""
     if parameter.numel() and not parameter.untyped_storage().nbytes():
         raise RuntimeError(APART.format(f"the module with a parameter {list(parameter.shape)}"))
 
 
 @contextlib.contextmanager
 def run_again(units: Iterable[nn.Module]) -> Iterator[None]:
-    """Run units inside the block as in backward, with their present parameters. Raises RuntimeError if one has none."""
+    """Let FSDP2 units that are called inside the block run as in backward, on the parameters gathered at present.
+
+    Raises RuntimeError if the parameters of a unit are not gathered.
+    """
     with contextlib.ExitStack() as stack:
         for unit in units:
             if not all(group.is_gathered for group in shard_groups(unit)):

@@ -49,9 +49,9 @@ class PlanGuard:
     """Monitor that warns once if `model` gets larger input than in its rehearsal, trains more parameters, or has a new
     module.
 
-    It keeps `owner` alive while it is installed. `outgrown` is called with the description of a batch that has more
-    elements than any that the plan is for, `changed` for a change of the model; if they return True, no warning is
-    given.
+    The monitor keeps `owner` alive while it is installed. `outgrown` is called with the description of a batch that has
+    more elements than any planned batch, `changed` with the description of a change of the model; if they return True,
+    no warning is given.
     """
 
     def __init__(
@@ -78,7 +78,9 @@ class PlanGuard:
         self._front = OuterInterceptor(model, self._around, owner)
 
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check in a training call of the model, or of a part, that the input is no larger and the model unchanged."""
+        """Check in a training call of the model, or a part, that the input is no larger than planned and the model is
+        unchanged.
+        """
         if self._is_over:
             return
         shapes = shapes_of(args, kwargs)
@@ -110,7 +112,7 @@ class PlanGuard:
         return inner(*args, **kwargs)
 
     def _fits(self, shapes: Shapes) -> bool:
-        """Return True if a call is no larger than in the rehearsal."""
+        """Return True if a call with these shapes is no larger than in the rehearsal."""
         if self._known and not any(no_larger(shapes, most) for most in self._known):
             return False
         if len(self._fitting) < _MOST_SHAPES:
@@ -118,17 +120,19 @@ class PlanGuard:
         return True
 
     def _ids_now(self) -> list[int]:
-        """Return the ids of the parameters, without a call of a Python function for each."""
+        """Return the ids of the parameters, without a call of a Python function for each parameter."""
         return [*map(id, itertools.chain.from_iterable(map(_VALUES, self._parameters)))]
 
     def _n_now(self) -> int:
-        """Count the parameters that are trained, and record the ids of all others."""
+        """Count the parameters that are trained; record the ids of all parameters, and the frozen parameters."""
         held = [p for parameters in self._parameters for p in parameters.values() if p is not None]
         self._ids, self._frozen = self._ids_now(), [p for p in held if not p.requires_grad]
         return len({id(p) for p in held if p.requires_grad})
 
     def _n_paused(self) -> int:
-        """Count parameters that optimizers have updated and that are frozen now, as a critic while its actor trains."""
+        """Count parameters that optimizers have updated and that are frozen now, such as a critic's while the actor
+        trains.
+        """
         if not self._frozen:
             return 0
         updated = {id(p) for optimizer in optimizers_of(self._model) for p in optimizer.state}
@@ -170,8 +174,8 @@ def more_state(
 ) -> RemovableHandle:
     """Warn once if optimizers of the model have more state after an update than the plan counts.
 
-    `is_taken` returns True if another plan is made when it is needed. torch holds it for as long as the model lives, so
-    it must not refer to the model.
+    `is_taken` returns True if another plan is made when it is needed. torch holds `is_taken` while the model is alive,
+    so it must not refer to the model. The returned handle removes the hook that checks the state.
     """
     reference, counted_bytes = weakref.ref(model), plan.plain.parts.get("optimizer", 0)
     looks: dict[weakref.ref[Optimizer], int] = {}  # a WeakKeyDictionary takes a call of a Python function to look into
@@ -199,8 +203,8 @@ def more_state(
 
 
 def _while_alive(obj: object, hook: RemovableHandle) -> RemovableHandle:
-    """Let the hook expire when `obj` is freed, because torch keeps global optimizer hooks for the whole process; return
-    the hook.
+    """Return `hook`, after arranging that it expires when `obj` is freed: torch keeps global optimizer hooks for the
+    whole process.
     """
     remove_expired()
     weakref.finalize(obj, _EXPIRED.append, hook).atexit = False
@@ -225,7 +229,10 @@ UNSEEN = 3
 
 
 def watch_bypass(engine: Engine, say: Callable[[str], None]) -> RemovableHandle:
-    """Warn once if calls of the trained model, all or some of them, bypass the plan's interceptors."""
+    """Warn once if calls of the trained model, all or some of them, bypass the plan's interceptors.
+
+    The returned handle removes the hook that checks this after updates.
+    """
     reference = weakref.ref(engine)
     looks = LOOKS
     known: dict[int, int] = {}

@@ -42,7 +42,7 @@ class NeededSlots:
         """
 
     def learn(self, plan: int, scopes: Iterable[tuple[CallInterceptor, CallScope]]) -> None:
-        """Add the needed slots of the calls of one run."""
+        """Add the slots that the calls of one run under plan number `plan` have shown to be needed."""
         for interceptor, scope in scopes:
             known = self.by_call.setdefault(interceptor, {})
             # includes slots that other hooks packed
@@ -82,7 +82,7 @@ class LearntSlots:
         self.forget(n_plans)
 
     def forget(self, n_plans: int) -> None:
-        """Start without any run."""
+        """Forget all runs, and start again with `n_plans` plans."""
         self._learnt, self._complete = [NeededSlots() for _ in range(n_plans)], [None for _ in range(n_plans)]
 
     def needed(self, plan: int) -> NeededSlots | None:
@@ -90,13 +90,13 @@ class LearntSlots:
         return self._complete[plan] if self._last_packed() is None else None
 
     def learn_again(self, plan: int) -> None:
-        """Have the next run of `plan` see all tensors, and all further runs once that was done too often."""
+        """Let the hooks see all tensors in the next run of `plan`; after `MAX_LEARNT_AGAIN` calls, in every run."""
         self._complete[plan] = None
         self._n_again += 1
         self.is_possible = self.is_possible and self._n_again < MAX_LEARNT_AGAIN
 
     def add(self, run: ForwardPass) -> None:
-        """Add what a run has shown, if it was one to learn from."""
+        """Add the slots that `run` has shown to be needed, if the run was to learn them."""
         if run.learnt:
             self._learnt[run.plan].learn(run.plan, run.learnt)
             self._complete[run.plan] = self._learnt[run.plan]
@@ -106,7 +106,7 @@ class LearntSlots:
 def _modules_called_by(
     interceptor: CallInterceptor, plan: int, called: Mapping[nn.Module, CallInterceptor]
 ) -> Iterator[nn.Module]:
-    """Yield the modules that calls of `interceptor` may make while its hooks are in force."""
+    """Yield the modules that the module of `interceptor` may call while hooks are pushed for its calls."""
     if interceptor.replays or any(actions.captures for actions in interceptor.actions[plan].values()):
         yield from interceptor.module.modules()  # the hooks, or the capture, are in force in all of them
         return

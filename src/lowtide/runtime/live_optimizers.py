@@ -29,8 +29,8 @@ def listed(optimizers: Optimizers) -> list[Optimizer]:
 
 
 def optimizers_of(model: nn.Module, named: Optimizers = None) -> list[Optimizer]:
-    """Return the live optimizers with parameters of `model`, and those in `named`. If one wraps another, only the one
-    with the state counts.
+    """Return the live optimizers with parameters of `model`, including those in `named`. Of an optimizer and its
+    wrapper, only the one that owns the state counts.
     """
     known = listed(named)
     optimizers = _live_optimizers_of(model, known)
@@ -62,7 +62,7 @@ def updated_by(optimizer: Optimizer) -> list[Tensor]:
 
 
 def state_bytes(optimizers: Iterable[Optimizer], device: torch.device) -> int:
-    """Return the bytes of optimizer state on a device, without the parameters and gradients that are in it."""
+    """Return the bytes of optimizer state on a device, without parameters and gradients that the state refers to."""
     optimizers = [*optimizers]
     updated = [tensor for o in optimizers for p in updated_by(o) for tensor in (p, p.grad) if tensor is not None]
     counted = _storages(updated, device)
@@ -77,5 +77,5 @@ def _storages(tensors: Iterable[Tensor], device: torch.device) -> dict[int, int]
 
 
 def state_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
-    """Return the tensors of optimizer state."""
+    """Return the tensors in the optimizers' state."""
     return [tensor for o in optimizers for entry in o.state.values() for tensor in tensors_in(entry)]

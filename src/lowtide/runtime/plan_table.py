@@ -51,7 +51,7 @@ class Actions:
         """True if only the shape of an input is held after the call."""
 
     def moved(self, path: str, to: str) -> Actions:
-        """Return the same decisions for a module at another path."""
+        """Return the same decisions, at addresses that begin with `to` instead of `path`."""
         actions = Actions()
         for name in Actions.__slots__:
             setattr(actions, name, getattr(self, name))
@@ -90,9 +90,10 @@ def actions_for(
 
 
 def with_like_blocks(model: nn.Module, table: Mapping[str, dict[int, Actions]]) -> dict[str, dict[int, Actions]]:
-    """Return `table`, in which blocks without decisions get those of a block of their class in the same container.
+    """Return a copy of `table` in which blocks without decisions get those of a block of their class in the same
+    container.
 
-    Used for plans of steps that skip blocks at random, because a rehearsal may not have run every block.
+    This is for steps that skip blocks at random, because a rehearsal may not have run every block.
     """
     completed = dict(table)
     for path, module in model.named_modules():

@@ -44,7 +44,7 @@ def elements_that_fit(plan: Plan) -> float:
 
 
 def shared_implementations(plans: Sequence[Plan]) -> dict[str, str]:
-    """Return the implementations of recipes that all plans name; nodes of other kinds use the first one."""
+    """Return, by node, the implementations of recipes that all plans agree on; other nodes use the recipe itself."""
     common = dict(plans[0].implementations) if plans else {}
     return {
         node: name
@@ -54,7 +54,7 @@ def shared_implementations(plans: Sequence[Plan]) -> dict[str, str]:
 
 
 class PlannedEngine(Engine):
-    """An engine that carries out `plans`, ordered from the smallest size; nothing without plans."""
+    """An engine that carries out `plans`, ordered from the smallest batch size; without plans it changes nothing."""
 
     def __init__(self, model: nn.Module, *plans: Plan) -> None:
         decided: list[Decided] = [*plans]
@@ -83,9 +83,10 @@ class PlannedEngine(Engine):
         """True if the last call ran under the plan with the smallest peak."""
 
     def choose(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return the plan for the number of elements passed to a call; the fallback if it exceeds all rehearsed ones.
+        """Return the index of the plan for the number of elements passed to a call; that of the fallback if the number
+        is larger than in all planned calls.
 
-        A call that is longer and has fewer rows, as with batches assembled by tokens, does not exceed them.
+        A call with longer but fewer rows, as in batches assembled by tokens, need not have more elements.
         """
         if interceptor.module is not self.model:
             self.of_a_part(args, kwargs)
@@ -101,8 +102,8 @@ class PlannedEngine(Engine):
         return plan < len(self._fit_plain) and 0 < n_elements <= self._fit_plain[plan]
 
     def save_most(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Use the plan with the smallest peak for calls of this size and larger from now on; return False if it is in
-        use already.
+        """Use the plan with the smallest peak for calls of this size and larger from now on; return False if such calls
+        use it already.
         """
         n_elements = elements_in(args, kwargs)
         if len(self.tables) == 1 or n_elements >= self._saves_most_from or n_elements > self._most[-1]:
@@ -111,7 +112,7 @@ class PlannedEngine(Engine):
         return True
 
     def growth(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        """Return how many times larger a call is than the largest planned one; 1 if it is not larger."""
+        """Return the ratio of a call's elements to those of the largest planned call; 1 if the call is not larger."""
         most = self._most[-1] if self._most else 0
         return max(1.0, elements_in(args, kwargs) / most) if 0 < most < inf else 1.0
 

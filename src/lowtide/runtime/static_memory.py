@@ -24,12 +24,11 @@ if TYPE_CHECKING:
 
 
 def static_bytes(model: nn.Module, batch: Any, optimizers: Iterable[Optimizer]) -> tuple[Static, frozenset[int]]:
-    """Return the bytes on the model's device that belong to the step when it begins, and all addresses of their
-    storages.
+    """Return the bytes on the model's device that belong to a step when it begins, and the addresses of all storages.
 
-    Each storage counts once. A batch that the step itself moves there, and Adam's step counters, are in host memory.
-    Everything else that the optimizers update counts like the model. Gradients include DistributedDataParallel's
-    buckets, also those of other models: no Python object holds them.
+    Each storage counts once. Storages in host memory count as no bytes: a batch that the step itself moves to the
+    device, and Adam's step counters. All tensors that the optimizers update count as parameters. Gradients include
+    DistributedDataParallel's buckets, also of other models: no Python object holds the buckets.
     """
     optimizers, there = list(optimizers), place_of(model)
     # Without a process group no wrapper has buckets, and the search takes time.
@@ -66,7 +65,7 @@ def static_bytes(model: nn.Module, batch: Any, optimizers: Iterable[Optimizer]) 
 
 
 def _bucket_bytes(wrapper: DistributedDataParallel) -> int:
-    """Return the bytes of the buckets in which gradients are sent, except those of which gradients are views."""
+    """Return the bytes of the buckets in which DDP sends gradients, except buckets whose views are the gradients."""
     model: nn.Module = wrapper.module
     sent = (p for name, p in model.named_parameters() if p.requires_grad and name not in wrapper.parameters_to_ignore)
     return sum(p.nbytes for p in sent if p.grad is None or not wrapper.gradient_as_bucket_view)
