@@ -1,9 +1,9 @@
 """Memory that code can write to without a new version of the tensors that a recompute or replay reads again.
 
-A tensor's version counts writes through the tensor, its views and `detach()`; not those through `tensor.data`, which
-counts its own, nor those through a NumPy array. In-place methods are intercepted anyway (`inplace_methods.py`). For all
-other writers (`out=`, `torch.ops`, functions that were looked up earlier, NumPy) the contents of exposed memory are
-summed, and compared before they are read again.
+A tensor's version counts writes through the tensor, its views and `detach()`; not writes through `tensor.data`, which
+has a version of its own, nor through a NumPy array. In-place methods are intercepted anyway (`inplace_methods.py`). For
+all other writers (`out=`, `torch.ops`, functions that were looked up earlier, NumPy) a checksum of exposed memory is
+taken, and compared before the memory is read again.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ EXPOSED: Final = -3
 """Version, which no tensor has, of a kept tensor whose contents have to be compared before they are read again."""
 
 LARGEST_BYTES: Final = 2**20
-"""Largest size in bytes that is summed as a whole on a CPU; of a larger tensor, sixteen parts are."""
+"""Largest size in bytes of a CPU tensor whose checksum covers all its memory; of a larger one, sixteen parts."""
 
 n_exposures = 0
-"""Number of times that memory may have been exposed, or is no longer."""
+"""Number of times that memory was exposed, or an alias was freed; it changes whenever the exposed tensors may."""
 
 _aliases: dict[int, weakref.ref[Tensor]] = {}
 """By `id`, the tensors that `tensor.data` has returned for leaves, while they are alive."""
@@ -51,7 +51,7 @@ class Contents:
 
 
 def note_alias(data: Tensor) -> None:
-    """Remember that `data`, which `tensor.data` has returned, has a version counter of its own."""
+    """Record the memory of `data`, which `tensor.data` has returned, as exposed while `data` is alive."""
     global n_exposures
     key, storage = id(data), storage_id(data)
 
@@ -69,7 +69,7 @@ def note_alias(data: Tensor) -> None:
 
 
 def note_array() -> None:
-    """Remember that a NumPy array of a tensor's memory was made."""
+    """Record that a NumPy array of a tensor's memory was made, so that exposed tensors are looked up again."""
     global n_exposures
     n_exposures += 1
 
@@ -89,7 +89,9 @@ def is_exposed(tensor: Tensor) -> bool:
 
 
 def _sum_of(tensor: Tensor) -> Any:
-    """Return a checksum of the tensor's memory; on a GPU a tensor, for which nothing waits; 0 where there is none."""
+    """Return a checksum of the tensor's memory: on a GPU a tensor, so that the host need not wait; 0 if the memory
+    can't be read.
+    """
     if not tensor.numel() or is_fake(tensor) or tensor.is_meta or not is_plain(tensor):
         return 0
     if tensor.device.type != "cpu":

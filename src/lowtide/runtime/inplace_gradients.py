@@ -5,7 +5,7 @@ for a moment both exist, in addition to the node's saved tensors: at a loss over
 logits instead of twice. While an `InPlacePermission` is in force, kernels of Lowtide run before torch's for some
 operators of backward. Such a kernel lets torch's write its result over the incoming gradient, if
 
-- autograd's own node calls it, whose formula reads the gradient once (`Operator.node`);
+- the caller is autograd's own node, whose formula reads the gradient once (`Operator.node`);
 - nothing else refers to the gradient, nor to its memory. References of Python and of C++ are counted, and must be as
   many as in a trial call without other references (`_tried`);
 - torch owns the memory, all of it belongs to the gradient, and no other process shares it;
@@ -16,7 +16,7 @@ same, and so are the bits; the audit still compares them.
 
 Lowtide's kernels are registered while something in force asks for them. They are removed only while no backward pass
 that may call them is in progress, because the dispatcher frees a removed kernel even if another thread is about to call
-it; one that stays until then calls torch's directly.
+it. Until then, a kernel that is no longer asked for only calls torch's.
 """
 
 from __future__ import annotations
@@ -89,11 +89,11 @@ class InPlacePermission(Removable):
         _IN_FORCE.append(weakref.ref(self, _IN_FORCE.remove))
 
     def wants(self, node: str, n_bytes: int) -> bool:
-        """Return True if a gradient of `n_bytes` that arrives at `node` is to be written over."""
+        """Return True if the permission is to write over a gradient of `n_bytes` at an autograd node named `node`."""
         return node in self.least and n_bytes >= self.least[node]
 
     def of_all(self, least: Mapping[str, int]) -> None:
-        """Allow the writes of `least` in each later backward pass, of any model."""
+        """Allow writes in each later backward pass of any model. `least` is the smallest gradient in bytes, by node."""
         self.least, self._is_for_all = least, True
         _register_wanted()
         if least:
@@ -102,8 +102,9 @@ class InPlacePermission(Removable):
 
     @contextlib.contextmanager
     def of_run(self, least: Mapping[str, int]) -> Iterator[list[Any]]:
-        """Allow the writes of `least` in one backward pass: that of the output which the block puts in the yielded
-        list.
+        """Allow writes in one backward pass: that of the output which the block appends to the yielded list.
+
+        `least` is the smallest gradient in bytes that is written over, by node.
         """
         if least is not self.least:
             self.least = least
@@ -147,7 +148,7 @@ class InPlacePermission(Removable):
         return operator.write(own, *args, **kwargs)
 
     def remove(self) -> None:
-        """Withdraw all permissions. Repeated calls do nothing."""
+        """Withdraw this permission. Repeated calls do nothing."""
         _IN_FORCE[:] = [other for other in _IN_FORCE if other() not in (None, self)]
         _register_wanted()
 
@@ -162,11 +163,12 @@ _n_passes = 0
 
 
 def _register_wanted(tried: Iterable[str] = ()) -> None:
-    """Register the kernels that permissions in force ask for, each for the smallest gradient that one of them covers,
-    and those of operators to try out, for any gradient; remove all others.
+    """Register the kernels that the permissions in force ask for, and those of the operators in `tried`; remove all
+    other kernels unless a backward pass may call them.
 
-    Torch finds a kernel in an awaited backward pass, and nowhere else. There each call of one takes some 20 us, or 1 us
-    with compiled hooks if the gradient is smaller.
+    A kernel is registered with the smallest gradient that a permission covers; an operator in `tried`, for any
+    gradient. torch finds the kernels only in a backward pass that a permission awaits. There a call takes some 20 us;
+    for a smaller gradient, and with compiled hooks, 1 us.
     """
     with _LOCK:
         wanted = dict.fromkeys(tried, 0)
@@ -186,7 +188,7 @@ def _register_wanted(tried: Iterable[str] = ()) -> None:
 
 
 class _Graph:
-    """Marker that lives as long as a graph of the model."""
+    """Marker that the output nodes of a graph hold, so that it lives as long as the graph."""
 
     __slots__ = ("__weakref__",)
 
@@ -221,7 +223,10 @@ def _backward(
 
 @never_compiled
 def _awaiting() -> list[InPlacePermission]:
-    """Return the permissions that await a backward pass which begins now; none inside another backward pass."""
+    """Return the permissions that await a backward pass which begins now; none inside another backward pass.
+
+    If no permission does, the wrapper of torch's entry into backward is removed.
+    """
     global _stop_attending
     if in_backward():
         return []
@@ -263,8 +268,8 @@ def check_writable(device: str, nodes: Iterable[str]) -> None:
 
 
 def permission_for(node: str, n_bytes: int) -> InPlacePermission | None:
-    """Return the latest permission in force to write over a gradient of `n_bytes` that arrives at `node`; None without
-    one.
+    """Return the latest permission in force to write over a gradient of `n_bytes` that arrives at `node`; None if there
+    is none.
     """
     for reference in _IN_FORCE[::-1] if n_bytes >= MIN_BYTES else ():
         if (permission := reference()) is not None and permission.wants(node, n_bytes):
@@ -275,7 +280,9 @@ def permission_for(node: str, n_bytes: int) -> InPlacePermission | None:
 
 
 def wanted_from(operator: Any, args: Sequence[Any]) -> bool:
-    """Return True if the running autograd node calls `operator`, and a permission covers its gradient."""
+    """Return True if the running autograd node calls `operator`, and the gradient `args[0]` may and can be written
+    over.
+    """
     node = running_node_name()
     if node not in OPERATORS or operator.name().partition(".")[0] != f"aten::{OPERATORS[node].name}":
         return False
@@ -289,7 +296,7 @@ def _kernel(name: str) -> Callable[..., Any]:
     """
 
     def kernel(on: Callable[..., Any], past: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # The last argument is for `references`, and none of the arguments may be bound to a variable.
+        # The last argument is for `references`. No argument may be bound to a variable, which would be a reference.
         trial = _trial
         if trial is not None and running_node() is trial.node:
             trial.counts.append(references(args))
@@ -303,7 +310,7 @@ def _kernel(name: str) -> Callable[..., Any]:
 
 
 def _permission_to_write(name: str, args: tuple[Any, ...]) -> tuple[InPlacePermission, Operator] | None:
-    """Return the permission and the operator if the first argument may and can be written over."""
+    """Return the permission and the operator if the gradient `args[0]` may and can be written over; else None."""
     if not _IN_FORCE:
         return None
     node = running_node_name()
@@ -319,9 +326,10 @@ def _permission_to_write(name: str, args: tuple[Any, ...]) -> tuple[InPlacePermi
 
 
 def _writable(operator: Operator, args: Sequence[Any]) -> bool:
-    """Return True if the result has the gradient's layout, dense and without overlaps.
+    """Return True if the operator's result can be written over the gradient `args[0]`.
 
-    It must also record no graph, and the memory must not be shared.
+    The gradient must have the result's dtype and layout, without gaps or overlaps, and own its memory alone. No graph
+    of gradients may be recorded.
     """
     gradient, saved = args[0], args[operator.like]
     if not all(is_plain(each) for each in args if isinstance(each, Tensor)):
@@ -374,8 +382,8 @@ _trial: _Trial | None = None
 def available(device: str) -> Mapping[str, tuple[int, ...]]:
     """Return the nodes that can write in place on this device type with this torch, and their reference counts.
 
-    Each node is tried once per process: its kernel must be called from that node, and a call in which other code refers
-    to the gradient must be distinguished. Other device types, as in an estimated step, have none.
+    Each node is tried once per process: the node must call its kernel, and the counts must differ if other code refers
+    to the gradient. Device types other than those in `DEVICES`, as in an estimated step, have no such nodes.
     """
     if device not in DEVICES:
         return {}
@@ -402,8 +410,9 @@ def available(device: str) -> Mapping[str, tuple[int, ...]]:
 
 
 def _tried(operator: Operator, device: str, *, shared: bool) -> tuple[int, ...] | None:
-    """Return the gradient's reference counts when the node calls the operator; with `shared`, another holder exists.
-    None if it is not called.
+    """Run a trial backward; return the gradient's reference counts when the operator's node calls the operator.
+
+    With `shared`, other code refers to the gradient. Returns None if the node does not call the operator exactly once.
     """
     global _trial
     # float64 on a CPU, because the kernels that oneDNN compiles for float32 would stay in memory

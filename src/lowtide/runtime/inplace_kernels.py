@@ -25,7 +25,9 @@ class Operator:
     name: str
     """Name in the namespace `aten`."""
     node: str
-    """The autograd node that calls it once and uses the gradient for nothing else (torch's derivatives.yaml)."""
+    """Name of the autograd node that calls the operator once and uses the gradient for nothing else
+    (torch's derivatives.yaml).
+    """
     write: Callable[..., Any]
     """Function like the operator, with torch's kernel as first argument, that writes over the gradient."""
     forward: Callable[[Tensor], Tensor]
@@ -59,9 +61,9 @@ def _detached(gradient: Tensor) -> Tensor:
 
 
 def _pieces(gradient: Tensor, n_groups: int) -> list[slice]:
-    """Return slices of the groups of channels, each a sixteenth of the tensor if that leaves the sums unchanged.
+    """Return slices of `n_groups` groups of channels, each about a sixteenth, such that sums keep their order.
 
-    Where channels are adjacent, a processor sums one vector of them at a time.
+    If channels are adjacent in memory, a CPU sums a vector of channels at a time, so a slice has whole vectors.
     """
     step = -(-n_groups // 16)
     if gradient.stride(1) == 1:
@@ -75,9 +77,10 @@ def _pieces(gradient: Tensor, n_groups: int) -> list[slice]:
 
 
 def has_pieces(args: Sequence[Any], groups: int) -> bool:
-    """Return True if pieces, of which three copies exist at a time, need less memory than the whole.
+    """Return True if the operator needs less memory in pieces, of which three copies exist at a time, than at once.
 
-    The last argument selects the outputs; the gradient itself is not among them if nothing upstream is trained.
+    The last of `args` selects the outputs. Returns False if the input's gradient is not selected, because nothing
+    upstream is trained.
     """
     return args[-1][0] and _form(args[0]) is not None and len(_pieces(args[0], groups)) > 3
 

@@ -1,9 +1,9 @@
 """In-place methods and functions of torch, intercepted before they write: `bias.data.clamp_(...)`, `torch.relu_(x)`.
 
 The replacements are attributes of `torch.Tensor`, which inherits these methods, of `torch.UntypedStorage`, and of the
-modules that have the functions. A write through a view, through `.data` or to a buffer is such a call, too. So are
-`tensor.data = other`, and `tensor.numpy()`, whose array shares the tensor's memory. Writes that
-Python code makes in another way, such as through `out=`, are not intercepted.
+modules that have the functions. A write through a view, through `.data` or to a buffer is such a call, too. Also
+intercepted are `tensor.data = other`, and `tensor.numpy()`, whose array shares the tensor's memory. Writes that Python
+code makes in another way, such as through `out=`, are not intercepted.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def intercept(writes: Writes, is_spared: Callable[[Any], bool] = _spares_none) -
     A method's write to a tensor is not reported if `is_spared(tensor)` is True. After `writes` has returned False,
     nothing is reported until `watched` is set again.
     """
-    with contextlib.ExitStack() as stack:  # whatever fails in between, all earlier ones are restored
+    with contextlib.ExitStack() as stack:  # if one replacement fails, all earlier ones are undone
 
         def replace(owner: Any, name: str, make: Callable[..., Callable[..., Any]], full_name: str) -> None:
             own = getattr(owner, name)
@@ -146,7 +146,9 @@ def _reporting_method(
 
 
 def _reporting_resize(own: Callable[..., Any], name: str, writes: Writes) -> Callable[..., Any]:
-    """Report resizes, except those by which FSDP2 frees gathered parameters: it gathers them again for backward."""
+    """Return a replacement of `resize_` that reports resizes, except those by which FSDP2 frees gathered parameters,
+    because FSDP2 gathers them again for backward.
+    """
 
     @functools.wraps(own)
     def method(written: torch.UntypedStorage, /, *args: Any, **kwargs: Any) -> Any:

@@ -1,9 +1,9 @@
-"""Offload saved tensors to host memory until backward.
+"""Offload of saved tensors to host memory until backward.
 
-A storage is copied once, however many saved tensors it contains. It leaves on a separate stream, into pinned memory,
-and its device memory is freed when the next storage leaves, or forward ends: by then the copy has had time to run in
-parallel with other work. The copy back begins when the storage that left after it is read, so that it runs in parallel
-with that one's backward; the reader of a tensor waits for the event behind its copy.
+A storage is copied once, however many saved tensors it contains. It is copied on a separate stream, into pinned memory.
+Its device memory is freed when the next storage is offloaded, or forward ends: by then the copy has had time to run in
+parallel with other work. The copy back begins when backward reads the storage that was offloaded next, so that the copy
+runs in parallel with that part of backward; the reader of a tensor waits for the event behind its copy.
 
 Events alone order the two streams, and neither frees memory that the other may still use:
 
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 
 class Copier(Protocol):
-    """Both directions of copies for one device. Tensors are bytes; a token marks the end of a copy."""
+    """Copier of bytes between one device and the host, in both directions. A token marks the end of a copy."""
 
     def out(self, data: Tensor) -> tuple[Tensor, object]:
-        """Start a copy of `data` to the host."""
+        """Start a copy of `data` to the host; return the host tensor and a token."""
 
     def back(self, host: Tensor) -> tuple[Tensor, object]:
-        """Start a copy of `host` to the device."""
+        """Start a copy of `host` to the device; return the device tensor and a token."""
 
     def wait(self, token: object, data: Tensor) -> None:
         """Make later work in this thread's computing stream wait for the copy from or to `data`."""
@@ -126,7 +126,7 @@ class OffloadedStorage:
         """Values in this storage, each with its dtype and geometry."""
 
     def release_device_memory(self) -> None:
-        """Release the device memory."""
+        """Release the device memory; its next user on the computing stream waits for the copy to the host."""
         leaving, self._leaving = self._leaving, None
         if leaving is not None:
             self._copying.wait(self._out, leaving)
@@ -134,7 +134,7 @@ class OffloadedStorage:
                 self._spoiled = changed_in_place(leaving, self.version)
 
     def fetch(self) -> None:
-        """Start the copy back, unless it has started."""
+        """Start the copy back to the device, unless it has started."""
         if self._back is None:
             self._back = self._copying.back(self._host)
 
@@ -185,8 +185,9 @@ class Offloaded:
         self._storage, self._layout = storage, layout
 
     def make(self, value: Value) -> Tensor:
-        """Return the tensor once its copy is back. Raises RuntimeError if it was changed in place during its copy to
-        the host.
+        """Return the tensor of `value`, once its storage is back on the device.
+
+        Raises RuntimeError if the tensor was changed in place during the copy to the host.
         """
         with _one_at_a_time:
             if value.tensor is not None:  # another thread has fetched it in the meantime
@@ -220,7 +221,7 @@ class OffloadQueue:
         self._known: dict[int, tuple[StorageWeakRef, weakref.ref[OffloadedStorage]]] = {}
 
     def enqueue(self, base: Tensor, value: Value) -> bool:
-        """Offload `value`. Return False if memory of this device is not copied to the host."""
+        """Offload `value`, whose tensor is `base`. Return False if the tensor, or its device, is not supported."""
         copying = copying_for(base.device)
         if copying is None or isinstance(base, torch.nn.Parameter) or not is_plain(base) or not storage_id(base):
             return False
@@ -236,8 +237,9 @@ class OffloadQueue:
         return True
 
     def _existing_storage(self, base: Tensor) -> OffloadedStorage | None:
-        """Return the OffloadedStorage that exists for the storage of `base`, if any. A weak reference keeps the
-        storage's id from reuse.
+        """Return the OffloadedStorage of the storage of `base`; None if there is none, or `base` was written to since.
+
+        A weak reference to the storage keeps its id from being reused.
         """
         known = self._known.get(storage_id(base))
         storage = None if known is None or known[0].expired() else known[1]()  # type: ignore[no-untyped-call]

@@ -1,12 +1,12 @@
 """Writes, between forward and backward, to tensors that recomputes and replays read again, unnoticed by autograd.
 
-Autograd checks the version of each tensor that it has saved. A recompute also reads others, such as a bias, rows of an
-embedding, or an added mask; and a replay reads every parameter of its call. A plain step tolerates a write to such a
-tensor before backward. Most writers appear in a rehearsal, and no recompute uses the tensors they write to. Some later
-writers are known in advance: optimizers, embeddings with `max_norm`, which torch renormalises in each forward, and
-in-place methods. Tensors that are still to be read are copied before their write. Other writers are detected in
-backward, too late for that step: by the version, or by the contents of memory that was exposed (`exposed_memory.py`).
-From then on no recompute uses such a tensor.
+Autograd checks the version of each tensor that it has saved. A recompute also reads other tensors, such as a bias, rows
+of an embedding, or an added mask; and a replay reads every parameter of its call. A plain step tolerates a write to
+such a tensor before backward. Most writers appear in a rehearsal, and no recompute uses the tensors they write to. Some
+later writers are known in advance: optimizers, embeddings with `max_norm`, which torch renormalises in each forward,
+and in-place methods. Tensors that are still to be read are copied before these writers run. Other writers are detected
+in backward, too late for that step: by the version, or by the contents of memory that was exposed
+(`exposed_memory.py`). From then on no recompute uses such a tensor.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _overwritten: dict[int, weakref.ref[Tensor]] = {}
 
 
 class Overwritten(RuntimeError):
-    """Error for a write, between forward and backward, to a tensor that a recompute or replay reads; no earlier step
-    had it.
+    """Error for a write, between forward and backward, to a tensor that a recompute or replay reads, which no earlier
+    step made.
     """
 
     def __init__(self, tensor: Tensor, version: int, reader: str, module_class: type | None = None) -> None:
@@ -112,7 +112,9 @@ class ReliedOn:
         self._stop: Callable[[], object] = lambda: None
 
     def of(self, value: Value, tensor: Tensor) -> Value:
-        """Return `value`, after registering that it holds `tensor` for a recompute."""
+        """Register that `value` holds `tensor` for a recompute, so that `tensor` is copied before a write; return
+        `value`.
+        """
         value.original = weakref.ref(tensor)
         if self.takes_values:
             if len(self._values) >= self._most:
@@ -133,7 +135,7 @@ class ReliedOn:
         return value
 
     def rely_on(self, values: Iterable[Value]) -> None:
-        """Have these values' tensors copied before a write, although other recomputes run only on trial."""
+        """Let the tensors of these values be copied before a write, although recomputes run only on trial."""
         references = [weakref.ref(value) for value in values if value.original is not None]
         self._values += references
         self._unlooked += references
@@ -142,7 +144,7 @@ class ReliedOn:
             self._begin()
 
     def add(self, frame: ReplayFrame) -> None:
-        """Arrange that parameters and buffers that the replay of `frame` reads are copied before a write to them."""
+        """Register the replay of `frame`, so that parameters and buffers that it reads are copied before a write."""
         if len(self._frames) >= self._most_frames:
             self._forget_freed()
         self._newest = reference = weakref.ref(frame)
@@ -158,7 +160,7 @@ class ReliedOn:
 
     def may_read(self, storages: set[int]) -> bool | None:
         """Return True if `storages` may hold a tensor that will be read again; None if no such tensor is left at all.
-        Fast, because it runs before each write.
+        The check is fast, because it runs before each write.
         """
         with self._lock:
             if self._newest() is None and not self:
@@ -187,7 +189,10 @@ class ReliedOn:
                     self._unlooked.append(reference)
 
     def of_leaf(self, leaf: Tensor) -> Value:
-        """Return the value of a tensor without history, for a recompute. Raises CannotRecompute if overwritten."""
+        """Return a registered value that holds `leaf`, a tensor without history, for a recompute.
+
+        Raises CannotRecompute if `leaf` was overwritten before backward in an earlier step.
+        """
         if _overwritten and is_overwritten(leaf):
             raise CannotRecompute(_OVERWRITTEN)
         return self.of(value_without_grad_fn(leaf), leaf)
@@ -195,8 +200,8 @@ class ReliedOn:
     def of_slot(self, saved: Handle | Tensor) -> Handle:
         """Return a new handle on a saved tensor, with its present content, as a recompute's operand.
 
-        The handle has a value of its own if no node made the tensor, because backward reads such a tensor as it is
-        then.
+        The handle has a value of its own if no node made the tensor, because autograd reads such a tensor with its
+        content at that time. Raises CannotRecompute if the tensor was overwritten before backward in an earlier step.
         """
         if not isinstance(saved, Handle):
             if _overwritten and is_overwritten(saved):
@@ -220,8 +225,8 @@ class ReliedOn:
         return Handle(self.of(own, value.tensor), view)
 
     def watch(self) -> None:
-        """Watch for writes, until `leave` or until the plan's model is freed, and copy tensors that are still to be
-        read before them.
+        """Watch for writes to tensors that are still to be read, and copy these tensors first, until `leave` or until
+        the plan's model is freed.
 
         Nothing is intercepted before there is such a tensor.
         """
@@ -241,7 +246,10 @@ class ReliedOn:
         self._stop = weakref.finalize(self, _leave, stop)
 
     def leave(self) -> None:
-        """Stop watching. May be called again. The contents of what a later backward reads are compared then."""
+        """Stop watching for writes. A later backward compares the contents of tensors before it reads them.
+
+        Repeated calls do nothing.
+        """
         global _watching
         self._waits = False
         others = tuple(reference for reference in _watching if reference() not in (None, self))
@@ -251,8 +259,8 @@ class ReliedOn:
         self._stop()
 
     def before_write(self, storages: set[int], writer: str, *, is_habit: bool = False) -> None:
-        """Copy the tensors in `storages`, to which `writer` is about to write. If `is_habit`, no recompute uses them
-        from then on.
+        """Copy the tensors in `storages`, to which `writer` is about to write. With `is_habit`, because `writer` writes
+        in every step, no recompute or replay uses the tensors from then on.
         """
         copies: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
@@ -279,7 +287,7 @@ class ReliedOn:
             self._say(tensor, writer)
 
     def expose(self, storages: set[int]) -> None:
-        """Compare the contents of tensors in these storages before they are read again."""
+        """From now on compare the contents of tensors in these storages before the tensors are read again."""
         self._expose(lambda tensor: storage_id(tensor) in storages)
 
     def _expose(self, is_exposed: Callable[[Tensor], bool]) -> None:
@@ -376,8 +384,8 @@ def _updates(optimizer: Optimizer, *_: Any) -> None:
 
 @never_compiled
 def _is_spared(written: Any) -> bool:
-    """Return True if no plan will read the storage of `written` again; False if one may. Fast, because it runs before
-    each write.
+    """Return True if no plan will read the storage of `written` again; False if one may. The check is fast, because it
+    runs before each write.
     """
     if type(written) not in (torch.Tensor, nn.Parameter) or n_function_modes():
         return False
@@ -393,9 +401,10 @@ def _is_spared(written: Any) -> bool:
 
 
 def _writes(memory: Sequence[Tensor | torch.UntypedStorage], writer: str) -> bool:
-    """Copy memory that `writer` is about to write to and a plan reads again; return False if no plan reads any.
+    """Copy tensors in `memory`, to which `writer` is about to write, if a plan reads them again.
 
-    In backward nothing is copied: an optimizer there updates tensors that have been read.
+    In backward nothing is copied: an optimizer there updates tensors that have been read. Returns False if no plan is
+    to read any tensor again.
     """
     # few calls of Python, for each costs host time for each write of each forward
     in_backward_pass, gives_alias = backward_number() != -1, writer == ALIAS
@@ -432,7 +441,9 @@ def _renormalise(
 
 
 def _plans_in_force() -> list[ReliedOn]:
-    """Return the plans that will read tensors again; none in a backward pass, whose updated tensors have been read."""
+    """Return the records of plans that will read tensors again; none in backward, where optimizers update only tensors
+    that have been read.
+    """
     return [] if in_backward() else [relied_on for relied_on in _alive(_watching) if relied_on]
 
 
