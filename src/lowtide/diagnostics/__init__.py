@@ -1,1 +1,1 @@
-"""Reasons for held memory: `watch`, `explain` and `graph`."""
+"""Tools that tell why memory is held: `watch` (leaks), `explain` (out-of-memory errors), `graph` (autograd graphs)."""

@@ -1,4 +1,4 @@
-"""The autograd graph: nodes, values, leaves, and the memory that each node keeps."""
+"""`lowtide.graph`: the autograd graph as records of nodes, values and the memory that each node keeps."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def graph(
 
     Args:
         tensor: One result, or several.
-        model: Names its parameters, and the module of each node as far as known (see
-            `lowtide.diagnostics.graph.module_names`); its buffers count as parameters.
+        model: Gives parameters and buffers their names, and each node the path of the module that it ran in, as far
+            as known (see `lowtide.diagnostics.graph.module_names`). Buffers count as parameters.
         names: Further tensors by name.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Builder of graph records from tensors: two loops without recursion, so that depth does not matter.
+"""Builder of graph records from tensors: two loops without recursion, so that graphs may have any depth.
 
 The first loop finds all nodes upstream of the roots; the second makes records in forward order, so that the inputs of
 each node exist already.
@@ -25,12 +25,14 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node as Function
 
 Key = tuple[object, ...]
-"""Identity of a value: its node and output, or memory and geometry for leaves and constants."""
+"""Identity of a value: its node and output index; for leaves and constants, storage and geometry."""
 
 
 class GraphBuilder:
-    """Builder of the graph behind `roots`. `names` maps names to tensors; `others` are tensors that are in memory
-    anyway.
+    """Builder of the records of the autograd graph behind the tensors `roots`.
+
+    `names` maps names to tensors. `others` are tensors that are in memory in any case, such as buffers: they count as
+    parameters.
     """
 
     def __init__(self, roots: Iterable[Tensor], names: Mapping[str, Tensor], others: Iterable[Tensor]) -> None:
@@ -44,14 +46,14 @@ class GraphBuilder:
         self._values: dict[Key, Value] = {}
 
     def graph(self) -> Graph:
-        """Return the records of the graph."""
+        """Build the records of all nodes and values, and return the graph."""
         for function in self._in_order():
             self._nodes[function] = self._record(function)
         roots = tuple(self._value_of(root) for root in self._roots)
         return Graph(roots, tuple(self._nodes.values()), tuple(self._values.values()))
 
     def _in_order(self) -> Iterable[Function]:
-        """Yield the functions that compute a value, each after its inputs, else in forward order."""
+        """Yield the nodes in topological order, ties in forward order, without those that accumulate gradients."""
         waiting: dict[Function, int] = {}
         consumers: dict[Function, list[Function]] = defaultdict(list)
         ready: list[tuple[int, int, Function]] = []
@@ -86,7 +88,7 @@ class GraphBuilder:
             else:
                 unrecorded += 1
         rest = [value for value in constants.values() if not any(value is known for known in inputs)]
-        unrecorded = max(0, unrecorded - len(rest))  # constants whose argument has no name here
+        unrecorded = max(0, unrecorded - len(rest))  # constants whose arguments are unknown
         kept = tuple(slot.kept(self._parameters) for slot in saved)
         node = Node(function, index=len(self._nodes), inputs=(*inputs, *rest), kept=kept, unrecorded=unrecorded)
         node.line = _line_of(function)
@@ -95,7 +97,7 @@ class GraphBuilder:
         return node
 
     def _constants(self, function: Function, saved: list[SavedSlot]) -> dict[str, Value]:
-        """Return saved inputs that need no gradient, by argument name."""
+        """Return the constants that a node has saved (arguments that need no gradient) as values, by argument name."""
         known = {name for overload in arguments(function.name()) for name in overload}
         constants = {}
         for slot in saved:
@@ -112,7 +114,7 @@ class GraphBuilder:
         return constants
 
     def _locate(self, function: Function, node: Node, saved: SavedSlot) -> None:
-        """Record on a computed value that its data can be read from this node."""
+        """Record on the value of a saved tensor that `function` holds its data, for `Value.tensor`."""
         if saved.packed or saved.name.startswith("ctx."):
             return
         maker = producer(saved.tensor)
@@ -150,12 +152,12 @@ class GraphBuilder:
 
 
 def _argument_names(node_name: str, count: int) -> tuple[str, ...]:
-    """Return the op's tensor arguments if one overload has as many as the node has edges."""
+    """Return the names of the operator's tensor arguments if an overload has `count` of them, else empty names."""
     return next((names for names in arguments(node_name) if len(names) == count), ("",) * count)
 
 
 def _place(tensor: Tensor) -> Key:
-    """Return the position of a tensor in memory, and its geometry."""
+    """Return a key for a tensor's memory: storage, shape, strides and offset; its id if it has no storage."""
     storage = storage_id(tensor)
     if not storage or tensor.is_nested:
         return (id(tensor),)
@@ -167,7 +169,7 @@ def _appearance(tensor: Tensor) -> dict[str, Any]:
 
 
 def _recorded(function: Function, output: int) -> dict[str, Any]:
-    """Return shape and dtype of a node's output as recorded by autograd."""
+    """Return the shape and dtype that autograd recorded for an output of a node; empty if it recorded none."""
     try:
         metadata = output_metadata(function, output)
         return {"shape": tuple(metadata.shape), "dtype": str(metadata.dtype).removeprefix("torch.")}
@@ -179,7 +181,7 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
 def _line_of(function: Function) -> str:
-    """Return the last frame outside torch that anomaly detection noted."""
+    """Return the line of user code that created a node, such as `train.py:42`; empty without anomaly detection."""
     frames = [match for text in node_metadata(function).get("traceback_", ()) for match in _FRAME.finditer(text)]
     outside = [f for f in frames if "torch" not in PurePath(f[1]).parts] or frames
     return f"{PurePath(outside[-1][1]).name}:{outside[-1][2]}" if outside else ""

@@ -28,14 +28,14 @@ class Kept:
     """Size in each dimension; None for nested tensors."""
     dtype: str
     bytes: int
-    """Bytes of the tensor's whole storage, of which it may be a small view."""
+    """Bytes of the tensor's whole storage, even if the tensor is a small view of it."""
     storage: int
-    """Number of the storage, equal for tensors that share memory."""
+    """Number of the storage; equal for tensors that share memory."""
     parameter: bool
-    """True for memory in use anyway: of a parameter, a buffer or another leaf that needs a gradient."""
+    """True for a parameter, a buffer or another leaf with a gradient: its memory is in use in any case."""
     packed: str = ""
-    """Type of the object that a pack hook returned for it. That object was not unpacked, so this may be one of several
-    parts.
+    """Type of the object that a pack hook returned for the saved tensor; empty without a hook. The object is not
+    unpacked, and may contain several tensors.
     """
 
 
@@ -57,7 +57,7 @@ class Value:
     ) -> None:
         self.index = index
         self.name = name
-        """Name of a parameter, of a tensor named to `graph`, or of a constant's argument. May be empty."""
+        """Name of a parameter, of one of the `names` given to `graph`, or of a constant's argument. May be empty."""
         self.producer = producer
         """Node that computed the value; None for leaves and constants."""
         self.output = output
@@ -70,12 +70,12 @@ class Value:
 
     @property
     def is_leaf(self) -> bool:
-        """True if backward ends here, at a value without producer."""
+        """True if no node of the graph computed the value, so that backward ends at it."""
         return self.producer is None
 
     @property
     def tensor(self) -> Tensor | None:
-        """The data, if a leaf holds it or a node keeps it now; else None. Never computed or unpacked."""
+        """Tensor with the value's data, if a leaf or a node holds it now; else None. Never recomputed or unpacked."""
         for function, slot_name in self._places:
             if not slot_name:
                 variable: Tensor | None = getattr(function, "variable", None)
@@ -116,7 +116,9 @@ class Node:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes kept, each storage once, without `parameter_bytes`. Other nodes may keep the same storage."""
+        """Bytes that the node keeps, without `parameter_bytes`, counting each storage once. Other nodes may keep the
+        same storage.
+        """
         return unique_bytes(kept for kept in self.kept if not kept.parameter)
 
     @property
@@ -129,11 +131,11 @@ class Node:
 
 
 def unique_bytes(kept: Iterable[Kept]) -> int:
-    """Return the bytes of several kept tensors, each storage once."""
+    """Return the bytes of several kept tensors, counting each storage once."""
     return sum({tensor.storage: tensor.bytes for tensor in kept}.values())
 
 
 def describe(value: Value) -> str:
-    """Return text such as `[8, 512] float32`, if known."""
+    """Format a value's shape and dtype, such as `[8, 512] float32`, as far as they are known."""
     shape = "" if value.shape is None else f"[{', '.join(map(str, value.shape))}]"
     return f"{shape} {value.dtype}".strip()

@@ -1,8 +1,8 @@
-"""The module that each node ran in, inferred from the parameters it was applied to.
+"""The module that each node ran in, inferred from the parameters that nodes were applied to.
 
-A node that takes a parameter, or a view or cast of one, ran in the module that owns it. Any other node is assigned to
-the smallest module that encloses its neighbours of that kind in forward order: a node between `h.3.mlp.fc1` and
-`h.3.mlp.fc2` ran in `h.3.mlp`. Nodes before the first and after the last of them get no module. Debts: a module
+A node that takes a parameter, or a view or cast of one, ran in the module that owns the parameter. Any other node is
+assigned to the smallest module that encloses the nearest such nodes before and after it: a node between `h.3.mlp.fc1`
+and `h.3.mlp.fc2` ran in `h.3.mlp`. Nodes before the first such node, and after the last, get no module. Debts: a module
 without parameters is not distinguished from the one around it, nor one call of a module from the next.
 """
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def parameter_names(model: nn.Module) -> dict[str, Tensor]:
-    """Return parameters and buffers by name; a shared one appears under each of its names."""
+    """Return a model's parameters and buffers by name; a shared tensor appears under each of its names."""
     return {
         **dict(model.named_parameters(remove_duplicate=False)),
         **dict(model.named_buffers(remove_duplicate=False)),
@@ -29,7 +29,7 @@ def parameter_names(model: nn.Module) -> dict[str, Tensor]:
 
 
 def name_modules(graph: Graph, model: nn.Module) -> None:
-    """Set `Node.module` where it can be inferred."""
+    """Set `Node.module` to the path of the module of `model` that each node ran in, where it can be inferred."""
     owners: dict[str, list[str]] = defaultdict(list)
     first_name: dict[Tensor, str] = {}
     for name, tensor in parameter_names(model).items():
@@ -54,8 +54,9 @@ def name_modules(graph: Graph, model: nn.Module) -> None:
 
 
 def _owner(node: Node, paths: list[str], model: nn.Module) -> str:
-    """Return the module that ran this node, of several that share its parameter. An embedding node is an
-    embedding's.
+    """Return the module that ran `node`: one of `paths`, the modules that share the node's parameter.
+
+    An embedding lookup belongs to an `nn.Embedding`, any other node to a module of another class.
     """
     looks_up = "Embedding" in node.name
     fitting = [path for path in paths if isinstance(model.get_submodule(path), nn.Embedding) == looks_up]

@@ -1,4 +1,4 @@
-"""The graph in the DOT language: boxes are functions, ellipses are leaves and constants."""
+"""Rendering of a graph in the DOT language: boxes are functions; ellipses are leaves, constants and results."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def dot(graph: Graph) -> str:
-    """Return DOT text; edges lead from inputs to results and carry shapes."""
+    """Format the graph in the DOT language; edges lead from inputs to results and are labelled with shapes."""
     lines = ["digraph {", '  node [fontname="sans-serif", fontsize=11]', '  edge [fontname="sans-serif", fontsize=9]']
     for value in graph.values:
         if value.producer is None:

@@ -1,7 +1,7 @@
-"""The graph as a picture, drawn without any other program.
+"""Rendering of a graph as SVG, without any other program.
 
 Results are on top and leaves below. Boxes are functions, darker with more bytes kept; pills are values: solid for
-leaves that get a gradient, dashed for constants. A leaf used in places far apart is drawn at each of them.
+leaves that get a gradient, dashed for constants. A leaf is drawn again where its uses are far apart.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _FONT, _LETTER, _LINE = 12, 7.8, 16
 _MARGIN = 24
 _FAR = 3
-"""Smallest number of layers between two uses of a leaf that is drawn twice."""
+"""Largest distance, in layers, between two uses of a leaf that share one box."""
 
 
 class _Drawing:
@@ -72,7 +72,7 @@ class _Drawing:
         return len(self.texts) - 1
 
     def _join(self, start: int, end: int, label: str) -> None:
-        if (start, end) not in self.edges[-8:]:  # a value given twice to one function is one line
+        if (start, end) not in self.edges[-8:]:  # two inputs from one box are drawn as one line
             self.edges.append((start, end))
             self.labels.append(label)
 
@@ -81,7 +81,7 @@ class _Drawing:
 
 
 def _layers(graph: Graph) -> list[int]:
-    """Return the layer of each node, counted from 1: right below its lowest reader."""
+    """Return the layer of each node, counted from 1: one below the lowest node that reads its output."""
     layer = depths(graph)
     placed: set[int] = set()
     for node in reversed(graph.nodes):
@@ -108,7 +108,7 @@ _HEAD = (
 
 
 def svg(graph: Graph) -> str:
-    """Return a complete SVG document."""
+    """Draw the graph as a complete SVG document."""
     drawing = _Drawing(graph)
     layout = lay_out(drawing.sizes(), drawing.layers, drawing.edges)
     title = summary(graph)

@@ -1,4 +1,4 @@
-"""The graph as text: from the results down to the leaves, each node once.
+"""Rendering of a graph as text: from the results down to the leaves, each node once.
 
 A chain stays at one depth, so that a deep model fits the page: the input with the longest path upstream continues
 below, the others branch off. A value that is needed again further down is a reference there.
@@ -17,12 +17,12 @@ if TYPE_CHECKING:
 
 
 def tree(graph: Graph) -> str:
-    """Return the graph as an indented tree under a summary."""
+    """Format the graph as text: one line with its size, and an indented tree of its nodes."""
     return "\n".join([summary(graph), *_Tree(graph).lines()])
 
 
 def summary(graph: Graph) -> str:
-    """Return the graph's size and memory in one line."""
+    """Format the number of nodes, and the memory that they keep, in one line."""
     apart = f", and {format_bytes(graph.parameter_bytes)} of parameters" if graph.parameter_bytes else ""
     return f"{_count(len(graph.nodes), 'node')} keep {format_bytes(graph.held_bytes)}{apart}"
 
@@ -60,12 +60,12 @@ class _Tree:
         self._reader = self._readers()
 
     def _deepest(self, node: Node) -> int:
-        """Return the input that continues below `node` at the same indentation; -1 for none."""
+        """Return the index of the input node with the longest path upstream, written at the same depth; -1 for none."""
         producers = [value.producer.index for value in node.inputs if value.producer is not None]
         return max(producers, key=lambda index: (self._depth[index], index), default=-1)
 
     def _readers(self) -> dict[int, int]:
-        """Return, for each node, its least indented reader, under which it is written out."""
+        """Map each node's index to that of its least indented reader, which the node is written below."""
         indent = {root.producer.index: 0 for root in self._graph.roots if root.producer is not None}
         reader: dict[int, int] = {}
         for node in reversed(self._graph.nodes):

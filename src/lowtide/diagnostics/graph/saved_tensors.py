@@ -1,4 +1,4 @@
-"""Tensors that a node keeps, read from its slots as they are: nothing is unpacked or recomputed."""
+"""Tensors that an autograd node keeps, read from its slots as they are: nothing is unpacked or recomputed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ATTRIBUTES = re.compile(r"[a-z_]\w*", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class SavedSlot:
-    """One tensor kept by a node, with its slot's name; lives only during the walk."""
+    """One tensor that an autograd node keeps, and the name of its slot. Exists only while the graph is read."""
 
     name: str
     tensor: Tensor
@@ -48,7 +48,7 @@ class SavedSlot:
 
 
 def saved_by(function: Function) -> Iterator[SavedSlot]:
-    """Yield the tensors that a node keeps: saved ones, packed ones, and attributes of a custom Function's ctx."""
+    """Yield the tensors that a node keeps: saved, inside packed objects, and attributes of a custom Function's ctx."""
     for name, slot in saved_slots(function):
         data = slot.data
         if isinstance(data, Tensor) and slot.unpack_hook is None:
@@ -74,7 +74,7 @@ def shape_of(tensor: Tensor) -> tuple[int, ...] | None:
 
 
 def storage_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor's whole storage; of a sparse tensor's elements."""
+    """Return the bytes of a tensor's whole storage; for a sparse tensor, of the storages of its parts."""
     try:
         return tensor.untyped_storage().nbytes()
     except RuntimeError:
@@ -85,14 +85,14 @@ _RESULT = re.compile(r"(?:result|output|out)(\d*)")
 
 
 def output_index(name: str) -> int | None:
-    """Return the output number of a saved tensor of this name in its node; None if it is no output."""
+    """Parse a saved tensor's name, such as `result1`, into the index of the node's output; None if it is no output."""
     match = _RESULT.fullmatch(name)
     return None if match is None else int(match[1] or 0)
 
 
 @cache
 def arguments(node_name: str) -> tuple[tuple[str, ...], ...]:
-    """Return the tensor arguments of each overload of the op behind a node's name (`AddmmBackward0`)."""
+    """Return the names of the tensor arguments of the operator behind a node (`AddmmBackward0`), for each overload."""
     camel = re.sub(r"Backward\d*$", "", node_name)
     snake = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])", "_", camel).lower()
     if not _ATTRIBUTES.fullmatch(snake):  # custom Functions and nodes of C++ may have any name

@@ -33,7 +33,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Boxes, the given ones first, then bends; and for each edge the boxes that it passes, lowest first."""
+    """Placed boxes (given boxes first, then bends), and each edge's route: indices of its boxes, lowest first."""
 
     boxes: list[Box]
     routes: list[list[int]]
@@ -42,7 +42,7 @@ class Layout:
 
 
 def lay_out(sizes: Sequence[tuple[float, float]], layers: Sequence[int], edges: Sequence[tuple[int, int]]) -> Layout:
-    """Place a box of each size (width, height) in its layer; each edge leads to a higher layer."""
+    """Place boxes by size (width, height) and layer; each edge is a pair of box indices and leads to a higher layer."""
     boxes = [Box(width, height, layer) for (width, height), layer in zip(sizes, layers, strict=True)]
     routes = [_route(boxes, start, end) for start, end in edges]
     rows: dict[int, list[int]] = defaultdict(list)
@@ -61,7 +61,7 @@ def lay_out(sizes: Sequence[tuple[float, float]], layers: Sequence[int], edges: 
 
 
 def _route(boxes: list[Box], start: int, end: int) -> list[int]:
-    """Return the boxes along an edge, adding bends between."""
+    """Add a bend to `boxes` for each layer between the boxes `start` and `end`; return the indices along the edge."""
     route = [start]
     for layer in range(boxes[start].layer + 1, boxes[end].layer):
         boxes.append(Box(_BEND_WIDTH, 0, layer))

@@ -14,7 +14,8 @@ from lowtide.units import format_bytes
 class Graph:
     """The autograd graph behind one or several tensors when `graph` was called. `print` it for a tree.
 
-    Holds torch's nodes, and the tensors that they have not released, as long as it lives; backward releases as usual.
+    The record keeps torch's nodes alive, and with them the tensors that they have saved. A backward pass still releases
+    saved tensors as usual.
     """
 
     def __init__(self, roots: tuple[Value, ...], nodes: tuple[Node, ...], values: tuple[Value, ...]) -> None:
@@ -35,7 +36,7 @@ class Graph:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that the graph keeps, each storage once, without `parameter_bytes`."""
+        """Bytes that the graph keeps, without `parameter_bytes`, counting each storage once."""
         return unique_bytes(kept for node in self.nodes for kept in node.kept if not kept.parameter)
 
     @property
@@ -59,7 +60,7 @@ class Graph:
                     pending.append(further)
 
     def by_module(self) -> dict[str, int]:
-        """Return held bytes by module, largest first; each storage counts for the first node that made or kept it.
+        """Return held bytes by module, largest first; each storage counts for the first node that keeps it.
 
         Bytes not known to belong to a module are under "".
         """
