@@ -1,6 +1,4 @@
-"""Records of forward and backward passes for the watch. They hold numbers and weak references, and no part of the
-graph.
-"""
+"""Log of forward and backward passes for the watch. It holds numbers and weak references, never parts of a graph."""
 
 from __future__ import annotations
 
@@ -38,12 +36,12 @@ class Backward:
     retain_graph: bool
     create_graph: bool
     is_partial: bool  # `inputs=` was given
-    last_call: int = 0  # number of the last call before it
+    last_call: int = 0  # number of the last call of a model before this pass
 
 
 @dataclass(slots=True, weakref_slot=True)
 class Call:
-    """One call of a model that no other module makes, in training or evaluation.
+    """One call of a model by the user's code, not by another module, in training or evaluation.
 
     The autograd nodes that the call creates have the numbers `first <= number < stop`.
     """
@@ -56,13 +54,13 @@ class Call:
     stop: int = 0
     has_graph: bool = False
     is_alive: bool = False
-    """True while the node of an output of the call exists."""
+    """True while a watched node of the call's graph exists."""
     n_marks: int = 0
     outputs: list[weakref.ref[Tensor]] = field(default_factory=list)
     memory: list[weakref.ref[UntypedStorage]] = field(default_factory=list)
-    """Storages of the outputs, which views and detached copies share, and of what the call put into its arguments."""
+    """Storages of the outputs, which views and detached copies share, and of tensors put into the arguments."""
     given: frozenset[int] | None = None
-    """Storages of the arguments before the call, if it may put others into them."""
+    """Storages of the arguments before the call; None unless the call may put further tensors into its arguments."""
     graph_bytes: int = 0
     """Bytes that the call's graph keeps in addition to the outputs, where measured."""
     backwards: list[Backward] = field(default_factory=list)
@@ -102,11 +100,11 @@ class SiteStats:
 
     @property
     def is_never_reached(self) -> bool:
-        """Return True if graphs are made at the site and no backward pass reaches any of them."""
+        """True if calls from the site have made graphs, and no backward pass has reached any of them."""
         return bool(self.n_unreached) and not self.n_reached and not self.n_explained
 
     def count_finished(self, call: Call) -> None:
-        """Count a call whose graph has been freed."""
+        """Count a call as reached by backward, explained by a finding, or unreached, after its graph was freed."""
         if not call.has_graph:
             return
         if call.backwards:
@@ -121,7 +119,7 @@ class SiteStats:
 
 
 class StepNumbers:
-    """Step of each graph node: nodes are numbered, and each step starts at a number."""
+    """Map from autograd nodes to steps: each step begins at a sequence number, and later nodes have larger ones."""
 
     def __init__(self) -> None:
         self._starts = array("Q", [0])
@@ -132,16 +130,16 @@ class StepNumbers:
         return len(self._starts)
 
     def begin(self, number: int) -> None:
-        """Begin the next step with node `number`."""
+        """Begin the next step, to which nodes from sequence number `number` on belong."""
         self._starts.append(number)
 
     def of(self, number: int) -> int:
-        """Return the step in which node `number` was made."""
+        """Return the step in which the node with sequence number `number` was created."""
         return bisect_right(self._starts, number)
 
 
 class _Mark:
-    """Object that lives exactly as long as the node whose metadata it is put in."""
+    """Object in the metadata of an autograd node, freed together with the node."""
 
     __slots__ = ("__weakref__", "call")
 
@@ -150,13 +148,13 @@ class _Mark:
 
 
 class CallLog:
-    """Calls whose graph is alive, and counts of all others."""
+    """Log of model calls: records of the calls whose graph or outputs are alive, and counts of all calls."""
 
     def __init__(self) -> None:
         self.stats: dict[tuple[int, str], SiteStats] = {}
         """Counts by call site and class of the model."""
         self.alive: dict[int, Call] = {}
-        """Calls whose graph is alive, by number."""
+        """Calls whose graph or outputs are alive, by number."""
         self.n_calls = 0
         self.n_backwards = 0
         self.last_updates: dict[int, int] = {}
@@ -169,7 +167,7 @@ class CallLog:
         self._watched: dict[weakref.ref[_Mark], Call] = {}
 
     def begin(self, site: Site, model: torch.nn.Module, step: int) -> Call:
-        """Record that a model is called."""
+        """Record that `model` is called from `site` in this step, and return the record of the call."""
         self.n_calls += 1
         key = (site.key, type(model).__name__)
         stats = self.stats.get(key)
@@ -181,7 +179,10 @@ class CallLog:
         return self.last
 
     def end(self, call: Call, output: Any, arguments: Iterable[Tensor] = ()) -> list[Node]:
-        """Record that the call returned `output`, and has `arguments` now; return the root nodes of its graph."""
+        """Record that `call` returned `output`, and return the root nodes of its graph.
+
+        `arguments` are the tensors in the call's arguments now, among them those that the call has added.
+        """
         call.stop = next_sequence_number()
         for tensor in arguments:
             if call.given is not None and (number := storage_id(tensor)) and number not in call.given:
@@ -203,7 +204,7 @@ class CallLog:
         return nodes
 
     def mark(self, call: Call, node: Node) -> None:
-        """Watch for backward reaching `node`, and for the end of the node."""
+        """Watch `node`, a node of the call's graph: record when backward reaches it, and when it is freed."""
         metadata = node_metadata(node)
         if _MARK in metadata:
             return
@@ -214,15 +215,15 @@ class CallLog:
         node.register_prehook(_Prehook(self, call))
 
     def known(self) -> tuple[Call, ...]:
-        """Return the calls that have a living graph or are recent."""
+        """Return the calls whose graph or outputs are alive, and the last finished calls."""
         return (*self.alive.values(), *self._recent)
 
     def between(self, first: int, last: int) -> list[Call]:
-        """Return the calls, with a living graph or recent, that made any of the nodes numbered `first` to `last`."""
+        """Return the calls (alive or recent) that created any node with a sequence number from `first` to `last`."""
         return [c for c in self.known() if c.first <= last and first < c.stop]
 
     def of_output(self, storages: set[int]) -> dict[int, Call]:
-        """Map storages of outputs that still exist to the call that returned them."""
+        """Map each of `storages` that is the memory of an output to the call that returned the output."""
         calls: dict[int, Call] = {}
         for call in self.alive.values():
             for reference in call.memory:
@@ -254,7 +255,7 @@ class CallLog:
             self._recent.append(call)
 
     def forget_old(self) -> None:
-        """Retire calls whose graph and outputs no longer exist."""
+        """Move the calls whose graph and outputs have been freed from `alive` to the recent calls, and count them."""
         for call in list(self.alive.values()):
             if not call.is_alive and not any(storage() is not None for storage in call.memory):
                 self._retire(call)
@@ -274,14 +275,14 @@ class _Prehook:
 
 
 def is_output_of(tensor: Tensor, calls: CallLog) -> bool:
-    """Return True if a living call that a backward pass went through returned `tensor`."""
+    """Return True if `tensor` is an output of a living call, and a backward pass has reached that call's graph."""
     node = tensor.grad_fn
     mark = None if node is None else node_metadata(node).get(_MARK)
     return isinstance(mark, _Mark) and bool(mark.call.backwards) and mark.call.number in calls.alive
 
 
 def mark_root(node: Node, backward: Backward) -> None:
-    """Note on the node that a backward pass starts there; the note lives as long as the node."""
+    """Record in the metadata of `node` that the backward pass starts there; the record lives as long as the node."""
     node_metadata(node).setdefault(_ROOT, []).append(backward)
 
 
@@ -291,9 +292,7 @@ def roots_among(nodes: Iterable[Node]) -> list[Backward]:
 
 
 def tensors_in(output: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
-    """Yield the tensors in a model's arguments or output: in tuples, lists, dicts and attributes, up to `depth`
-    levels.
-    """
+    """Yield the tensors in arguments or an output: in tuples, lists, dicts and attributes, to a depth of `depth`."""
     if isinstance(output, Tensor):
         yield output
     elif depth and isinstance(output, dict):

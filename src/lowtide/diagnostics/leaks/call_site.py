@@ -38,16 +38,14 @@ class Place(NamedTuple):
 
 
 class Site(NamedTuple):
-    """The user's calling line, and a key for the call within the line and the chain of callers."""
+    """The user's line that makes a call, and a key of the call: its place in the line and its chain of callers."""
 
     place: Place
     key: int
 
 
 def calling_site() -> Site:
-    """Return the user's innermost calling line outside torch and Lowtide, and outside other libraries if there is
-    one.
-    """
+    """Return the innermost running line of user code; without user code, the innermost outside torch and Lowtide."""
     frame: FrameType | None = sys._getframe(1)
     place: Place | None = None
     fallback: Place | None = None
@@ -75,8 +73,8 @@ def is_called_by_user() -> bool:
 def line_of_store(code: CodeType, name: str, now: int) -> int:
     """Return the line of `code` that most likely assigned variable `name`, as seen while line `now` runs.
 
-    Line `now` itself if it assigns the variable; else the last such line above it, else the last one below (an earlier
-    iteration of a loop), else `now`, for arguments.
+    That is the last assignment at or above line `now`; else the last one below, from an earlier iteration of a loop;
+    else line `now` itself (for arguments).
     """
     lines = _stores(code).get(name, ())
     above = [line for line in lines if line <= now]
@@ -89,7 +87,7 @@ def stores(code: CodeType, name: str) -> bool:
 
 
 def is_carried(cls: type, attribute: str) -> bool:
-    """Return True if a method of `cls` reads the attribute, and assigns it afterwards or reads its entries: a state."""
+    """Return True if `attribute` is state: a method of `cls` reads it before it assigns it, or only its entries."""
     functions = (f for base in cls.__mro__ for name, f in vars(base).items() if name != "__init__")
     codes = (f.__code__ for f in functions if isinstance(f, FunctionType) and origin(f.__code__.co_filename) != "ours")
     return any(_reads_first(code, attribute) for code in codes if attribute in code.co_names)
@@ -105,7 +103,7 @@ def _reads_first(code: CodeType, attribute: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def is_carried_variable(code: CodeType, name: str) -> bool:
-    """Return True if a loop of `code` reads the variable before it assigns it: a state of the loop."""
+    """Return True if a loop of `code` reads variable `name` before it assigns it: state carried from step to step."""
     every = list(dis.get_instructions(code))
     for jump in every:
         if "JUMP" in jump.opname and isinstance(jump.argval, int) and jump.argval < jump.offset:
@@ -117,7 +115,7 @@ def is_carried_variable(code: CodeType, name: str) -> bool:
 
 
 _FILLING = ("append", "extend", "clear", "add", "update", "insert", "setdefault", "pop")
-"""Methods of containers that do not need what is in them."""
+"""Methods of containers that depend on none of the container's entries."""
 
 
 @lru_cache(maxsize=256)

@@ -24,7 +24,10 @@ _MOST_REGIONS = 512
 
 
 class CheckpointChecks:
-    """Observer of checkpointed calls. `names` returns the names of modules by id."""
+    """Check for mistakes with `torch.utils.checkpoint`, from the modules called in forward and in recomputation.
+
+    `names` returns the names of modules by id, `step` the current step.
+    """
 
     def __init__(self, log: FindingLog, names: Callable[[], dict[int, str]], step: Callable[[], int]) -> None:
         self._log, self._names, self._step = log, names, step
@@ -34,7 +37,7 @@ class CheckpointChecks:
         self._without_gradients: dict[Place, dict[int, str]] = {}
 
     def observe(self, arguments: tuple[Any, ...], is_reentrant: bool) -> _Region | None:
-        """Return the region of a checkpointed call, or None once enough were observed."""
+        """Return an observer of a checkpointed call; None if gradients are off, or enough calls were observed."""
         if self._n_regions >= _MOST_REGIONS or not torch.is_grad_enabled():
             return None
         self._n_regions += 1
@@ -52,12 +55,12 @@ class CheckpointChecks:
         return running
 
     def module_called(self, module: nn.Module) -> None:
-        """Record the call of a module inside the running region."""
+        """Record that the checkpointed function running in this thread calls `module`."""
         self._running[-1].add(module)
 
     @contextmanager
     def recording(self) -> Iterator[_Calls]:
-        """Record the modules called in this block."""
+        """Record the modules that this thread calls inside the `with` block."""
         calls = _Calls()
         self._running.append(calls)
         self._n_running += 1
@@ -68,14 +71,14 @@ class CheckpointChecks:
             self._running.pop()
 
     def other_block(self, place: Place, first: nn.Module, second: nn.Module) -> None:
-        """Record that backward ran `second` where forward had run `first`."""
+        """Log that the checkpoint at `place` ran module `second` in backward where forward ran `first`."""
         names = self._names()
         forward, backward = (names.get(id(m), type(m).__name__) for m in (first, second))
         text = f"the checkpoint at {place}: forward ran {forward}, backward ran {backward} in its place"
         self._log.record("LT026", str(place), held_bytes=0, step=self._step(), text=text, made_at=place)
 
     def counted_twice(self, place: Place, module: nn.Module) -> None:
-        """Record that statistics of `module` are updated in forward and again in backward."""
+        """Log that the checkpoint at `place` updates statistics of `module` in forward and again in backward."""
         if not (names := self._add_name(self._counted_twice, place, module)):
             return
         more = f" and {len(names) - 1} more like it" if len(names) > 1 else ""
@@ -83,7 +86,7 @@ class CheckpointChecks:
         self._log.record("LT027", str(place), held_bytes=0, step=self._step(), text=text, name=names[0], made_at=place)
 
     def lost_gradients(self, place: Place, module: nn.Module) -> None:
-        """Record that parameters of `module` get no gradient."""
+        """Log that `module`, inside the checkpoint at `place`, gets no gradients for its parameters."""
         if not (names := self._add_name(self._without_gradients, place, module)):
             return
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
@@ -91,7 +94,7 @@ class CheckpointChecks:
         self._log.record("LT028", str(place), held_bytes=0, step=self._step(), text=text, name=names[0], made_at=place)
 
     def _add_name(self, names_at: dict[Place, dict[int, str]], place: Place, module: nn.Module) -> list[str]:
-        """Add the name of `module` to those of `place`, and return all of them; empty if it was there before."""
+        """Add the module's name to the names of `place` and return them all; an empty list if it was there before."""
         known = names_at.setdefault(place, {})
         if id(module) in known:
             return []
@@ -100,7 +103,7 @@ class CheckpointChecks:
 
 
 class _Region:
-    """One checkpointed call. Refers to modules weakly."""
+    """Observer of one checkpointed call, in forward and in recomputation. Refers to modules weakly."""
 
     def __init__(self, checks: CheckpointChecks, place: Place, *, loses_gradients: bool) -> None:
         self._checks, self._place, self._loses_gradients = checks, place, loses_gradients
@@ -125,7 +128,7 @@ class _Region:
                 self._compare(calls)
 
     def _compare(self, calls: _Calls) -> None:
-        """Compare the modules called in backward with those of forward; torch may stop the run early."""
+        """Compare the modules called in recomputation, which torch may stop early, with those called in forward."""
         calls.note_written()
         pairs = zip(self._in_forward.with_parameters(), calls.with_parameters(), strict=False)
         different = next(((first, second) for first, second in pairs if first is not second), None)
@@ -137,7 +140,7 @@ class _Region:
 
 
 class _Calls:
-    """Modules called in one run of a region, in order, and the buffers that they wrote to. Refers to modules weakly."""
+    """Modules called in one run of a checkpointed function, and buffers that they wrote to. References are weak."""
 
     def __init__(self) -> None:
         self._called: list[weakref.ref[nn.Module]] = []
@@ -150,7 +153,7 @@ class _Calls:
             self._before.setdefault(id(module), _versions(module))
 
     def note_written(self) -> None:
-        """Record the buffers that the calls wrote to, by comparing them with those from before."""
+        """Record the buffers that the calls wrote to: those whose version has changed since the call began."""
         for module in self.modules():
             before = self._before.pop(id(module), {})
             after = _versions(module) if before else {}
@@ -175,7 +178,7 @@ def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Return True for batch and instance norms."""
+    """Return True if the module is a batch or instance norm."""
     return {"running_mean", "num_batches_tracked"} <= module._buffers.keys()
 
 

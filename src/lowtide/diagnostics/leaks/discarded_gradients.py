@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _WATCHED_PASSES = 24
 """Number of backward passes that are followed, from the first one on."""
 _TIMES = 2
-"""Number of times that a line's gradients must be discarded before it is reported."""
+"""Number of times that gradients of a line must be discarded before the line is reported."""
 
 
 @dataclass(slots=True)
@@ -37,14 +37,14 @@ class _Pass:
 
     backward: Backward
     unread: set[int]
-    """Ids of the parameters that no update has read and no `zero_grad` has reset since."""
+    """Ids of the parameters whose gradients no update has read and no `zero_grad` has reset since the pass."""
     others_read: bool = False
-    """True once an update has read other gradients of the pass."""
+    """True once an update has read some gradients of the pass."""
 
 
 @dataclass(slots=True)
 class _Line:
-    """All backward passes of one line."""
+    """Record of all backward passes that one line of code starts."""
 
     n_discarded: int = 0
     parameters: set[int] = field(default_factory=set)
@@ -58,8 +58,8 @@ class _Line:
 class DiscardedGradients:
     """Check for gradients that each step computes and resets before their optimizer reads them.
 
-    Counts only if another optimizer has read the other gradients of the same pass, as in a GAN whose discriminator is
-    trained on images that are not detached: gradients that the user's own code reads are reset without any update.
+    A line counts only if another optimizer has read other gradients of the same pass, as in a GAN whose discriminator
+    is trained on images that are not detached. Without any update, the user's own code may have read the gradients.
     """
 
     def __init__(self, log: FindingLog, calls: CallLog) -> None:
@@ -76,7 +76,7 @@ class DiscardedGradients:
         return self._n_passes < _WATCHED_PASSES
 
     def backward_begins(self, nodes: Iterable[Node], backward: Backward) -> None:
-        """Handle the beginning of a backward pass."""
+        """Record the parameters whose gradients the backward pass that begins at `nodes` will compute."""
         if not self.is_active or backward.create_graph or backward.is_partial:
             return
         self._n_passes += 1
@@ -89,7 +89,7 @@ class DiscardedGradients:
             line.is_needed |= split_by_leaves(graph, line.parameters) is None
 
     def updated(self, parameters: Iterable[Tensor]) -> None:
-        """Handle the update of these parameters, which reads their gradients."""
+        """Record that an optimizer updated `parameters`, and so read their gradients."""
         updated = {id(p) for p in parameters} if self._passes else set()
         self._trained |= updated
         for record in self._passes:
@@ -100,7 +100,7 @@ class DiscardedGradients:
             record.unread -= read
 
     def zeroed(self, parameters: Iterable[Tensor], place: Place, least_bytes: int) -> None:
-        """Handle `zero_grad` of these parameters, before it runs."""
+        """Report unread gradients that `zero_grad` at `place` is about to reset, if they have `least_bytes`."""
         given = {id(p): p for p in parameters} if self._passes else {}
         for record in self._passes:
             discarded = {n: given[n] for n in record.unread & given.keys() if given[n].grad is not None}
@@ -116,7 +116,7 @@ class DiscardedGradients:
         self._passes = [each for each in self._passes if each.unread]
 
     def drop_needed(self) -> None:
-        """Withdraw what was reported for lines whose gradients turned out to be needed."""
+        """Withdraw findings about lines whose discarded gradients turned out to be needed."""
         for place, line in self._lines.items():
             if line.is_needed:
                 self._log.entries.pop(f"LT031 {place}", None)
@@ -143,7 +143,7 @@ class DiscardedGradients:
 
 
 def _module_of(parameters: set[int]) -> nn.Module | None:
-    """Return the module that has all of these parameters, and no others."""
+    """Return the outermost module all of whose parameters are among these ids; None if there is none."""
     modules = [obj for obj in gc.get_objects() if isinstance(obj, nn.Module)]
     for root in roots_of(modules):
         for module in root.modules():

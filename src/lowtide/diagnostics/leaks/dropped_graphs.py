@@ -1,4 +1,4 @@
-"""Graphs that a model's own forward makes and drops: a teacher inside the model whose output is detached."""
+"""Graphs that a model's forward makes and drops, such as the graph of a teacher whose output the model detaches."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 _MARK = "lowtide.watch.part"  # key in the metadata of the nodes that end the forward of a part
 _TIMES = 2
-"""Number of forwards of the model that must drop the graph."""
+"""Number of forwards of the model that must drop the graph before it is reported."""
 
 
 class _Mark:
-    """Object that lives as long as the node whose metadata it is put in."""
+    """Object in the metadata of an autograd node, freed together with the node."""
 
     __slots__ = ("__weakref__",)
 
 
 @dataclass(slots=True)
 class _Part:
-    """One call of a module by the forward of the model."""
+    """One call of a module by the forward of the observed model."""
 
     site: Site
     module_id: int
@@ -41,26 +41,26 @@ class _Part:
 
     @property
     def is_dropped(self) -> bool:
-        """True if the nodes that ended its graph are gone."""
+        """True if the nodes at the end of the part's graph have been freed."""
         return all(end() is None for end in self.ends)
 
 
 _WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module")
-"""Names under which wrappers of a model, such as DistributedDataParallel, keep it."""
+"""Attributes by which wrappers, such as DistributedDataParallel, refer to the wrapped model."""
 
 
 def _n_wrappers(model: nn.Module) -> int:
-    """Return the number of wrappers around the model proper."""
+    """Count the wrappers, such as DistributedDataParallel, around the user's own model."""
     children = dict(model.named_children())
     inner = next(iter(children.values())) if len(children) == 1 and not children.keys().isdisjoint(_WRAPPED) else None
     return 0 if inner is None else 1 + _n_wrappers(inner)
 
 
 class DroppedGraphs:
-    """Check for modules called by the model's forward whose graph does not outlive that forward.
+    """Check for modules called by a model's forward whose graph does not outlive that forward.
 
-    Holds no reference to modules or nodes. It observes only a few calls of each model, and none in which a backward
-    pass runs: that pass may have needed the graph. `names` returns the names of modules by id.
+    Holds no reference to modules or nodes. The check observes only a few calls of each model, and none in which a
+    backward pass runs, because that pass may need the graph. `names` returns the names of modules by id.
     """
 
     def __init__(self, log: FindingLog, names: Callable[[], dict[int, str]]) -> None:
@@ -73,19 +73,20 @@ class DroppedGraphs:
         self._kept: set[int] = set()
 
     def model_begins(self, model: nn.Module) -> None:
-        """Observe the forward of `model`, or of the model that it wraps, which begins now."""
+        """Begin to observe the forward of `model`, or of the model inside its wrappers."""
         self.is_observing, self._depth = True, -_n_wrappers(model)
         self._parts.clear()
 
     def part_begins(self, module: nn.Module) -> None:
-        """Handle the call of a module inside the model."""
+        """Record that `module` is called inside the observed forward."""
         self._depth += 1
         if self._depth == 1:
             self._parts.append(_Part(calling_site(), id(module), next_sequence_number(), []))
 
     def part_ends(self, module: nn.Module, output: Any, arguments: Callable[[], list[Tensor]]) -> None:
-        """Handle the return of a module inside the model, which was given `arguments`; `output` is None if it
-        raised.
+        """Record the graph of a module that has returned `output` inside the observed forward; None if it raised.
+
+        `arguments` returns the tensors passed to the model, whose memory does not count as part of the graph.
         """
         self._depth -= 1
         if self._depth or not self._parts:
@@ -99,11 +100,11 @@ class DroppedGraphs:
         part.graph_bytes = sum(kept.values())
 
     def backward_begins(self) -> None:
-        """Handle the beginning of a backward pass."""
+        """Stop observing this forward, because a backward pass inside it may need the graphs."""
         self.is_observing = False
 
     def model_ends(self, step: int, least_bytes: int) -> None:
-        """Handle the return of the model: record the parts whose graph is gone."""
+        """End the observed forward, and log the modules whose graph has been freed, from `least_bytes` on."""
         parts, self._parts = [part for part in self._parts if part.ends], []
         if not self.is_observing:
             return

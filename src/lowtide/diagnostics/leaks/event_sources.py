@@ -55,11 +55,11 @@ class EventSources:
             self._undo.pop()()
 
     def arguments(self) -> list[Tensor]:
-        """Return the tensors passed to the module being called; empty if no module is."""
+        """Return the tensors passed to the outermost running module; empty if no module is running."""
         return [tensor for value in self._values() for tensor in tensors_in(value)]
 
     def takes_containers(self) -> bool:
-        """Return True if an argument of the module being called may be a container, which the call can fill."""
+        """Return True if an argument of the outermost running module may be a container that the call can fill."""
         return not all(value is None or isinstance(value, Tensor | int | float | str) for value in self._values())
 
     def _values(self) -> list[Any]:

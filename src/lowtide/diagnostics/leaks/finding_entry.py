@@ -1,4 +1,4 @@
-"""One holder of memory in the log of findings: what it held at each inspection, the rule that it breaks, and words."""
+"""Entry in the log of findings: what one holder of memory held at each inspection, and the rule that it breaks."""
 
 from __future__ import annotations
 
@@ -39,18 +39,18 @@ class HolderWords:
     container: str = ""
     part: str = ""
     names: tuple[str, ...] = ()
-    """All variables that hold the memory: it is freed once none of them does."""
+    """All variables that hold the memory, which is freed once none of them does."""
     release: str = ""
-    """Code that lets go of the memory in all of them, and breaks no code that reads them later."""
+    """Code that frees the memory by changing all these variables, and breaks no code that reads them later."""
     parts: tuple[str, ...] = ()
-    """Containers and objects that hold the graph by one of their parts; the advice must not be to delete them whole."""
+    """Containers and objects of which one part holds the graph, so that the advice must not delete them whole."""
     fix: str = ""
     """Advice of the rule for this holder, a format string."""
     remedy: str = ""
 
     @classmethod
     def of(cls, main: RetainedObject, group: Sequence[RetainedObject], rule: Rule, history: History) -> HolderWords:
-        """Return the words for the holder of `group`, whose largest object is `main`."""
+        """Make the words for one holder, which holds the objects of `group`; `main` is the object to report."""
         n_others = len({item.holder.text for item in group if item.holder is not None}) - 1
         of_gradients = ".grad" if main.subject == "gradients" else ""
         variables = [holder for holder in main.holders if holder.kind == "variable" and holder.name]
@@ -68,7 +68,7 @@ class HolderWords:
         )
 
     def advice(self, fix: str, made_at: Place | None, backward: Backward | None) -> str:
-        """Return the advice `fix`, a format string, for this holder."""
+        """Return the advice `fix`, a format string, with the names of this holder and the places filled in."""
         text = fix.format(
             name=self.name or "it",
             owner=self.owner or self.name or "it",
@@ -101,20 +101,19 @@ class Entry:
     pending: list[Call] = field(default_factory=list)
     """Calls that no backward pass has reached yet; the finding is void once one does."""
     outputs: list[weakref.ref[UntypedStorage]] = field(default_factory=list)
-    """Memory that has to outlive the next forward for the finding to count."""
+    """Storages that must outlive the next forward for the finding to count."""
     has_lasted: bool = False
     is_of_copies: bool = False
     """True if the holder keeps models or optimizers."""
     idle_since: dict[int, int] = field(default_factory=dict)
-    """Ids of modules that were not in use -> steps of the last inspection; the finding is void if one is called later.
-    """
+    """Ids of modules that were not in use -> steps of the last inspection; the finding is void once one is called."""
     is_carried: bool = False
     """True if the holder carries tensors without a graph from step to step."""
     is_cycle: bool = False
-    """True if the holder keeps its entries for good once they no longer grow."""
+    """True for an `itertools.cycle`, which keeps its entries for good although they no longer grow in number."""
 
     def inspect(self, group: Sequence[RetainedObject], largest_graph_bytes: int, step: int) -> History:
-        """Record an inspection, which found `group`; return it with the earlier ones."""
+        """Record an inspection in `step` that found the objects of `group`; return the history that ends with it."""
         self.is_of_copies = group[0].subject in ("models", "optimizers")
         self.is_carried = any(item.subject == "carried" or item.is_state for item in group)
         self.idle_since = {number: step for item in group for number in item.idle_ids}
@@ -122,12 +121,12 @@ class Entry:
         return self.inspections.add(group, step, largest_graph_bytes, are_copies=are_copies)
 
     def judge(self, main: RetainedObject, history: History) -> Rule | None:
-        """Return the rule that `main` falls under, if any."""
+        """Return the rule that the holder of `main` breaks, given its history; None if it breaks none."""
         self.is_cycle = main.holder is not None and main.holder.is_cycle
         if self.rule and self.is_cycle:
             return self.rule
         if self.rule and self.rule.has_ended(history):
-            self.rule = None  # the container is bounded after all, as a cache of masks is
+            self.rule = None  # the container is bounded after all, like a cache of masks
         if self.rule and self.rule.claims_graph and main.has_graph:
             return self.rule
         if self.rule and self.is_of_copies and grows(history.held_bytes, 2):
@@ -155,7 +154,7 @@ class Entry:
         self.pending = unreached if rule.is_refuted_by_backward and not passes else []
 
     def finding(self) -> Finding | None:
-        """Return the finding to report; None if it is no longer valid."""
+        """Make the finding to report; None if the entry breaks no rule, or is not confirmed."""
         rule = self.rule
         if rule is None or any(call.backwards for call in self.pending) or (rule.must_last and not self.has_lasted):
             return None
@@ -177,7 +176,7 @@ class Entry:
 
 
 def _release(variables: Sequence[Holder]) -> str:
-    """Return code that lets go of the graphs that `variables` hold; those that are read later stay assigned."""
+    """Return code that frees the graphs held by `variables`: `del`, or a detached value if a variable is read later."""
     names = {reads: list(dict.fromkeys(v.name for v in variables if v.reads is reads)) for reads in Reads}
     phrases = [f"`del {', '.join(names[Reads.NONE])}`"] if names[Reads.NONE] else []
     phrases += [f"`{name} = {name}.detach()`" for name in names[Reads.AFTER_THE_LOOP]]
@@ -187,19 +186,19 @@ def _release(variables: Sequence[Holder]) -> str:
 
 
 def _text(item: RetainedObject) -> str:
-    """Return the description of the holder, or of all variables if several hold the same graph."""
+    """Describe the holder of `item`; if it is a variable, all variables that hold the same graph."""
     holder = item.holder
     assert holder is not None
     if holder.kind != "variable":
         return holder.text
     variables = [other for other in item.holders if other.kind == "variable"]
-    # frames of libraries have names of their own for an object of the user's
+    # library frames use other names for the user's object
     own = [v for v in variables if v.place is not None and origin(v.place.file) == "user"] if holder.is_part else []
     return " and ".join(dict.fromkeys(v.text for v in own or variables))
 
 
 def _name(main: RetainedObject, group: Sequence[RetainedObject]) -> str:
-    """Return the name of the holder for the advice, or the names of all parts of the same container's entries."""
+    """Return the name of the holder for the advice; for parts of a container's entries, the names of all such parts."""
     if main.holder is None:
         return ""
     sizes: Counter[str] = Counter()

@@ -15,21 +15,21 @@ from lowtide.diagnostics.leaks.rules import RULES
 from lowtide.report.finding import Finding
 
 LEAST_BYTES = 16 * 1024
-"""Smallest number of bytes of a finding that is reported whatever its share."""
+"""Smallest number of bytes that a finding must have to be reported at all."""
 
 
 class FindingLog:
-    """Entries by holder, from inspections and from events."""
+    """Log of findings: one entry for each holder of memory, filled by inspections and events."""
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
         self._carried: set[str] = set()
-        """Keys of holders whose outputs the next call is given: they have to be alive during backward."""
+        """Keys of holders whose outputs are passed to the next call, and so have to be alive during backward."""
 
     def add(self, retained: Iterable[RetainedObject], *, least_bytes: int, largest_graph_bytes: int, step: int) -> None:
-        """Add the objects that one inspection, in step `step`, found, if their holder holds at least `least_bytes`."""
+        """Log the objects that an inspection in `step` found, except those of holders of less than `least_bytes`."""
         for key, group in _by_holder(retained).items():
-            if key in self._carried:  # also where another model is called, or none, as at the end of the watch
+            if key in self._carried:  # also if another model is called, or none at the end of the watch
                 group = [_as_carried(item) for item in group]
             for subject in ("nodes", "evaluation", "carried", "gradients", "models", "optimizers", "parameters"):
                 others = [item for item in group if item.subject == subject]
@@ -47,18 +47,18 @@ class FindingLog:
                 self._add(self._claimant(group) or key, group, largest_graph_bytes, step)
 
     def knows(self, item: RetainedObject) -> bool:
-        """Return True if an earlier inspection met the holder of `item`."""
+        """Return True if an earlier inspection found the holder of `item`."""
         key = "" if item.holder is None else item.holder.key
         return key in self.entries or key in self._carried or f"{item.subject} {key}" in self.entries
 
     def backward_begins(self) -> None:
-        """Confirm findings about outputs that have outlived the forward."""
+        """Confirm the findings whose outputs are still alive now that a backward pass begins."""
         for entry in self.entries.values():
             entry.has_lasted |= any(output() is not None for output in entry.outputs)
             entry.outputs.clear()
 
     def retract(self, retained: Iterable[RetainedObject], step: int) -> None:
-        """Withdraw findings of growth for containers that no longer grow at `step`."""
+        """Withdraw findings about growing containers that, as `retained` shows at `step`, no longer grow."""
         growing = [e for e in self.entries.values() if e.rule and e.rule.ends_without_growth and not e.is_cycle]
         for group in _by_holder(retained).values() if growing else ():
             storages, n_entries = storages_of(group), n_entries_of(group)
@@ -96,8 +96,9 @@ class FindingLog:
         entry.inspections.n += 1
 
     def findings(self, stats: Iterable[SiteStats], *, least_bytes: int) -> list[Finding]:
-        """Return all certain findings, the largest first. Forwards without backward are included from `least_bytes`
-        on.
+        """Return all certain findings, the largest first.
+
+        Lines of `stats` whose forwards no backward pass reaches count from `least_bytes` on.
         """
         stats = list(stats)
         found: list[tuple[Entry, Finding]] = []
@@ -128,8 +129,8 @@ class FindingLog:
         return sorted(findings, key=lambda finding: (-finding.held_bytes, finding.code))
 
     def _claimant(self, group: list[RetainedObject]) -> str | None:
-        """Return the key of the entry that is reported for the graph of `group`; other holders only refer to that
-        graph.
+        """Return the key of the entry that already reports the graph of `group`, so that no other holder of the graph
+        is reported; None if no entry does.
         """
         calls = {call.number for s in group if s.has_graph and not s.is_input for call in s.calls}
         claims = (key for key, e in self.entries.items() if e.rule and e.rule.claims_graph and e.calls & calls)
@@ -169,7 +170,7 @@ def _is_in_use(entry: Entry, stats: Iterable[SiteStats]) -> bool:
 
 
 def _unique_bytes(retained: Iterable[RetainedObject]) -> int:
-    """Return the bytes of all storages, each counted once."""
+    """Return the bytes of all storages that the objects hold, counting each storage once."""
     return sum(storages_of(retained).values())
 
 
@@ -182,9 +183,7 @@ def _by_holder(retained: Iterable[RetainedObject]) -> dict[str, list[RetainedObj
 
 
 def _never_reached(stats: list[SiteStats]) -> Finding:
-    """Return the finding for a line whose graphs were all dropped without backward, each of them between two
-    inspections.
-    """
+    """Make the finding for a line of code whose graphs were all freed without backward, from the line's counts."""
     rule = RULES["LT002"]
     place, model, n_times = stats[0].site.place, stats[0].model, sum(s.n_unreached for s in stats)
     return Finding(

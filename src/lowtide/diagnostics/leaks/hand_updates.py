@@ -35,11 +35,11 @@ class HandUpdates:
         self._weights: dict[int, tuple[float, ...]] = {}  # id of a parameter -> some of its values
 
     def has_updated(self, module: nn.Module) -> bool:
-        """Return True if weights of `module` have changed since it was called before."""
+        """Return True if weights of `module` have changed since its previous call."""
         return self._have_changed(id(module), lambda: _trained(module))
 
     def has_updated_leaves(self, nodes: Iterable[Node]) -> bool:
-        """Return True if leaves of the graph of `nodes` have changed since another graph of a loop without a model."""
+        """Return True if leaves of the graph at `nodes` changed since the last pass, in a loop without a model."""
         return self._have_changed(_WITHOUT_MODEL, lambda: _leaves(nodes))
 
     def _have_changed(self, number: int, tensors: Callable[[], Iterable[Tensor]]) -> bool:

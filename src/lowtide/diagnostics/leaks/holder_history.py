@@ -20,7 +20,7 @@ LEAST_PARTS = 3
 """Smallest number of parts that counts as entries: a pair of tensors gathers nothing."""
 
 LEAST_GATHERED_BYTES = 2**20
-"""Smallest number of bytes of a container that is emptied now and then, as after each epoch, that is reported."""
+"""Smallest container, in bytes, that is reported although it is emptied now and then, as after each epoch."""
 
 _MOST_EARLIER = 8
 """Number of earlier inspections of a holder that rules can look back on."""
@@ -41,14 +41,14 @@ class History:
     n_steps: int = 0
     """Number of different steps in which the holder's memory was allocated."""
     n_alike: int = 0
-    """Number of graphs that the holder keeps and that the same call site made."""
+    """Largest number of the holder's graphs that one call site made."""
     largest_graph_bytes: int = 0
     """Largest graph of a single forward pass measured so far."""
 
 
 @dataclass(slots=True)
 class Inspections:
-    """Inspections of one holder so far. The lists have the latest ones, in order."""
+    """Inspections of one holder so far. Each list has one item for each of the latest inspections, in order."""
 
     n: int = 0
     steps: list[int] = field(default_factory=list)
@@ -65,11 +65,14 @@ class Inspections:
     def add(
         self, retained: Sequence[RetainedObject], step: int, largest_graph_bytes: int, *, are_copies: bool
     ) -> History:
-        """Add an inspection in `step` that found the objects `retained`; return it with the earlier ones."""
+        """Add an inspection in `step` that found the objects `retained`; return the history that ends with it.
+
+        `are_copies` is True if the objects are copies of models or optimizers.
+        """
         storages, n_entries = storages_of(retained), n_entries_of(retained)
         is_to_judge = bool(self.entries) and not self.is_refilled(retained)
         has_stopped = is_to_judge and self.has_stopped(n_entries, step, are_copies=are_copies)
-        # a new storage may be at the address of one that is gone: its size tells
+        # a new storage may have the address of a freed one: compare sizes, too
         has_changed = self.n > 0 and not storages.items() <= self.storages.items()
         if not self.entries or n_entries > self.entries[-1]:
             self.grown_at = step
@@ -93,9 +96,10 @@ class Inspections:
         )
 
     def is_refilled(self, retained: Sequence[RetainedObject]) -> bool:
-        """Return True if a container of outputs was emptied since the last inspection, as after an epoch.
+        """Return True if a container of outputs was emptied and filled again since the last inspection, as after an
+        epoch.
 
-        A full queue may have new entries only, too, but keeps their number.
+        A full queue may also have only new entries, but their number stays the same.
         """
         is_of_outputs = any(item.calls for item in retained)
         is_large = max(*self.held_bytes, sum(storages_of(retained).values()), 0) >= LEAST_GATHERED_BYTES
@@ -103,9 +107,10 @@ class Inspections:
         return is_of_outputs and is_large and is_new and n_entries_of(retained) != self.entries[-1]
 
     def has_stopped(self, n_entries: int, step: int, *, are_copies: bool) -> bool:
-        """Return True if containers that now have `n_entries` entries no longer grow.
+        """Return True if containers that have `n_entries` entries at `step` no longer grow.
 
-        Copies of models and optimizers are added once an epoch: they count as complete after twice as many steps.
+        Copies of models and optimizers are often added once an epoch. They count as complete when `step` is more than
+        twice the step of their last growth.
         """
         if step == self.steps[-1]:
             return False  # too early to tell: a loader may have added its entry before the step began
@@ -140,10 +145,10 @@ def storages_of(retained: Iterable[RetainedObject]) -> dict[int, int]:
 
 
 def n_entries_of(retained: Iterable[RetainedObject]) -> int:
-    """Return the total number of entries of all containers through which the holder reaches the tensors.
+    """Count the entries of all containers through which the holder of `retained` reaches its tensors.
 
-    Without containers, the number of parts of a tuple, of attributes whose names differ in numbers, or of generators
-    that wait at one place, from three on.
+    Without containers, count the parts, if there are at least three: of a tuple, attributes whose names differ in
+    numbers, or generators that wait at one place.
     """
     containers: dict[int, int] = {}
     parts: set[str] = set()

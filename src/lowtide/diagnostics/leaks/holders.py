@@ -40,16 +40,19 @@ class StoredIn(NamedTuple):
     file: str
     name: str
     part: str
-    """The part of each of its entries that holds the tensors, as code: `[1]` or `['logits']`."""
+    """The part of each entry of the container that holds the tensors, as code: `[1]` or `['logits']`; else empty."""
     is_container: bool
 
     def place_of_value(self) -> Place | None:
-        """Return the line that computes what is stored."""
+        """Return the line of code that computes the stored value; None if it is not found."""
         return place_of_value(self.file, self.name, self.part, is_container=self.is_container)
 
 
 def stored_in(way: ReferencePath, name: str, file: str) -> StoredIn:
-    """Return what code stores into when `name`, a variable in `file`, holds tensors by the path `way`."""
+    """Return the variable or attribute that code assigns, or adds to, in order to store the tensors.
+
+    `name` is the variable or attribute in `file` from which the references of `way` lead to the tensors.
+    """
     attributes = [attribute_name(step) for step in takewhile(lambda step: step.startswith("."), way.path)]
     part = way.path[-1] if len(way.path) > 1 and ENTRIES.fullmatch(way.path[-2]) else ""
     own_file = way.file if attributes and way.file else file
@@ -67,7 +70,7 @@ class Holder:
     owner: str = ""
     """The object whose attribute holds the tensors, as code; else `name`."""
     container: str = ""
-    """The outermost container on the path whose entries have no names, with what tells it from others."""
+    """The outermost container on the path whose entries have no names, as code after the name of its file or class."""
     containers: Mapping[int, int] = field(default_factory=dict)
     """All unbounded lists, dicts and sets on the path -> numbers of their entries."""
     gathers: bool = False
@@ -77,31 +80,31 @@ class Holder:
     is_part: bool = False
     """True if an entry or attribute of the named variable refers to the tensors, not the variable itself."""
     part: str = ""
-    """That entry or attribute as code: `state['logits']`, `items[..].embedding`."""
+    """The entry or attribute that refers to the tensors, as code: `state['logits']`, `items[..].embedding`."""
     is_cache: bool = False
     """True for a function with a cache of its results."""
     is_cycle: bool = False
-    """True for an `itertools.cycle`, which keeps all that its first round has returned."""
+    """True for an `itertools.cycle`, which keeps every item of its first round."""
     is_tee: bool = False
-    """True for an `itertools.tee`, which keeps the items that its sibling has returned and it has not."""
+    """True for an `itertools.tee`, which keeps each item until all its iterators have returned it."""
     place: Place | None = None
     stored_in: StoredIn | None = None
-    """Where the source says what is stored, if known."""
+    """The variable or attribute that the source code assigns to store the tensors, if known."""
     reads: Reads = Reads.NONE
     """Later reads of the variable, which a `del` would break."""
     is_state: bool = False
-    """True for an attribute of a module, or a variable of a loop, that is read before it is assigned: what one step
-    leaves to the next.
+    """True for an attribute of a module, or a variable of a loop, that is read before it is assigned and so carries
+    state from step to step.
     """
 
     @property
     def is_part_of_entries(self) -> bool:
-        """True if the tensors are parts of a container's entries."""
+        """True if parts of a container's entries refer to the tensors, not the entries themselves."""
         return bool(self.stored_in and self.stored_in.part)
 
 
 def context_holder(way: ReferencePath, context: BackwardCFunction) -> Holder:
-    """Return the holder for an attribute of the ctx of a custom Function."""
+    """Make the holder for an attribute of `context`, the ctx of a custom Function; `way` begins at the attribute."""
     attribute = attribute_name(way.path[0]) if way.path else "?"
     of = type(context).__name__.removesuffix("Backward")
     text = f"ctx attribute '{attribute}' of {of}"
@@ -109,8 +112,12 @@ def context_holder(way: ReferencePath, context: BackwardCFunction) -> Holder:
 
 
 def context_variable_holder(way: ReferencePath, inner: ReferencePath) -> Holder | None:
-    """Return the holder for the node of a `contextvars.Context`; None for an upper node, which has no variable."""
-    referents = gc.get_referents(way.obj)  # the last first, each value before its variable
+    """Make the holder for a context variable, found in a node of the tree inside a `contextvars.Context`.
+
+    `way` has reached the node from the object of `inner`. None for an upper node, which refers to other nodes, not to
+    variables.
+    """
+    referents = gc.get_referents(way.obj)  # in reverse order, each value before its variable
     for value, variable in pairwise(referents):
         if value is inner.obj and isinstance(variable, ContextVar):
             _, full_name, grouped = way.shown(f"{variable.name}.get()", "")
@@ -129,7 +136,7 @@ def context_variable_holder(way: ReferencePath, inner: ReferencePath) -> Holder 
 
 
 def class_holder(way: ReferencePath, kind: type) -> Holder:
-    """Return the holder for an attribute of a class."""
+    """Make the holder for an attribute of the class `kind`; `way` begins at the attribute."""
     name = f"{kind.__qualname__}.{attribute_name(way.path[0]) if way.path else '?'}"
     way.path = way.path[1:]
     _, full_name, grouped = way.shown(name, "")

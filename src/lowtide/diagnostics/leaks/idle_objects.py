@@ -19,11 +19,14 @@ if TYPE_CHECKING:
     from lowtide.diagnostics.leaks.inspection import InspectionInput
 
 LEAST_COPIES = 3
-"""Smallest number of models, or of optimizers, of one class among which idle ones are looked for."""
+"""Smallest number of models, or of optimizers, of one class among which idle copies are searched for."""
 
 
 def idle_copies(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
-    """Return models of one class that are not called any more, and optimizers of one class without updates lately."""
+    """Find models that were not called in the last step, and optimizers that made no update in it.
+
+    Only classes with at least three instances count. An optimizer that has never made an update is not idle.
+    """
     last_calls = (call for stats in view.calls.stats.values() for call in stats.module_ids.items())
     called = {number for number, step in last_calls if step >= view.last_step}
     models: dict[type, list[nn.Module]] = {}
@@ -64,7 +67,7 @@ def idle_copies(view: InspectionInput, live: LiveObjects) -> list[RetainedObject
 
 
 def orphaned_parameters(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
-    """Return the parameters that only optimizers still refer to; their holders are the groups of the optimizers."""
+    """Find the parameters that only optimizers still refer to; their holders are the optimizers' lists of groups."""
     found = list(orphans_of_optimizers(live))
     items = [
         RetainedObject(
@@ -88,7 +91,7 @@ def orphaned_parameters(view: InspectionInput, live: LiveObjects) -> list[Retain
 
 
 def _groups_of(holder: Holder, orphans: Orphans) -> Holder:
-    """Return the holder for the groups of the optimizer that `holder` holds."""
+    """Make the holder for the parameter groups of an optimizer from `holder`, which holds the optimizer."""
     entries = f"[{orphans.n_groups} entries]"
     return replace(
         holder,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 LEAST_NODE_BYTES = 1024
-"""Empty graphs with less host memory than this are left out: a value and its backward pass, without any model."""
+"""Smallest host memory of an empty graph that counts; smaller graphs compute a single value, without a model."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,14 +52,17 @@ class InspectionInput:
     watched_from: int = 0
     """Number of the first graph node that was made under the watch."""
     last_step: int = 0
-    """Number of the step that has just ended, or is about to."""
+    """Number of the step that has just ended, or is about to end."""
 
 
 def inspect(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
-    """Return all objects that the step left alive, largest first. Small ones count too: one holder may have many."""
+    """Find all objects that the step left alive, and their holders.
+
+    Small objects count too, because one holder may have many.
+    """
     excused = live.standing | {0}
     tensors = live.tensors
-    held = [index for index in range(len(tensors)) if held_by_python(tensors, index, 1)]  # 1: the list itself
+    held = [index for index in range(len(tensors)) if held_by_python(tensors, index, 1)]  # 1: the list's own
     gradients = [(i, t.grad) for i, t in enumerate(tensors) if t.is_leaf and t.grad is not None]
     graphs = graphs_of(tensors, held, gradients, new_from=view.new_from)
     of_python = set(held)
@@ -73,7 +76,7 @@ def inspect(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
     retained = []
     for graph in graphs:
         if graph.is_empty and graph.tensors and graph.node_bytes >= LEAST_NODE_BYTES:
-            retained.append((_retained_nodes(graph, view), graph.tensors[:1]))  # the newest leads to all others
+            retained.append((_retained_nodes(graph, view), graph.tensors[:1]))  # the newest tensor leads to all others
         if not graph.unfreed:
             continue
         item = _retained_graph(graph, view, live, excused | of_user | view.inputs)
@@ -119,7 +122,10 @@ def inspect(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
 def _carried(
     numbers: set[int], held: list[int], outputs: dict[int, Call], view: InspectionInput, live: LiveObjects
 ) -> Iterator[tuple[RetainedObject, list[int]]]:
-    """Yield the storages `numbers`, which earlier calls have returned and the current one is given, without a graph."""
+    """Yield a record for each storage in `numbers`, with the indices of its tensors.
+
+    The storages are outputs of earlier calls, without a graph, that are passed to the current call.
+    """
     by_storage: dict[int, list[int]] = {}
     for index in held if numbers else ():
         if (number := storage_id(live.tensors[index])) in numbers:
@@ -161,7 +167,7 @@ def _note_data(retained: list[tuple[RetainedObject, list[int]]], view: Inspectio
 
 
 def _is_relevant(index: int, graph: Graph, item: RetainedObject, live: LiveObjects) -> bool:
-    """Return True if releasing the tensor frees part of the graph, or enough memory of its own."""
+    """Return True if releasing the tensor with this index frees part of the graph, or enough memory of its own."""
     own_bytes = item.storages.get(storage_id(live.tensors[index]), 0)
     return index in graph.keepers or 20 * own_bytes >= item.held_bytes
 
@@ -237,7 +243,7 @@ def _retained_storage(
 
 
 def _parameters(indices: set[int], view: InspectionInput, live: LiveObjects) -> str:
-    """Return `parameter 'weight' and 3 more`, naming the first in the order of the model."""
+    """Describe parameters as `parameter 'weight' and 3 more`, with the name of the first in the order of the model."""
     wanted = {id(live.tensors[index]) for index in indices}
     for module in ([view.model] if view.model is not None else []) + roots_of(live.modules):
         for name, parameter in module.named_parameters():

@@ -35,7 +35,7 @@ _SUSPICIONS = 3
 
 
 class Inspector:
-    """Inspector of memory between the calls of a watched loop; it adds what it finds to the log."""
+    """Inspector of memory between the calls of a watched loop; adds the retained objects that it finds to the log."""
 
     def __init__(
         self,
@@ -74,14 +74,14 @@ class Inspector:
         self._n_evaluations = 0
 
     def watch_begins(self) -> None:
-        """Record what exists before the watch, for loops whose first step no call of a model announces."""
+        """Record the tensors that exist when the watch begins, for loops that call no model."""
         self._installed_at = next_sequence_number() or 1
         self.known.note(LiveObjects().tensors, 0)
 
     def call_begins(self, key: int, module: nn.Module, *, is_evaluation: bool) -> None:
-        """Inspect memory if it is due when a model is called from outside at the place `key`.
+        """Inspect memory, if an inspection is due, before the user's code at place `key` calls the model `module`.
 
-        `is_evaluation`: False for calls without gradients that belong to training.
+        `is_evaluation` is False for calls without gradients that belong to training.
         """
         if not self._watched_from:
             self._watched_from = next_sequence_number() or 1
@@ -94,7 +94,10 @@ class Inspector:
             self.inspect(next_sequence_number(), only=lambda item: item.is_held_as("exception"))
 
     def backward_begins(self, key: int, nodes: list[Node]) -> None:
-        """Begin a step if the backward pass does, from the place `key` at `nodes`, in a loop that calls no model."""
+        """Begin a step if a backward pass is the first of a new step, in a loop that calls no model.
+
+        The pass starts at `nodes`, and the user's code runs it at the place `key`.
+        """
         if self.has_model:
             return
         self._watched_from = self._watched_from or self._installed_at
@@ -111,7 +114,10 @@ class Inspector:
             self._after_backward = next_sequence_number()
 
     def inspect_end(self) -> None:
-        """Inspect memory a last time: no forward follows that an output left over could add to."""
+        """Inspect memory a last time, at the end of the watch: graphs, and objects of holders that were found before.
+
+        Other objects do not count, because no forward follows whose peak they would raise.
+        """
         if self.has_begun:
             self._calls.forget_old()
             self.inspect(
@@ -147,8 +153,9 @@ class Inspector:
             self._at_boundary = False
 
     def _inspect_suspect(self, key: int, module: nn.Module) -> None:
-        """Inspect if a line calls a model again within one step while the graph of its last call still waits for
-        backward.
+        """Inspect memory if a line calls `module` again within one step, and an earlier graph of that line is suspect.
+
+        A graph is suspect if it still waits for backward, or if an output of it is passed to this call.
         """
         stats = self._calls.stats.get((key, type(module).__name__))
         if stats is None or (stats.n_calls & (stats.n_calls - 1) and stats.n_calls > _SUSPICIONS):
@@ -164,7 +171,7 @@ class Inspector:
             )
 
     def _inspect_evaluation(self, key: int) -> None:
-        """Inspect after 2, 4, 8 ... calls without gradients from one place and no update in between, as time allows."""
+        """Inspect memory after 2, 4, 8 ... calls without gradients at one place and no update, as time allows."""
         n_updates, n_calls = self._evaluations.get(key, (-1, 0))
         n_calls = n_calls + 1 if n_updates == self.boundaries.n_updates else 1
         self._evaluations[key] = self.boundaries.n_updates, n_calls
@@ -182,7 +189,11 @@ class Inspector:
         is_later: bool = False,
         in_evaluation: bool = False,
     ) -> None:
-        """Inspect all living objects; `is_later` if a step has ended since the last full inspection."""
+        """Inspect all living objects, and log those that `only` selects; None selects all.
+
+        `new_from` is the number of the first node of the step that begins now. `is_later` is True if a step has ended
+        since the last full inspection.
+        """
         began = time.perf_counter()
         with torch.no_grad():
             live = LiveObjects()

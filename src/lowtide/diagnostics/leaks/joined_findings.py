@@ -1,4 +1,4 @@
-"""Several findings about one mistake, joined to one."""
+"""Findings about one mistake, joined into one."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ if TYPE_CHECKING:
     from lowtide.diagnostics.leaks.finding_entry import Entry
 
 _GATHERING = ("LT008", "LT010", "LT021", "LT029", "LT030")
-"""Codes of what containers hold. One that holds graphs and values alike is reported for its graphs, so LT008 is first.
-"""
+"""Codes of findings about containers. LT008 is first: a container of graphs and values is reported for its graphs."""
 
 _BESIDE = ("LT006", "LT023")
-"""Codes that are left out for a container that has one of `_GATHERING`."""
+"""Codes of findings that are left out for a container that has a finding of `_GATHERING`."""
 
 MOST_NAMES = 3
 """Largest number of parts of an entry that an advice names."""
 
 
 def joined(findings: Iterable[tuple[Entry, Finding]]) -> list[Finding]:
-    """Return the findings, joining those about parts of the same container's entries, and those about graphs that one
-    call made and one backward pass retains. An output in a container that gathers outputs is no finding of its own, nor
-    are the empty graphs of losses beside larger tensors.
+    """Join findings about one mistake, and return all findings that remain.
+
+    Findings are joined if they are about parts of the same container's entries, or about graphs that one call made and
+    one backward pass retains. Left out are single outputs in a container that gathers outputs, and empty graphs of
+    losses beside larger tensors.
     """
     findings = list(findings)
     gathering = {entry.words.container for entry, finding in findings if finding.code in _GATHERING} - {""}
     gathered_at = {
         finding.made_at for _, finding in findings if finding.code in _GATHERING
-    }  # alive whatever is deleted
+    }  # outputs of these lines stay alive in a container, whatever variable is deleted
     findings = [(e, f) for e, f in findings if f.code not in _BESIDE or e.words.container not in gathering]
     findings = [(e, f) for e, f in findings if f.code != "LT006" or f.made_at not in gathered_at]
     groups: dict[object, list[tuple[Entry, Finding]]] = {}
@@ -76,8 +77,9 @@ def _join(group: list[tuple[Entry, Finding]]) -> Finding:
 
 
 def one_of_line(findings: list[Finding]) -> list[Finding]:
-    """Return the findings, with a single one for each line whose forward needs no graph, even if several holders gather
-    its outputs, or one is alive during backward.
+    """Return the findings, with only the largest for each line whose forward needs no graph (LT002).
+
+    Other findings about outputs of such a line (gathered, or alive during backward) are left out, too.
     """
     largest: dict[str | None, Finding] = {}
     for finding in findings:

@@ -1,4 +1,4 @@
-"""Chains of objects of one class, each of which an attribute of the next one refers to: linked lists."""
+"""Linked lists: chains of objects of one class, in which each object refers to the next one by an attribute."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ LEAST_LINKS = 3
 
 
 class LinkedObjects:
-    """Chains among the living objects. Refers to objects, so it is used once and dropped."""
+    """Finder of linked lists among the living objects. Refers to objects, so it is used once and dropped."""
 
     def __init__(self) -> None:
         self._before: dict[type, dict[int, Any]] = {}  # class -> id of an object -> the object that refers to it
 
     def head_of(self, obj: Any) -> tuple[Any, int] | None:
-        """Return the first object of the chain through `obj`, and the chain's length; None if it is in no chain."""
+        """Return the first object and the length of the linked list that contains `obj`; None if it is in no list."""
         kind = type(obj)
         if kind not in self._before:
             self._before[kind] = _links(kind)
@@ -33,7 +33,7 @@ class LinkedObjects:
 
 
 def _links(kind: type) -> dict[int, Any]:
-    """Map ids of objects of class `kind` to the object of the same class that has them as an attribute."""
+    """Map the id of each object of class `kind` to an object of that class that has it as an attribute."""
     links: dict[int, Any] = {}
     for obj in gc.get_objects():
         if type(obj) is kind:
@@ -44,6 +44,9 @@ def _links(kind: type) -> dict[int, Any]:
 
 
 def _attributes(obj: Any) -> list[Any]:
-    """Return the objects that `obj` refers to. `__dict__` is not asked for: that would make one where there is none."""
+    """Return the objects that `obj` refers to, and the values of its dicts.
+
+    `obj.__dict__` is not read, because that would create a missing dict.
+    """
     referents = gc.get_referents(obj)
     return [*referents, *(value for r in referents if type(r) is dict for value in r.values())]

@@ -24,7 +24,7 @@ _finder = LiveObjectFinder(Tensor, nn.Module, Optimizer, Dataset, DataLoader)
 
 
 def storage_bytes(tensor: Tensor) -> int:
-    """Return the size in bytes of the whole storage of a tensor."""
+    """Return the size in bytes of the whole storage of a tensor; 0 if it has no storage."""
     try:
         return tensor.untyped_storage().nbytes()
     except RuntimeError:
@@ -32,9 +32,9 @@ def storage_bytes(tensor: Tensor) -> int:
 
 
 def live_arrays() -> tuple[list[Any], list[Any]]:
-    """Return all NumPy arrays, and the objects that refer to arrays unseen by the garbage collector.
+    """Return all NumPy arrays, and all objects that refer to arrays but are not named by `gc.get_referrers`.
 
-    The collector tracks no array, and no dict or tuple once there is nothing in it but arrays and the like.
+    The garbage collector does not track arrays, nor a dict or tuple that contains only untracked objects.
     """
     numpy = sys.modules.get("numpy")
     if numpy is None:
@@ -62,9 +62,7 @@ def live_tasks() -> list[Any]:
 
 
 def arrays_over(tensors: dict[int, int], arrays: Iterable[Any]) -> list[tuple[int, Any]]:
-    """Return those of the NumPy arrays that are in the memory of `tensors` (id -> number), each with the number of its
-    tensor.
-    """
+    """Return the NumPy arrays in the memory of `tensors` (id -> number), each with the number of its tensor."""
     pairs: list[tuple[int, Any]] = []
     for array in arrays:
         base = array
@@ -81,15 +79,13 @@ def parameters_of(optimizer: Optimizer) -> list[Tensor]:
 
 
 def state_of(optimizer: Optimizer) -> Iterator[Tensor]:
-    """Yield the tensors of an optimizer's state, those in lists too, as LBFGS has them."""
+    """Yield the tensors of an optimizer's state, including tensors in lists, which LBFGS has."""
     for state in getattr(optimizer, "state", {}).values():
         yield from tensors_in(state)
 
 
 def standing_storages(owner: nn.Module | Optimizer) -> dict[int, int]:
-    """Return the storages of a module's parameters, gradients and buffers, or of an optimizer's state, with their
-    bytes.
-    """
+    """Map the storages of a module's parameters, gradients and buffers, or of an optimizer's state, to their bytes."""
     if isinstance(owner, nn.Module):
         tensors = [*owner.parameters(), *owner.buffers()]
         tensors += [parameter.grad for parameter in owner.parameters() if parameter.grad is not None]
@@ -99,7 +95,10 @@ def standing_storages(owner: nn.Module | Optimizer) -> dict[int, int]:
 
 
 class LiveObjects:
-    """Snapshot of all living objects. Valid until user code continues; refers to tensors through `tensors` only."""
+    """Snapshot of all living tensors, modules, optimizers and data sets. Valid only until user code continues.
+
+    Refers to tensors through its list `tensors` only.
+    """
 
     def __init__(self) -> None:
         self.tensors: list[Tensor] = []
@@ -155,15 +154,16 @@ class LiveObjects:
 
 
 class KnownStorages:
-    """Time at which each storage was first seen. Weak references notice when a storage is freed and its number is
-    reused.
+    """Record of the step in which each storage was first seen.
+
+    Weak references notice when a storage is freed, after which another storage may get its number.
     """
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}
 
     def note(self, tensors: Iterable[Tensor], when: int) -> None:
-        """Record that the storages of these tensors exist at time `when`."""
+        """Record the step `when` for those storages of the tensors that are not known yet."""
         self._seen = {number: entry for number, entry in self._seen.items() if entry[0]() is not None}
         for tensor in tensors:
             number = storage_id(tensor)
@@ -171,6 +171,6 @@ class KnownStorages:
                 self._seen[number] = (weakref.ref(tensor.untyped_storage()), when)
 
     def since(self, number: int) -> int | None:
-        """Return when storage `number` was first seen; None if never."""
+        """Return the step in which storage `number` was first seen; None if it is not known."""
         entry = self._seen.get(number)
         return None if entry is None or entry[0]() is None else entry[1]

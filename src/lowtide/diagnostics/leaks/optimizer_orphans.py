@@ -25,15 +25,15 @@ class Orphans:
 
 
 def orphans_of_optimizers(live: LiveObjects) -> Iterator[Orphans]:
-    """Yield the orphans of each optimizer that has any.
+    """Yield, for each optimizer, the parameters to which nothing else refers, if it has such parameters and others.
 
-    A parameter that a running function holds in a variable of its own counts as one, because frames are no referrers.
+    A parameter that only a variable of a running function refers to counts, too, because frames are no referrers.
     """
     of_modules = {id(p) for m in live.modules for p in m.__dict__.get("_parameters", {}).values()}
     for optimizer in live.optimizers:
         alone = [p for p in parameters_of(optimizer) if id(p) not in of_modules]
         alone = _without_other_referrers(alone, optimizer, live) if alone else []
-        if 0 < len(alone) < len(parameters_of(optimizer)):  # without any other, the whole optimizer is out of use
+        if 0 < len(alone) < len(parameters_of(optimizer)):  # if all are alone, the whole optimizer is out of use
             tensors = chain(alone, (p.grad for p in alone), *(tensors_in(optimizer.state.get(p)) for p in alone))
             storages = {storage_id(t): storage_bytes(t) for t in tensors if isinstance(t, Tensor)}
             yield Orphans(optimizer, len(optimizer.param_groups), storages)

@@ -32,12 +32,12 @@ if TYPE_CHECKING:
 
 
 def record_outputs_alive(view: InspectionInput, roots: list[Node], backward: Backward, log: FindingLog) -> None:
-    """Record outputs of this step that variables hold although the graph behind `roots` does not need them.
+    """Log outputs of this step that variables hold when backward begins, although its graph does not need them.
 
-    The outputs that backward starts at are none of these: a loss may be in the memory of all that it is the mean of.
+    Outputs among the roots are left out: a loss may share the memory of all elements that it is the mean of.
     """
     if backward.create_graph:
-        return  # forward goes on after it, and may read the outputs
+        return  # later code goes on with the graph, and may read the outputs
     large = []
     for call in view.calls.alive.values():
         least_bytes = max(view.least_bytes, int(SHARE * (call.graph_bytes or call.stats.graph_bytes)))
@@ -87,7 +87,7 @@ def _is_in_model_output(tensor: Tensor) -> bool:
 
 
 def record_summed_graphs(view: InspectionInput, roots: list[Any], backward: Backward, log: FindingLog) -> None:
-    """Record a sum of losses whose graphs are separate and were made by several calls of one line."""
+    """Log that `backward` begins at a sum of losses whose separate graphs several calls of one line have made."""
     if backward.create_graph or backward.retain_graph:
         return
     nodes = [node for root in roots if (node := getattr(root, "grad_fn", None)) is not None]
@@ -127,7 +127,7 @@ _ADDING = re.compile(r"(?:Add|Sum|Stack|Cat|Mean|Unsqueeze|Mul|Div|Neg)Backward\
 
 
 def _summands(nodes: Iterable[Node]) -> Iterator[Node]:
-    """Yield the roots of the terms that were added up to these nodes: sums, means and multiples of scalars."""
+    """Yield the root nodes of the terms that were added up to `nodes`, through sums, means and multiples of scalars."""
     pending = list(nodes)
     visited = set()
     while pending:
@@ -160,7 +160,7 @@ def _variable_of(view: InspectionInput, root: Any) -> Holder | None:
 def record_duplicate_inputs(
     view: InspectionInput, live: LiveObjects, inputs: Iterable[Tensor], log: FindingLog
 ) -> None:
-    """Record tensors held by variables that equal an input and share no memory with it."""
+    """Log tensors that equal an input of the running model and share no memory with it."""
     shapes: dict[tuple[int, ...], list[Tensor]] = {}
     for tensor in inputs:
         if storage_bytes(tensor) >= view.least_bytes and not tensor.requires_grad:

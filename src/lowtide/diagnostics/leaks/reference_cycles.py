@@ -20,8 +20,8 @@ def cycle_holder(tensor: Any, ignored: Iterable[int]) -> Holder | None:
     Local variables of running functions are no referrers, so a tensor with a named holder must not be passed.
 
     Args:
-        tensor: The tensor, which the caller's list holds.
-        ignored: Ids of lists that refer to it and are no holders.
+        tensor: The tensor, without a named holder.
+        ignored: Ids of lists that refer to the tensor but are no holders, such as the caller's.
     """
     level_of, objects = {id(tensor): 0}, [tensor]
     outermost, own = [tensor], {*ignored, id(level_of), id(objects)}
@@ -38,7 +38,7 @@ def cycle_holder(tensor: Any, ignored: Iterable[int]) -> Holder | None:
             break
     referred = {id(referent) for obj in objects for referent in gc.get_referents(obj)}
     if outermost or len(objects) == 1 or not all(id(obj) in referred for obj in objects[1:]):
-        return None  # something else holds an object to which none of these refers
+        return None  # something outside the cycle refers to one of the objects
     name = next(filter(None, (_link_of(obj, level_of) for obj in objects if is_user_code(type(obj)))), None)
     if name is None:
         return None
@@ -51,7 +51,10 @@ def _is_namespace(obj: Any) -> bool:
 
 
 def _link_of(obj: Any, level_of: dict[int, int]) -> str | None:
-    """Return the attribute of `obj` through which the cycle leads away from the tensor; None if there is none."""
+    """Return the attribute by which the cycle leads from `obj` away from the tensor; None if there is none.
+
+    `level_of` maps ids of objects to their distance from the tensor.
+    """
     attributes = getattr(obj, "__dict__", None)
     for name, value in attributes.items() if isinstance(attributes, dict) else ():
         if level_of.get(id(value), 0) >= level_of[id(obj)]:

@@ -24,10 +24,10 @@ CACHED = "cache "
 """Step of a path from a function to the cache of its results."""
 
 TEED = "itertools.tee "
-"""Step of a path from an `itertools.tee` to the items that its sibling has returned and it has not."""
+"""Step of a path from an `itertools.tee` to the items that it keeps until all its iterators have returned them."""
 
 CYCLED = "itertools.cycle "
-"""Step of a path from an `itertools.cycle` to the list of what it returns again."""
+"""Step of a path from an `itertools.cycle` to the list of the items that it repeats."""
 
 
 @dataclass(slots=True)
@@ -40,8 +40,8 @@ class ReferencePath:
     tensors: set[int]
     path: tuple[str, ...] = ()
     containers: dict[int, int] = field(default_factory=dict)
-    """Unbounded containers inside `obj` -> numbers of their entries. All that have names for their entries, as dicts
-    with strings, count as one, with the entries of the largest.
+    """Unbounded containers inside `obj` -> numbers of their entries. All containers with named entries, such as dicts
+    with string keys, count as one, with the entries of the largest.
     """
     container: type | None = None
     attribute: str = ""
@@ -53,11 +53,11 @@ class ReferencePath:
     innermost: type | None = None
     """Class of the first container on the way outwards from the tensors, namespaces and tuples excluded."""
     file: str = ""
-    """Source of that class."""
+    """Source file of the class in `attribute`."""
 
     @property
     def all_containers(self) -> dict[int, int]:
-        """The containers on the path, including `obj` itself."""
+        """The containers on the path, including `obj` itself, with their numbers of entries."""
         is_queue = isinstance(self.obj, deque) and self.obj.maxlen is not None  # bounded
         is_counted = is_array_of_objects(self.obj) or is_block_of_tee(self.obj)
         if is_queue or not (isinstance(self.obj, list | deque | set | dict) or is_counted):
@@ -66,20 +66,23 @@ class ReferencePath:
         return merged(self.containers, {_NAMED if has_names else id(self.obj): n_entries(self.obj)})
 
     def including_its_object(self) -> ReferencePath:
-        """Return the same path with `obj` itself among the containers."""
+        """Return a copy of the path, with `obj` itself among the containers."""
         kind = next((kind for kind in CONTAINERS if isinstance(self.obj, kind)), None)
         return replace(self, containers=self.all_containers, innermost=self.innermost or kind)
 
     @property
     def is_keyed(self) -> bool:
-        """True for one dict that is no namespace, whatever its entries are, or for the cache of a function."""
+        """True if the tensors are in a dict that is no namespace, or in the cache of a function.
+
+        At most one container on the path may have entries without names.
+        """
         n_unnamed = sum(bool(ENTRIES.fullmatch(step)) for step in self.path)
         kind = self.outermost if n_unnamed else self.innermost
         return n_unnamed <= 1 and (kind is dict or CACHED in self.path)
 
     @property
     def gathers(self) -> bool:
-        """Return True if the tensors are entries, without names, of the object."""
+        """True if the path begins with an entry, and leads through a container whose entries have no names."""
         return is_container(self.container) and bool(self.path) and self.path[0].startswith("[")
 
     @property
@@ -88,9 +91,11 @@ class ReferencePath:
         return "".join(self.path)
 
     def shown(self, name: str, kind: str) -> tuple[str, str, str]:
-        """Return three texts for a variable that holds tensors by this path: its description, the name of the part that
-        holds them, and a key that is equal for all entries of one dict, all parts of tuples, and attributes whose names
-        differ in numbers.
+        """Return three texts for the variable `name`, from which the path leads to tensors.
+
+        The first text describes the variable, a `kind` such as a local variable, and the path. The second is the name
+        of the part that holds the tensors. The third is a key, equal for all entries of one dict, all parts of tuples,
+        and attributes whose names differ in numbers.
         """
         path = self.path
         if self.gathers:
@@ -112,13 +117,17 @@ class ReferencePath:
         return shown, "".join((name, *keys)) if leads_to_list else grouped, without_numbers(grouped)
 
     def outermost_container(self, name: str) -> str:
-        """Return the outermost container with entries without names, as code; empty if there is none."""
+        """Return the outermost container on the path whose entries have no names, as code; empty if there is none.
+
+        The path begins at the variable `name`.
+        """
         before = tuple(takewhile(lambda step: not ENTRIES.fullmatch(step), self.path))
         return "".join((name, *before)) if len(before) < len(self.path) else ""
 
     def owner(self, name: str) -> str:
-        """Return the object that has the last attribute of the path, as code; empty if there is none, or it has no
-        name.
+        """Return the object at whose attribute the path ends, as code; empty if no name leads there.
+
+        The path begins at the variable `name`.
         """
         if not self.path or not self.path[-1].startswith(".") or any(ENTRIES.fullmatch(step) for step in self.path):
             return ""
@@ -126,26 +135,26 @@ class ReferencePath:
 
 
 _NAMED = 0
-"""Key of the containers with names in `ReferencePath.containers`: no object has this id."""
+"""Key of all containers with named entries in `ReferencePath.containers`: no object has this id."""
 
 
 def merged(containers: Mapping[int, int], others: Mapping[int, int]) -> dict[int, int]:
-    """Return the containers of both, each with its larger number of entries."""
+    """Join two maps of containers (id -> number of entries), and keep the larger number of each container."""
     return {**containers, **{number: max(n, containers.get(number, 0)) for number, n in others.items()}}
 
 
 def is_array_of_objects(obj: Any) -> bool:
-    """Return True for a NumPy array that refers to objects."""
+    """Return True if `obj` is a NumPy array that refers to Python objects."""
     return type(obj).__name__ == "ndarray" and bool(getattr(getattr(obj, "dtype", None), "hasobject", False))
 
 
 def is_block_of_tee(obj: Any) -> bool:
-    """Return True for a part of the queue of an `itertools.tee`."""
+    """Return True if `obj` is a block of the queue inside an `itertools.tee`."""
     return type(obj).__name__ == "_tee_dataobject"
 
 
 def n_entries(container: Any) -> int:
-    """Return the number of entries; those of an array that are None do not count."""
+    """Count the entries of a container, except None entries of an array."""
     if is_array_of_objects(container):
         return sum(element is not None for element in container.flat)
     if is_block_of_tee(container):
@@ -159,7 +168,10 @@ def is_container(kind: type | None) -> bool:
 
 
 def labels_in(container: Any) -> dict[int, str] | None:
-    """Map ids of objects to their names in a tuple or dict; None if `container` is neither."""
+    """Map ids of a container's entries to their names as code: `.field`, `[0]` or `['key']`.
+
+    The map is empty for a container without names, and None if `container` is no container.
+    """
     if isinstance(container, tuple):
         names = getattr(type(container), "_fields", ())
         return {id(obj): f".{names[n]}" if n < len(names) else f"[{n}]" for n, obj in enumerate(container)}
@@ -176,5 +188,5 @@ def without_numbers(path: str) -> str:
 
 
 def attribute_name(step: str) -> str:
-    """Return the name in `['name']` or `.name`."""
+    """Return the name in a step of a path, `['name']` or `.name`."""
     return step.removeprefix(".").removeprefix("['").removesuffix("']")

@@ -1,6 +1,6 @@
-"""Find what keeps an object alive, by following `gc.get_referrers`, and describe it for a person.
+"""Search for the holders of an object, by `gc.get_referrers`, and their descriptions for people.
 
-Each path from a tensor outwards ends at something that has a name: a variable, a module, a hook, an exception.
+Each path from a tensor outwards ends at an object that has a name: a variable, a module, a hook, an exception.
 """
 
 from __future__ import annotations
@@ -76,14 +76,15 @@ _GENERATORS = {
     CoroutineType: ("coroutine", "cr"),
     AsyncGeneratorType: ("asynchronous generator", "ag"),
 }
-"""Functions that stop in between -> their kind, and the prefix of their attributes."""
+"""Types of suspended functions -> their kind in words, and the prefix of their attributes."""
 
 _OUTPUT_NAME = re.compile(r"_+|_[oi]*\d+|_oh|Out|_i+|_ih|In")
 
 
 def _is_output(name: str) -> bool:
-    """Return True for a name such as `_` or `_12` that a prompt or notebook gives to results. In a script, `_` is an
-    ordinary variable.
+    """Return True if a prompt or notebook gives this name, such as `_` or `_12`, to results.
+
+    In a script, `_` is an ordinary variable.
     """
     return bool(_OUTPUT_NAME.fullmatch(name)) and (hasattr(sys, "ps1") or "IPython" in sys.modules)
 
@@ -103,12 +104,13 @@ class HolderSearch:
     unseen: list[Any] = field(default_factory=list)
     """Objects, such as NumPy arrays of objects, that the garbage collector does not name as referrers."""
     gathered: dict[CodeType, bool] = field(default_factory=dict)
-    """Code of functions with closures -> True if a container has them as entries."""
+    """Code of functions with closures -> True if a list, set or queue contains such functions."""
 
     def holders(self, tensors: Iterable[tuple[int, Any]]) -> dict[int, list[Holder]]:
-        """Return the holders of each tensor (by number), nearest first; none for tensors that only C++ holds.
+        """Find the holders of objects, given as pairs (number, object); return them by number, nearest first.
 
-        Beyond MOST_TENSORS, tensors are only found where they share a container with one of the first.
+        Tensors that only C++ refers to have none. Beyond the first MOST_TENSORS, an object's holders are only found if
+        it shares a container with one of the first.
         """
         holders_of: dict[int, list[Holder]] = {}
         ways = [ReferencePath(obj, {number}) for number, obj in tensors]
@@ -153,7 +155,7 @@ class HolderSearch:
         return holders_of
 
     def _unnamed(self, way: ReferencePath) -> Holder:
-        """Return the holder for a list, or an `itertools.cycle`, that only an expression refers to."""
+        """Make the holder for a list, or an `itertools.cycle`, that only an expression refers to."""
         place = calling_site().place
         if CYCLED in way.path:
             return Holder(
@@ -205,9 +207,10 @@ class HolderSearch:
         )
 
     def _outward(self, referrer: Any, inner: list[ReferencePath]) -> Iterator[tuple[ReferencePath, ReferencePath]]:
-        """Yield the paths through `referrer`, each with the path that it extends.
+        """Yield the paths `inner` extended outwards to `referrer`, each with the path that it extends.
 
-        Each object with a name of its own gets a path. Objects without a name share a path if the rest of it is equal.
+        Each entry of `referrer` with a name gets a path of its own. Entries without names share a path if the rest of
+        it is equal.
         """
         if isinstance(referrer, dict) and _is_of_module(referrer):
             for way in inner:
@@ -242,7 +245,10 @@ class HolderSearch:
         yield from gathered.values()
 
     def _named(self, way: ReferencePath, inner: ReferencePath) -> Holder | None:
-        """Return the holder if the path `way` has reached a named object; None if the search has to go on."""
+        """Make the holder if the path `way` has reached a named object; else update `way` and return None.
+
+        `inner` is the path before its last step.
+        """
         obj = way.obj
         if isinstance(obj, dict):
             return self._namespace(way, obj)
@@ -289,7 +295,7 @@ class HolderSearch:
         return None
 
     def _follow_links(self, way: ReferencePath, inner: ReferencePath) -> None:
-        """Let `way` go on from the head of the linked list that its object is in, if there is one, as from a list."""
+        """Move `way` to the head of the linked list that contains its object, if any, as if from an entry of a list."""
         head = self.linked.head_of(way.obj)
         if head is not None:
             path = inner.path if type(inner.obj) is type(way.obj) else way.path
@@ -332,7 +338,7 @@ class HolderSearch:
         return self._inside("closure", text, function.__code__, way, local)
 
     def _inside(self, kind: str, text: str, code: CodeType, way: ReferencePath, local: str | None) -> Holder:
-        """Describe variable `local` of a function that is not running."""
+        """Make the holder for the variable `local` of a function that is not running, described by `text`."""
         if local is None:
             return Holder(kind=kind, text=text, key=text, containers=way.containers)
         shown, name, grouped = way.shown(local, "variable")
@@ -416,7 +422,7 @@ class HolderSearch:
 
 
 def _is_of_module(namespace: dict[str, Any]) -> bool:
-    """Return True if the dict holds the global variables of a module, be it imported or not."""
+    """Return True if the dict holds the global variables of a module, imported or not."""
     if "__name__" not in namespace:
         return False
     module = sys.modules.get(namespace["__name__"]) if isinstance(namespace["__name__"], str) else None
@@ -450,12 +456,15 @@ def _referring_to(things: tuple[Any, ...]) -> list[Any]:
 
 
 def _referents(obj: Any) -> Iterable[Any]:
-    """Return the objects that `obj` refers to."""
+    """Return the objects that `obj` refers to, which may be a NumPy array of objects."""
     return obj.flat if is_array_of_objects(obj) else gc.get_referents(obj)
 
 
 def _variable_of_function(function: FunctionType, inner: ReferencePath) -> str | None:
-    """Return the variable or argument through which a function refers to `inner`; None if it does so in another way."""
+    """Return the closure variable or default argument by which a function refers to the object of `inner`.
+
+    None if the function refers to the object in another way.
+    """
     if not inner.path or not inner.path[0].strip("[]").isdigit():
         return None
     index = int(inner.path[0].strip("[]"))
@@ -468,7 +477,7 @@ def _variable_of_function(function: FunctionType, inner: ReferencePath) -> str |
 
 
 def _holding_attribute(obj: Any, inner: Any) -> str | None:
-    """Return the attribute through which an object refers to `inner`, without running any property."""
+    """Return the attribute by which `obj` refers to `inner`, without running any property; None if there is none."""
     slots = [name for cls in type(obj).__mro__ for name in cls.__dict__.get("__slots__", ())]
     for name in slots if not hasattr(obj, "__dict__") else [*vars(obj), *slots]:
         try:

@@ -30,7 +30,7 @@ class Hook:
     what: str
     place: Place
     is_registration: bool
-    """True if `place` is the registering line; False if it is only where the function begins."""
+    """True if `place` is the registering line; False if it is the first line of the function."""
 
     def __str__(self) -> str:
         return f"{self.what} {'registered' if self.is_registration else 'defined'} at {self.place}"
@@ -51,11 +51,11 @@ class RegisteredHooks:
                         self._by_table[id(module), table] = hook
 
     def in_table(self, module: nn.Module, table: str) -> Hook | None:
-        """Return a hook in the dict of this name of `module`: `_forward_hooks`."""
+        """Return a hook in the dict `table` of `module`, such as `_forward_hooks`; None if there is none."""
         return self._by_table.get((id(module), table))
 
     def using_global(self, namespace: dict[str, Any], name: str) -> Hook | None:
-        """Return a hook whose code uses the global variable `name` of that module."""
+        """Return a hook that uses the global variable `name` of the module with this namespace; None if none does."""
         return self._by_global.get((id(namespace), name))
 
     def _read(self, function: Any, kind: str) -> Hook | None:
@@ -76,8 +76,10 @@ class RegisteredHooks:
 
 @lru_cache(maxsize=256)
 def _registration(file: str, qualified: str, defined: int) -> int | None:
-    """Return the line of `file` that registers the function `qualified`, its factory, or the lambda of line
-    `defined`.
+    """Return the line of `file` that registers a hook; None if there is none.
+
+    `qualified` is the hook's qualified name, in which the function that made the hook may be. `defined` is the line of
+    a lambda.
     """
     names = set(qualified.split(".")) - {"<locals>"}
     try:

@@ -1,4 +1,4 @@
-"""Find the holders of retained objects: what in the program refers to them."""
+"""Search for the holders of retained objects: the objects in the program that refer to them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def find_holders(retained: list[tuple[RetainedObject, list[int]]], view: InspectionInput, live: LiveObjects) -> None:
-    """Set the holders of retained objects, each given with the indices of its tensors."""
+    """Find and set the holders of retained objects, each given with the indices of its tensors in `live`."""
     search = holder_search(view, live)
     search.has_unnamed_lists = True
     wanted: dict[int, list[RetainedObject]] = {}
@@ -43,7 +43,7 @@ def find_holders(retained: list[tuple[RetainedObject, list[int]]], view: Inspect
 
 
 def holder_search(view: InspectionInput, live: LiveObjects) -> HolderSearch:
-    """Return a search for holders that ignores the lists of `live`."""
+    """Make a search for holders that ignores the lists of the snapshot `live`."""
     names = module_names(view.model, live.modules)
     return HolderSearch(
         names,
@@ -55,7 +55,10 @@ def holder_search(view: InspectionInput, live: LiveObjects) -> HolderSearch:
 def assign_holders(
     wanted: dict[int, list[RetainedObject]], search: HolderSearch, targets: list[tuple[int, Any]]
 ) -> None:
-    """Set the holders of the retained objects. Each of `targets` is an object, paired with the index of a tensor."""
+    """Find the holders of `targets`, and add them to the retained objects.
+
+    Each target is a pair of a tensor's index and an object; `wanted` maps the index to retained objects.
+    """
     search.ignored.add(id(targets))
     search.ignored |= {id(pair) for pair in targets}
     holders_of = search.holders(targets)

@@ -32,12 +32,12 @@ class RetainedObject:
     is_input: bool = False
     """True if one of the object's tensors is an input of the current call."""
     is_fed_back: bool = False
-    """True if that input was computed by an earlier call of the module that is being called."""
+    """True if such an input was computed by an earlier call of the module that is being called."""
     is_output: bool = False
     is_view: bool = False
     """True if the tensors are views of less than half of the memory that they keep alive."""
     shown_bytes: int = 0
-    """Bytes of the tensors' elements, as their shapes tell."""
+    """Bytes of the tensors' elements, computed from their shapes."""
     made_in_step: int = 0
     """Step in which the object was made, if known."""
     storages: dict[int, int] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class RetainedObject:
     is_from_before: bool = False
     """True if all of the object's graph was made before the watch began."""
     has_model: bool = True
-    """False in a loop that calls no model: steps are told by backward passes, and no call made the graph."""
+    """False in a loop that calls no model, where backward passes mark the steps and no call made the graph."""
     is_of_gradients: bool = False
     """True if the `.grad` of a parameter has this graph."""
     buffer: str | None = None
@@ -75,7 +75,7 @@ class RetainedObject:
 
     @property
     def holder(self) -> Holder | None:
-        """The holder to report. Lists, and objects with a list, take precedence over a variable of the last entry."""
+        """The holder to report: a list, or an object with a list, rather than a variable of its last entry."""
         return min(self.holders, key=lambda h: (RANK.index(h.kind), not h.gathers, not h.containers), default=None)
 
     @property

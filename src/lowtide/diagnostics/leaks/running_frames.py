@@ -28,9 +28,9 @@ class Variable(NamedTuple):
     code: CodeType | None = None
     """Code of the function or module, once it was seen to run."""
     offset: int = -1
-    """Offset of the instruction at which that code is."""
+    """Offset of the instruction that the code has reached."""
     module: str = ""
-    """File or name of the module, for a variable of one: the cells of a notebook are files of their own."""
+    """For a module's variable, the file or name of the module: the cells of a notebook have files of their own."""
 
     @property
     def home(self) -> str:
@@ -44,12 +44,12 @@ class Variable(NamedTuple):
 
     @property
     def reads(self) -> Reads:
-        """Later reads of its value, which a `del` would break."""
+        """Later reads of the variable's value, which a `del` would break."""
         return Reads.NONE if self.code is None else later_reads(self.code, self.name, self.offset)
 
 
 class RunningFrames:
-    """The variables of all running functions but torch's and Lowtide's, looked up by object.
+    """The variables of all running functions, except torch's and Lowtide's, looked up by object.
 
     Holds no reference to user objects. Valid only until user code continues.
     """
@@ -79,7 +79,7 @@ class RunningFrames:
         return id(frame) in self._running
 
     def of_module(self, namespace: dict[str, Any], name: str) -> Variable:
-        """Return the variable `name` of the module with this namespace."""
+        """Return the variable `name` of the module with this namespace; with line 0 if its assignment is unknown."""
         frame = self._module_lines.get(id(namespace))
         file = namespace.get("__file__") or namespace.get("__name__") or "<unknown>"
         is_of_other_cell = frame is not None and frame.f_code.co_filename != file and not stores(frame.f_code, name)
@@ -104,7 +104,7 @@ class RunningFrames:
 
 
 def variable_name(obj: object) -> str | None:
-    """Return the name of the variable that refers to `obj` in the nearest calling frame of user code."""
+    """Return the variable that refers to `obj` in the nearest calling frame of user code; None if none does."""
     for frame in frames_from(sys._getframe(1)):
         if origin(frame.f_code.co_filename) == "user" and (name := name_in_frame(frame, obj)) is not None:
             return name
@@ -112,7 +112,7 @@ def variable_name(obj: object) -> str | None:
 
 
 def name_in_frame(frame: FrameType, obj: object) -> str | None:
-    """Return the name of the local variable of `frame` that refers to `obj`."""
+    """Return the name of the local variable of `frame` that refers to `obj`; None if none does."""
     if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         return next((name for name, value in frame.f_locals.items() if value is obj), None)
     with local_variables(frame) as variables:

@@ -20,10 +20,10 @@ _BETWEEN = 0.002
 
 
 class StepBoundaries:
-    """Detector of steps: one begins when a line of code calls a model again and weights were updated in between.
+    """Detector of steps: a step begins when a line calls a model again and weights were updated in between.
 
     This holds for loops with several models, losses, accumulation or optimizers: a graph may live from one model's call
-    to another's, but not around the loop.
+    to another's, but not from one round of the loop to the next.
     """
 
     def __init__(self) -> None:
@@ -40,16 +40,16 @@ class StepBoundaries:
         self._exempt = 0.0
 
     def stepped(self, next_number: int) -> None:
-        """Record an update of the weights."""
+        """Record an update of the weights; `next_number` is the number of the next graph node."""
         self.n_updates += 1
         self.first_number = next_number
 
     def called(self, key: int) -> None:
-        """Record that a model is called at that place."""
+        """Record that a model is called at the place `key`."""
         self._called[key] = self.n_updates
 
     def is_next_step(self, key: int) -> bool:
-        """Return True if a call at that place begins a new step."""
+        """Return True, and count the step, if a call at the place `key` begins a new step."""
         before = self._called.get(key)
         if before is None or before == self.n_updates:
             return False
@@ -78,7 +78,7 @@ class StepBoundaries:
         return _level() - self._level > _LEAST_GROWTH
 
     def inspected(self, seconds: float) -> None:
-        """Record the time that an inspection took."""
+        """Record the time that an inspection took, and the memory in use after it."""
         self._spent += seconds
         if self._n <= FIRST:
             self._exempt = self._spent

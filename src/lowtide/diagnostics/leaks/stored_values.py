@@ -1,4 +1,4 @@
-"""The lines of a script that compute what is put into a variable or container, read from its source."""
+"""Search in source code for the line that computes the value of a variable, or the entries of a container."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def place_of_value(file: str, name: str, step: str, *, is_container: bool) -> Pl
 
 
 def _own(scope: ast.AST) -> Iterator[ast.AST]:
-    """Yield the nodes of a function or module, except those of functions inside it."""
+    """Yield the syntax nodes of a function or module, except those inside its inner functions."""
     for child in ast.iter_child_nodes(scope):
         yield child
         if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
@@ -49,7 +49,10 @@ def _own(scope: ast.AST) -> Iterator[ast.AST]:
 
 
 def _stores(scope: ast.AST, name: str, *, is_container: bool) -> Iterator[tuple[ast.expr | ast.stmt, ast.expr]]:
-    """Yield the nodes that store something under `name`, each with the value."""
+    """Yield the calls and assignments that store something under `name`, each with the stored expression.
+
+    With `is_container`, an assignment that replaces the container does not count.
+    """
     for node in _own(scope):
         if isinstance(node, ast.Call) and node.args:
             is_method = isinstance(node.func, ast.Attribute) and node.func.attr in _ADDING
@@ -75,14 +78,14 @@ def _is_empty(value: ast.expr) -> bool:
 
 
 def _identifier(node: ast.expr) -> str:
-    """Return the last name of `log.kept[n]["loss"]`: `kept`."""
+    """Return the last name in an expression: `kept` for `log.kept[n]["loss"]`."""
     while isinstance(node, ast.Subscript) or (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
         node = node.value if isinstance(node, ast.Subscript) else node.func.value  # type: ignore[attr-defined]
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
 def _part(value: ast.expr, step: str) -> ast.expr:
-    """Return the part of a tuple or dict display that `step` names, or the whole value."""
+    """Return the part of a tuple or dict expression that `step` names, such as `[1]`; without one, the whole value."""
     key = step.removeprefix("[").removesuffix("]")
     if isinstance(value, ast.Tuple) and key.isdigit() and int(key) < len(value.elts):
         return value.elts[int(key)]
@@ -93,7 +96,7 @@ def _part(value: ast.expr, step: str) -> ast.expr:
 
 
 def _line_of(value: ast.expr, scope: ast.AST, name: str, depth: int) -> int | None:
-    """Return the line that computes `value`; None for an argument of the function."""
+    """Return the line that computes `value`, through up to `depth` variables; None for an argument of the function."""
     while True:
         if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _SAME_MEMORY:
             value = value.func.value

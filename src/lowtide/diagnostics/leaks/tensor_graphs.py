@@ -31,9 +31,7 @@ _NEXT_TO_NOTHING = 0.05
 
 @dataclass(slots=True)
 class Graph:
-    """Nodes that are connected other than through parameters, and the tensors (by index) whose `grad_fn` is among
-    them.
-    """
+    """Autograd nodes connected other than through parameters, and the tensors, by index, that they computed."""
 
     nodes: list[Node] = field(default_factory=list)
     tensors: list[int] = field(default_factory=list)
@@ -44,9 +42,7 @@ class Graph:
     context: dict[int, int] = field(default_factory=dict)
     """Storage -> bytes of tensors that custom Functions put on their ctx as attributes."""
     keepers: set[int] = field(default_factory=set)
-    """Tensors (by index) upstream of which a node still keeps tensors; backward has freed everything behind the
-    others.
-    """
+    """Indices of tensors upstream of which a node keeps tensors; upstream of all others, backward has freed them."""
     n_slots: int = 0
     """Number of tensors that the nodes can save, whether they still hold them or not."""
     gradient_of: list[int] = field(default_factory=list)
@@ -65,7 +61,7 @@ class Graph:
 
 
 def computed_by(tensor: Tensor) -> Node | None:
-    """Return the node that computed a tensor, if any."""
+    """Return the autograd node that computed a tensor; None if there is none."""
     node = producer(tensor)
     return node if node is not None and is_numbered(node) else None
 
@@ -76,9 +72,9 @@ def computing(nodes: Iterable[Node]) -> list[Node]:
 
 
 def split_by_leaves(graph: Iterable[Node], leaves: set[int]) -> tuple[list[Node], list[Node]] | None:
-    """Split `graph`: the nodes that lead to no leaves but these (given by `id`), and all other nodes.
+    """Split the nodes of a graph: nodes that lead to no leaves but these (given by `id`), and all other nodes.
 
-    None if gradients flow through a node that uses these leaves to other ones.
+    None if a node that uses these leaves also passes gradients to other leaves.
     """
     leads_to_others: dict[Node, bool] = {}
     parts: tuple[list[Node], list[Node]] = [], []
@@ -94,9 +90,7 @@ def split_by_leaves(graph: Iterable[Node], leaves: set[int]) -> tuple[list[Node]
 
 
 def kept_by(nodes: Iterable[Node]) -> tuple[dict[int, int], dict[int, int]]:
-    """Return bytes by storage of the tensors that these nodes saved, and of those that custom Functions set on their
-    ctx.
-    """
+    """Return two maps, storage -> bytes: of tensors that nodes saved, and of those that Functions set on their ctx."""
     saved: dict[int, int] = {}
     context: dict[int, int] = {}
     for node in nodes:
@@ -118,7 +112,11 @@ def kept_beside(nodes: Iterable[Node], *others: Iterable[Tensor]) -> dict[int, i
 def graphs_of(
     tensors: Sequence[Tensor], held: Iterable[int], gradients: Iterable[tuple[int, Tensor]], *, new_from: int
 ) -> list[Graph]:
-    """Return the graphs behind held tensors and gradients, except those whose oldest node is `new_from` or newer."""
+    """Return the connected graphs behind the tensors with indices `held` and behind `gradients`.
+
+    Each of `gradients` is the index of a leaf and its gradient. Graphs without a node older than the number `new_from`
+    are left out.
+    """
     roots: list[tuple[int, Node, int | None]] = [
         (index, node, None) for index in held if (node := computed_by(tensors[index])) is not None
     ]
@@ -151,7 +149,7 @@ def graphs_of(
 
 
 def _leading_to(keeping: set[Node], ends: list[tuple[int, Node]]) -> set[int]:
-    """Return the tensors among `ends` that were computed from one of the nodes `keeping`."""
+    """Return the indices of the tensors in `ends`, pairs (index, node), that were computed from a node in `keeping`."""
     in_vain: set[Node] = set()
     keepers = set()
     for index, root in ends:

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from lowtide.diagnostics.leaks.live_tensors import LiveObjects
 
 _INSPECTED_UPDATES = (2, 4)
-"""Numbers of updates after which a step is inspected: the first time for candidates, then to check that they are still
-there.
+"""Numbers of updates after which a step is inspected: first to find candidates, then to check that their gradients are
+still there.
 """
 
 
@@ -49,7 +49,7 @@ class _Candidate:
 
     @property
     def is_always_zero(self) -> bool:
-        """True if the gradient is zero, as before: nothing tells if it is idle, as of a bias that losses cancel out."""
+        """True if the gradient was zero at both inspections, like that of a bias that losses cancel out."""
         parameter, gradient = self.parameter(), self.gradient()
         is_same = parameter is not None and gradient is not None and parameter.grad is gradient
         return is_same and self.was_zero and not self.is_idle
@@ -57,7 +57,7 @@ class _Candidate:
 
 @dataclass(slots=True)
 class _Idle:
-    """A module all of whose gradients are idle."""
+    """A module whose gradients nothing reads or resets."""
 
     module: weakref.ref[nn.Module]
     name: str
@@ -66,7 +66,7 @@ class _Idle:
 
 
 class UnreadGradients:
-    """Check for gradients that no optimizer reads: it compares them after an early and after a later update."""
+    """Check for gradients that no optimizer reads, by a look at all gradients after an early and a later update."""
 
     def __init__(self, log: FindingLog) -> None:
         self._log = log
@@ -76,11 +76,14 @@ class UnreadGradients:
         self._idle: list[_Idle] = []
 
     def updated(self) -> None:
-        """Handle an optimizer's update."""
+        """Count an optimizer's update."""
         self._n_updates += 1
 
     def step_begins(self, live: LiveObjects, model: nn.Module | None, step: int, least_bytes: int) -> None:
-        """Handle the first forward of a step: gradients that are still there have not been read by an update."""
+        """Look for unread gradients as a step's first forward begins: first for candidates, later for idle modules.
+
+        A gradient that is still there then was not read by an update.
+        """
         if not self._has_looked and self._n_updates >= _INSPECTED_UPDATES[0]:
             self._has_looked = True
             self._candidates = {
@@ -106,9 +109,7 @@ class UnreadGradients:
         self._candidates.clear()
 
     def backward_begins(self, nodes: Iterable[Node], stats: Iterable[SiteStats]) -> None:
-        """Handle the first backward pass after idle modules were found: measure in its graph the bytes that they
-        cost.
-        """
+        """Report the idle modules found, with the bytes that the graph at `nodes` keeps for them."""
         if not self._idle:
             return
         graph = computing(nodes)
@@ -147,7 +148,7 @@ class UnreadGradients:
 def _bytes_without_gradients(graph: list[Node], module: nn.Module) -> int | None:
     """Return the bytes that `graph` would not save if `module` ran under no_grad.
 
-    None if gradients flow through it to other parameters, so that no_grad would cut them off.
+    None if gradients flow through the module to other parameters, which no_grad would cut off.
     """
     parts = split_by_leaves(graph, {id(p) for p in module.parameters()})
     if parts is None:
@@ -179,7 +180,10 @@ def _is_read(parameter: Tensor) -> bool:
 
 
 def _idle_modules(module: nn.Module, idle: set[int], unsure: set[int]) -> Iterator[nn.Module]:
-    """Yield the largest modules in which every parameter with a gradient is idle, `unsure` ones aside."""
+    """Yield the largest modules inside `module` whose parameters with gradients are all in `idle` or `unsure`.
+
+    Both are sets of ids; at least one of the parameters is in `idle`.
+    """
     with_gradient = [p for p in module.parameters() if p.grad is not None]
     if not any(id(p) in idle for p in with_gradient):
         return

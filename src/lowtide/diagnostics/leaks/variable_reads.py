@@ -1,4 +1,4 @@
-"""Later reads of a variable, as the bytecode of its function tells: a `del` before such a read breaks the program.
+"""Later reads of a variable, found in the bytecode of its function: a `del` before such a read breaks the program.
 
 The flow through exception handlers is not followed.
 """
@@ -26,21 +26,21 @@ class Reads(Enum):
 
     NONE = "none"
     AFTER_THE_LOOP = "after the loop"
-    """The loop assigns the variable before it reads it, in each step."""
+    """Code after the loop reads the value; each step assigns the variable before it reads it."""
     NEXT_STEP = "next step"
-    """A later step reads it, or does not assign the variable in each case."""
+    """A later step reads the value, or may leave the variable as it was."""
 
 
 @lru_cache(maxsize=1024)
 def later_reads(code: CodeType, name: str, offset: int) -> Reads:
-    """Return how the value that variable `name` has when `code` is at the instruction `offset` is read later on.
+    """Return the later reads of the value that variable `name` has when `code` is at the instruction `offset`.
 
-    `offset` is inside the loop over the steps, where the next step begins.
+    The instruction is inside the loop over the steps, where the next step begins.
     """
     if _is_read_by_others(code, name):
         return Reads.NEXT_STEP
     flow = _flow(code)
-    offset = max((at for at in flow if at <= offset), default=0)  # a frame may be at the cache of its instruction
+    offset = max((at for at in flow if at <= offset), default=0)  # a frame may be at an instruction's inline cache
     if _is_read(flow, name, flow[offset].following):
         return Reads.NEXT_STEP
     loop = _innermost_loop(flow, offset)
@@ -54,12 +54,12 @@ def later_reads(code: CodeType, name: str, offset: int) -> Reads:
 
 class _Instruction(NamedTuple):
     accesses: tuple[tuple[str, str], ...]
-    """Variables that it accesses, as ("LOAD", "loss"), in order."""
+    """Accesses to variables, such as ("LOAD", "loss"), in order."""
     following: tuple[int, ...]
     """Offsets of the instructions that may follow."""
     line: int
     is_for: bool
-    """True if it begins a round of a loop `for`, or ends the loop."""
+    """True for the instruction that begins each round of a `for` loop, or ends the loop."""
 
     def first_access(self, name: str) -> str | None:
         """Return the kind of the first access to the variable `name`, if there is one."""
@@ -93,15 +93,20 @@ def _accesses(instruction: dis.Instruction) -> Iterator[tuple[str, str]]:
 
 
 def _innermost_loop(flow: _Flow, offset: int) -> range | None:
-    """Return the offsets of the smallest loop around `offset`: from a target of jumps backward to the last of these."""
+    """Return the range of offsets of the smallest loop around `offset`; None if there is none.
+
+    The range begins at a target of backward jumps, and ends at the last of these jumps.
+    """
     ends = {target: at for at, one in flow.items() for target in one.following if target <= at}  # the last jump counts
     loops = (range(target, end + 1) for target, end in ends.items())
     return min((loop for loop in loops if offset in loop), key=len, default=None)
 
 
 def _ends_of_body(flow: _Flow, loop: range) -> list[int]:
-    """Return the offsets at which the loop's body may have ended. Python 3.11 repeats the condition of a `while` there,
-    whose line is above the body.
+    """Return the offsets at which the body of `loop` may end.
+
+    Python 3.11 repeats the condition of a `while` loop there, with a line above the body: the body ends where the
+    repetition begins.
     """
     inside = [offset for offset in flow if offset in loop]
     ends = []
@@ -112,21 +117,21 @@ def _ends_of_body(flow: _Flow, loop: range) -> list[int]:
 
 
 def _is_read(flow: _Flow, name: str, begin: Iterable[int], within: range | None = None) -> bool:
-    """Return True if a path from one of the offsets `begin` reads the variable before it assigns or deletes it."""
+    """Return True if a path from an offset in `begin` reads variable `name` before it assigns or deletes it."""
     return any(flow[offset].first_access(name) == "LOAD" for offset in _until_access(flow, name, begin, within))
 
 
 def _is_kept(flow: _Flow, name: str, loop: range, ends: Iterable[int]) -> bool:
-    """Return True if the body of `loop` assigns the variable, but not on each path."""
+    """Return True if the body of `loop` assigns variable `name`, but not on each path to its `ends`."""
     if not any("STORE" in (kind for kind, of in flow[at].accesses if of == name) for at in flow if at in loop):
         return False
     return not _until_access(flow, name, (loop.start,), loop).isdisjoint(ends)
 
 
 def _until_access(flow: _Flow, name: str, begin: Iterable[int], within: range | None) -> set[int]:
-    """Return the offsets that are reached from `begin`, up to the first access to the variable on each path.
+    """Return the offsets that are reached from `begin`, up to the first access to variable `name` on each path.
 
-    A loop `for` that accesses the variable runs at least once.
+    A `for` loop that accesses the variable is taken to run at least once.
     """
     pending, reached = [(offset, False) for offset in begin], set[tuple[int, bool]]()
     while pending:
@@ -149,7 +154,7 @@ def _accesses_within(flow: _Flow, name: str, part: range) -> bool:
 
 
 def _is_read_by_others(code: CodeType, name: str) -> bool:
-    """Return True if a function defined in `code` reads the variable: of its closure, or a global one of its module."""
+    """Return True if a function defined in `code` reads variable `name`, of its closure or of its module's globals."""
     is_shared = name in code.co_cellvars or name not in (*code.co_varnames, *code.co_freevars)
     return is_shared and any(_reads_outer(function, name) for function in _defined_in(code))
 

@@ -1,4 +1,4 @@
-"""`lowtide.watch`: follows a training loop from outside and reports what it leaves in memory."""
+"""`lowtide.watch`: observes a training loop from outside, and reports memory that stays in use without need."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ _log = logging.getLogger("lowtide")
 
 
 class Watch(Displayed):
-    """A watch over a training loop: a context manager, or an iterable that replaces its batches.
+    """A watch over a training loop: a context manager, or an iterable that replaces the loop's batches.
 
-    `findings` and `print(watch)` report what was found so far, or in all once it has ended.
+    `findings` and `print(watch)` report the findings so far, or all findings once the watch has ended.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Watch(Displayed):
         self._dropped = DroppedGraphs(self._finding_log, self._names)
         self._checkpoints = CheckpointChecks(self._finding_log, self._names, lambda: self._steps.now)
         self._n_backwards = 0
-        self._has_failed = False  # True from a backward pass that an exception has ended to the next call
+        self._has_failed = False  # True from a backward pass that raised until the next call
         self._root: int | None = None  # id of the running module that was called from outside, or is about to
         self._nested = 0
         self._call: Call | None = None
@@ -119,7 +119,7 @@ class Watch(Displayed):
             _log.warning("%s", self)
 
     def pause(self) -> None:
-        """Stop watching until `resume`; code in between runs at full speed and is not seen."""
+        """Stop watching until `resume`. Code in between runs at full speed and is not seen."""
         self._events.remove()
 
     def resume(self) -> None:
@@ -175,7 +175,7 @@ class Watch(Displayed):
     # --- events -----------------------------------------------------------------------------------------------------
 
     def forward_begins(self, module: nn.Module) -> None:
-        """Handle the call of a module."""
+        """Handle the call of a module, from the user's code or inside another module."""
         if self._checkpoints.is_recording:
             self._checkpoints.module_called(module)
         if self._root is not None:
@@ -199,7 +199,7 @@ class Watch(Displayed):
             self._run_guarded(lambda: self._end_call(call, module, output))
 
     def backward_begins(self, roots: Iterable[Any], retain: bool, create: bool, partial: bool) -> None:
-        """Handle the beginning of a backward pass at `roots`."""
+        """Handle the beginning of a backward pass at `roots`; `partial` is True if it was given `inputs=`."""
         site, roots = calling_site(), list(roots)
         if not self._inspector.has_model:
             nodes = [node for root in roots if (node := getattr(root, "grad_fn", None)) is not None]
@@ -211,7 +211,7 @@ class Watch(Displayed):
         self._run_guarded(lambda: self._begin_backward(backward, roots))
 
     def backward_ends(self, *, has_failed: bool) -> None:
-        """Handle the end of a backward pass; `has_failed` if an exception has ended it."""
+        """Handle the end of a backward pass; `has_failed` is True if an exception has ended it."""
         self._calls.running_backward = None
         self._has_failed = has_failed
         self._inspector.backward_ends()
@@ -226,11 +226,11 @@ class Watch(Displayed):
             self._run_guarded(lambda: self._discarded.updated(parameters))
 
     def checkpointed(self, function: Any, arguments: tuple[Any, ...], is_reentrant: bool) -> Any:
-        """Handle a checkpointed call; return its region, if it is to be observed."""
+        """Handle a checkpointed call; return an observer of its runs, or None to leave it unobserved."""
         return None if self._failure is not None else self._checkpoints.observe(arguments, is_reentrant)
 
     def gradients_zeroed(self, parameters: Iterable[Tensor], set_to_none: bool) -> None:
-        """Handle `zero_grad`, before it runs."""
+        """Handle a call of `zero_grad` for `parameters`, before it runs."""
         if self._discarded.is_active:
             parameters = list(parameters)
             self._run_guarded(
@@ -247,7 +247,7 @@ class Watch(Displayed):
             )
         )
 
-    # --- what is done then ------------------------------------------------------------------------------------------
+    # --- after an event -----------------------------------------------------------------------------------------------
 
     def _begin_call(self, module: nn.Module) -> None:
         site = calling_site()
@@ -293,7 +293,7 @@ class Watch(Displayed):
         return module_names(self._model, LiveObjects().modules)
 
     def _inspect_end(self) -> None:
-        if not self._has_failed:  # what the exception that ends the script leaves is no finding
+        if not self._has_failed:  # memory held by the exception that ends a script is no finding
             self._inspector.inspect_end()
 
     def _run_guarded(self, handler: Callable[[], None]) -> None:
@@ -314,7 +314,7 @@ def watch(model: nn.Module | None = None, batches: Iterable[Any] | None = None) 
     ones now and then, and when memory grows. Findings below 16 KiB or 1 % of the forward's graph are not reported.
 
     Args:
-        model: Gives its parts their names in the findings; other models are watched too.
+        model: Model whose modules have names in the findings; other models are watched, too.
         batches: Batches to iterate over, if the watch is used as the loop's iterable.
 
     Returns:

@@ -28,7 +28,10 @@ class ZeroGradChecks:
         least_bytes: int,
         place: Place,
     ) -> None:
-        """Handle `zero_grad`, before it runs; `waiting` is the last forward if backward has not reached it yet."""
+        """Check gradients that `zero_grad`, called at `place`, is about to reset.
+
+        `waiting` is the last forward, if backward has not reached its graph yet.
+        """
         held_bytes = sum(storage_bytes(p.grad) for p in parameters if p.grad is not None)
         if held_bytes < least_bytes:
             return
@@ -47,7 +50,7 @@ class ZeroGradChecks:
     def backward_ends(self) -> None:
         """Record a finding if gradients were zeroed between the forward of this backward pass and the pass itself."""
         late, self._late = self._late, None
-        if late is None or not late[-1].backwards:  # else a retained graph, such as a validation's
+        if late is None or not late[-1].backwards:  # no pass reached the forward, such as that of a validation
             return
         held_bytes, step, place, call = late
         self._finding_log.record(

@@ -16,9 +16,9 @@ from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
     fix="`{name} = {name}.detach()` before the next forward, and remove `retain_graph` at {backward}",
 )
 class CarriedState(Rule):
-    """Rule for a model input with a graph that a backward pass went through, and that the model computed itself.
+    """Rule for a model input that the model itself has computed, with a graph that a backward pass went through.
 
-    The output of one model that is given to another has a graph for its loss there.
+    An output of one model that is passed to another does not match, because the other model's loss needs its graph.
     """
 
     claims_graph = True
@@ -42,13 +42,13 @@ class CarriedState(Rule):
         return item.is_fed_back or is_carried_by_module(item)
 
     def fix_for(self, item: RetainedObject, history: History) -> str:
-        """Return the advice for a variable, or for an attribute of a module."""
+        """Return the advice for a variable, or other advice for an attribute of a module."""
         if item.holder is not None and item.holder.kind == "module":
             return self.fix_of_module_part if item.holder.text.endswith("]") else self.fix_of_module
         return super().fix_for(item, history)
 
 
 def is_carried_by_module(item: RetainedObject) -> bool:
-    """Return True if a module's attribute has a graph that went on from one call to the next."""
+    """Return True if a module's attribute holds a graph of several calls that a backward pass has reached."""
     is_attribute = item.is_held_as("module") and item.buffer is None and not (item.holder and item.holder.gathers)
     return is_attribute and item.goes_through_calls and bool(item.backwards)

@@ -15,7 +15,7 @@ from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
     "as an argument: `checkpoint(f, x, block)`",
 )
 class OtherBlock(Rule):
-    """Rule for another block in backward, recorded when the modules called there differ from those of forward."""
+    """Rule for a checkpoint that runs other modules in backward than in forward, recorded in backward."""
 
 
 @rule(
@@ -33,7 +33,7 @@ class OtherBlock(Rule):
     ),
 )
 class CountedTwice(Rule):
-    """Rule for buffers that forward has updated, recorded when backward updates them again."""
+    """Rule for buffers that a checkpointed block updates in forward and again in backward, recorded in backward."""
 
 
 @rule(

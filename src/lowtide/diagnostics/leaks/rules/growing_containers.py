@@ -17,7 +17,7 @@ JOINS = 5
 
 
 def _accumulates(item: RetainedObject) -> bool:
-    """Return True if `item` has a graph, and its gradients have none (learning to learn gathers losses on purpose)."""
+    """Return True if `item` has a graph, and no pass used `create_graph`: learning to learn keeps graphs on purpose."""
     return item.has_graph and not any(backward.create_graph for backward in item.backwards)
 
 
@@ -32,8 +32,9 @@ def _accumulates(item: RetainedObject) -> bool:
     fix="store numbers in `{name}`: `.item()` (`.detach()` frees the graph, but not the value itself)",
 )
 class ListOfGraphs(Rule):
-    """Rule for a list that grows. A list that each step creates, which never has two graphs of one call, does not
-    match.
+    """Rule for a container that collects tensors with graphs over several steps.
+
+    A list that each step creates does not match: it never has two graphs from one call site.
     """
 
     is_refuted_by_backward = True
@@ -46,11 +47,11 @@ class ListOfGraphs(Rule):
     fix_of_terms = "; if the loss is computed from the entries, clear them after its backward pass"
 
     def fix_unreached(self, fix: str) -> str:
-        """Return the advice with `no_grad` first: nothing needs these graphs."""
+        """Put `no_grad` before the advice `fix`, because no backward pass needs these graphs."""
         return "run the forward at {made} under `torch.no_grad()`, because no backward pass reaches it; and " + fix
 
     def fix_for(self, item: RetainedObject, history: History) -> str:
-        """Return the advice: `.item()` is for scalars alone, and not for terms of a loss."""
+        """Return the advice for `item`: `.item()` only for scalars, and another for terms of a loss."""
         fix = super().fix_for(item, history) if item.is_scalar else self.fix_of_values
         return fix + self.fix_of_terms if item.backwards else fix
 
@@ -71,8 +72,9 @@ class ListOfGraphs(Rule):
     fix="add values without a graph to `{name}`: `.detach()` or `.item()`",
 )
 class RunningSumOfGraphs(Rule):
-    """Rule for a sum or running mean over several calls at one line. Two calls in one step may share a backward
-    pass.
+    """Rule for a sum or running mean over several calls at one line.
+
+    Two calls in one step do not match, because they may share a backward pass.
     """
 
     fix_of_part = "pass `{owner}` values without a graph: `.detach()` or `.item()`"
@@ -85,9 +87,10 @@ class RunningSumOfGraphs(Rule):
         return _accumulates(item) and is_sum and is_over_steps and item.goes_through_calls
 
     def refined(self, stats: SiteStats) -> Rule:
-        """Return the rule for forwards that need no graph if no backward pass reaches the graphs of this site.
+        """Return the rule for forwards without need of a graph if no backward pass reaches the site's graphs; else this
+        rule.
 
-        Run under no_grad, such forwards leave the sum without a graph.
+        Under no_grad, such forwards leave the sum without a graph.
         """
         return self if stats.n_reached else RULES["LT002"]
 
@@ -146,7 +149,7 @@ class GrowingList(Rule):
     )
 
     def fix_for(self, item: RetainedObject, history: History) -> str:
-        """Return the advice; nothing can be put into the cache of a function, or into an iterator."""
+        """Return the advice for `item`, by the kind of its holder and of the objects that it holds."""
         if item.holder is not None and item.holder.is_cycle:
             return self.fix_of_cycle
         if item.holder is not None and item.holder.is_tee:
@@ -192,7 +195,7 @@ _NAMED_KINDS = ("variable", "closure", "generator", "class", "context variable")
 
 
 def _is_added_to(item: RetainedObject, history: History) -> bool:
-    """Return True if the same number of tensors was larger at each of many inspections: outputs are joined to them."""
+    """Return True if outputs are concatenated to `item`: its tensors, the same number, grew at many inspections."""
     is_joined_state = item.is_state and item.is_held_as("module")
     has_name = item.holder is not None and (item.holder.kind in _NAMED_KINDS or is_joined_state)
     numbers = {*zip(history.entries[-JOINS:], history.n_storages[-JOINS:], strict=True)}
@@ -232,7 +235,7 @@ class RunningTotalOfEmptyGraphs(Rule):
     fix_of_module = "assign values without a graph to `self.{name}`: `.detach()` them first"
 
     def fix_for(self, item: RetainedObject, history: History) -> str:
-        """Return the advice; a module's running value needs no loss."""
+        """Return the advice for a total or a list of losses, or other advice for a value on a module."""
         is_value = item.is_held_as("module") and item.holder is not None and not item.holder.gathers
         return self.fix_of_module if is_value else super().fix_for(item, history)
 
@@ -241,7 +244,7 @@ class RunningTotalOfEmptyGraphs(Rule):
         return history.n_steps >= GROWTHS and not is_bounded and not self.has_ended(history)
 
     def has_ended(self, history: History) -> bool:
-        """Return True if a container is full: it has as many entries as before, and no more nodes."""
+        """Return True if the container is full: it has as many entries as before, and its nodes do not grow."""
         is_full = history.has_stopped and history.entries[-1] == history.entries[-2] > 0
         return is_full and not grows(history.held_bytes, 2)
 
@@ -269,7 +272,7 @@ class GatheredOutputs(Rule):
     fix_of_keys_and_values = "call the model with `use_cache=False`, because nothing reads the keys and values; and "
 
     def fix_for(self, item: RetainedObject, history: History) -> str:
-        """Return the advice; the outputs of a language model hold its cache of keys and values."""
+        """Return the advice for `item`; if its outputs have a cache of keys and values, first to turn that off."""
         has_cache = item.holder is not None and "past_key_values" in item.holder.text
         return self.fix_of_keys_and_values * has_cache + super().fix_for(item, history)
 
@@ -292,7 +295,7 @@ class GatheredOutputs(Rule):
     fix="store a separate copy in `{name}` (`.detach().clone()`, or `.cpu()`), or set it to None after the step",
 )
 class KeptOnObjects(Rule):
-    """Rule for objects that hold outputs of several steps, more at each inspection, without more entries."""
+    """Rule for objects whose attributes hold outputs of more and more steps, while no container gets more entries."""
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         is_part = item.holder is not None and item.holder.is_part and not item.has_graph

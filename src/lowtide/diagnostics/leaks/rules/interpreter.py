@@ -26,7 +26,7 @@ class KeptException(Rule):
     )
 
     def fix_for(self, item: RetainedObject, history: History) -> str:
-        """Return the advice; another one for the exception that a prompt or notebook keeps."""
+        """Return the advice, or other advice for an exception that a prompt or notebook keeps."""
         is_last = item.holder is not None and item.holder.name in ("last_value", "last_exc", "last_traceback")
         return self.fix_of_prompt if is_last else super().fix_for(item, history)
 
@@ -45,7 +45,7 @@ class KeptException(Rule):
     fix="break the cycle at `{name}` (a weak reference, or None after the step), or call `gc.collect()` now and then",
 )
 class CycleWithoutCollector(Rule):
-    """Rule for tensors of several steps that only unreachable objects hold, more at each inspection."""
+    """Rule for a reference cycle that holds more tensors at each inspection, with the garbage collector off."""
 
     gathers = True
 

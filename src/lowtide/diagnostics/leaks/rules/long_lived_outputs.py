@@ -52,13 +52,15 @@ class AliveInNextStep(Rule):
     fix_of_last = "set `{names}` to None when the next step begins: code after the loop reads its last value"
 
     def names_part(self, holder: Holder, history: History) -> bool:
-        """Return True if the advice should name the entry or attribute: a container of several tensors is deleted as a
-        whole.
+        """Return True if the advice is about an entry or attribute, not the variable: a container of several tensors is
+        deleted as a whole.
         """
         return "[..]" not in holder.part and super().names_part(holder, history)
 
     def fix_for(self, item: RetainedObject, history: History) -> str:
-        """Return the advice; a variable that a function closes over must not be deleted."""
+        """Return the advice for `item`: other advice for closures, whose variables must not be deleted, for context
+        variables, and for variables that code after the loop reads.
+        """
         if item.is_held_as("context variable"):
             return self.fix_of_context
         if item.is_held_as("closure"):

@@ -38,9 +38,11 @@ class RetainGraph(Rule):
     follows_from = ("LT011", "LT031")
 
     def fix_for(self, item: RetainedObject, history: History) -> str:
-        """Return the advice; another one for `create_graph=True`, whose graph is needed until the last pass."""
+        """Return the advice for `item`: other advice for graphs of earlier steps, and for `create_graph=True`, which
+        needs the graph until the last pass.
+        """
         if item.is_used_again and not any(b.create_graph for b in item.backwards):
-            # A forward of every step needs its graph there; only what is left to later steps must not have one.
+            # The forward of each step needs its graph there; only values for later steps must have none.
             return self.fix_of_earlier_steps if item.calls[0].stats.n_calls > 1 else self.fix_of_earlier_forward
         fix = super().fix_for(item, history)
         is_needed = fix == self.fix and all(b.create_graph for b in item.backwards if b.retain_graph)
@@ -50,7 +52,7 @@ class RetainGraph(Rule):
         return item.has_graph and any(b.retain_graph for b in item.backwards) and is_sizable(item, history)
 
     def names_part(self, holder: Holder, history: History) -> bool:
-        """Return True if the advice should name the entry, because the container stays for several steps."""
+        """Return True if the advice is about an entry, because the container is used for several steps."""
         # A container that each step creates can be deleted.
         is_the_same = len(history.held_bytes) > 1 and not history.has_changed
         has_grown = holder.gathers and bool(holder.containers) and history.entries[-1] > history.entries[0]
@@ -96,8 +98,8 @@ class PartialBackward(Rule):
 def is_sizable(item: RetainedObject, history: History) -> bool:
     """Return True if a large part of a forward's graph is still in memory.
 
-    Two losses that go backward in turns, the first with `retain_graph=True`, leave only the end of the first graph. The
-    output that both share stays until it is assigned again, whatever its graph keeps.
+    If two losses run backward in turn, the first with `retain_graph=True`, only the end of the first graph stays. Then
+    outputs do not count, because they stay until they are assigned again.
     """
     passes = [call.backwards for call in item.calls if call.backwards]
     in_turns = any(sequence[0].retain_graph and not sequence[-1].retain_graph for sequence in passes)

@@ -27,14 +27,14 @@ class Rule:
     good: str
     fix: str
     """One line of advice; may contain {name} (the variable or attribute), {owner} (the object whose attribute it is),
-    {part} (the entry or attribute itself), {names} (all variables), {release} (code that lets go of them all), {remedy}
+    {part} (the entry or attribute itself), {names} (all variables), {release} (code that frees their memory), {remedy}
     (words of the event), {made} and {backward} (places in the code).
     """
 
     is_refuted_by_backward = False
     """True if a later backward pass through the graph withdraws the finding."""
     explains_missing_backward = False
-    """True if the finding tells enough about calls of its site that no backward pass reached."""
+    """True if the finding explains why no backward pass reached calls of its site."""
     claims_graph = False
     """True if a graph stays with the holder first found for it, whatever else holds it later."""
     subjects: tuple[str, ...] = ("tensors",)
@@ -42,7 +42,7 @@ class Rule:
     ends_without_growth = False
     """True if the finding is withdrawn when its container stops growing."""
     ends_without_change = False
-    """True if the finding is withdrawn when the same memory is held through several steps: computed once, for all."""
+    """True if the finding is withdrawn when the same memory, computed once for all, is held through several steps."""
     fix_of_container = ""
     """Fix where a container gathers the tensors, so that its name must not be deleted or set to None."""
     fix_of_part = ""
@@ -59,7 +59,7 @@ class Rule:
     """Codes of rules whose finding on the same backward pass is the reason for this one, which is left out then."""
 
     def matches(self, item: RetainedObject, history: History) -> bool:
-        """Return True if `item` is a case of this rule."""
+        """Return True if `item` is a case of this rule, given the history of its holder."""
         return False
 
     def names_holder(self, item: RetainedObject) -> bool:
@@ -71,7 +71,7 @@ class Rule:
         return holder.is_part and bool(self.fix_of_part)
 
     def fix_for(self, item: RetainedObject, history: History) -> str:
-        """Return the advice for `item`."""
+        """Return the advice for `item`, a format string such as `fix`."""
         holder = item.holder
         if holder is not None and self.names_part(holder, history):
             return self.fix_of_part
@@ -92,7 +92,7 @@ class Rule:
         return fix
 
     def refined(self, stats: SiteStats) -> Rule:
-        """Return the rule to report, given all calls of the site."""
+        """Return the rule to report instead of this one, given all calls of the site; by default this rule."""
         return self
 
 
@@ -103,7 +103,7 @@ RULES: dict[str, Rule] = {}
 def rule(
     code: str, *, priority: int | None = None, name: str, what: str, why: str, bad: str, good: str, fix: str
 ) -> Callable[[type[Rule]], type[Rule]]:
-    """Register a class of rules under `code`.
+    """Return a class decorator that registers a subclass of `Rule` under `code`.
 
     Args:
         code: Stable code; never given to another rule.

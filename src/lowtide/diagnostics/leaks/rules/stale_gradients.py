@@ -14,7 +14,7 @@ from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
     fix="call `zero_grad()` before the forward, or right after `optimizer.step()`",
 )
 class ZeroGradLate(Rule):
-    """Rule for late `zero_grad` calls, recorded by `zero_grad`."""
+    """Rule for late `zero_grad` calls, recorded at the backward pass that follows."""
 
 
 @rule(
@@ -45,7 +45,7 @@ class UnreadGradients(Rule):
     "loss uses that output, make it under `torch.no_grad()`",
 )
 class DiscardedGradients(Rule):
-    """Rule for gradients that are reset before their optimizer has read them, recorded by `zero_grad`."""
+    """Rule for gradients that are reset before their optimizer has read them, recorded when `zero_grad` is called."""
 
 
 @rule(
@@ -58,4 +58,4 @@ class DiscardedGradients(Rule):
     fix="remove `set_to_none=False`; the default is True",
 )
 class SetToZero(Rule):
-    """Rule for gradients set to zero, recorded by `zero_grad`."""
+    """Rule for gradients that are set to zero, recorded when `zero_grad` is called."""
