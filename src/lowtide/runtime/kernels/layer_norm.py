@@ -28,9 +28,9 @@ def _rows(
     has_bias: tl.constexpr,
     block: tl.constexpr,
 ) -> None:
-    """Write one row: `weight * (rstd * (input - mean)) + bias`, in single precision, rounded once at the end.
+    """Write one row: `weight * (rstd * (input - mean)) + bias`, in single precision, converted once at the end.
 
-    torch's kernel multiplies by the weight and adds the bias at once, which `fma` states whatever the compiler does.
+    torch's kernel multiplies by the weight and adds the bias in one rounding; `fma` does the same with any compiler.
     """
     row = tl.program_id(0).to(tl.int64)
     center, scale = tl.load(mean + row), tl.load(rstd + row)

@@ -1,4 +1,7 @@
-"""One file for each kind of op; `registry.py` and docs/recipes.md say how to write a recipe."""
+"""Recipes, which recompute outputs of autograd nodes: one file for each kind of operator.
+
+`registry.py` and docs/recipes.md explain how to write a recipe.
+"""
 
 from lowtide.runtime.recipes import activations as activations
 from lowtide.runtime.recipes import attention as attention

@@ -11,13 +11,13 @@ from lowtide.runtime.recipes.registry import aten, recipe
 _relu_ = torch.relu_
 """torch's own function, which reports no writes while a plan is in force."""
 
-# These save their own result, so the operand from which it is recomputed is on the input edge.
+# Functions that save their own result: the operand from which the result is recomputed is on the input edge.
 
 
 @recipe("ReluBackward0", edges={"self": 0})
 def relu(self: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """Recompute ReLU. The in-place form has overwritten its input, such as a batch norm's output: that is recomputed
-    first.
+    """Recompute ReLU. The in-place form has overwritten its input, such as a batch norm's output, so the input is
+    recomputed first.
     """
     return torch.relu(self) if out is None else _relu_(out)
 
@@ -38,7 +38,7 @@ def leaky_relu(self: Tensor, *, negative_slope: float) -> Tensor:
     return F.leaky_relu(self, negative_slope)
 
 
-# These save their input, and the in-place forms a copy of it.
+# Functions that save their input; their in-place forms save a copy of the input.
 
 
 @recipe("GeluBackward0", edges={"self": 0})

@@ -50,7 +50,7 @@ def padding(out: Tensor | None, node: Source) -> Tensor | None:
 
 @recipe("ConstantPadNdBackward0", edges={"self": 0}, read_off={"value": padding})
 def constant_pad_nd(self: Tensor, *, pad: tuple[int, ...], value: Tensor | None) -> Tensor:
-    """Recompute constant padding. The padding value is not recorded, so the output must be there to read it from."""
+    """Recompute constant padding. The padding value is not recorded, but read from the output when that is saved."""
     out: Tensor = aten.constant_pad_nd(self, pad)
     if value is not None:
         for side, width in enumerate(pad):

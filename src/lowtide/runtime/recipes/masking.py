@@ -1,4 +1,4 @@
-"""Operators with masks: `where`, `masked_fill` and dropout. Random masks are those that the node saved.
+"""Operators with masks: `where`, `masked_fill` and dropout. Random masks are not drawn again: the node has saved them.
 
 A mask itself, which no node made, is kept whole or as one bit per element (`runtime/bitmask.py`).
 """
@@ -15,7 +15,7 @@ from lowtide.runtime.recipes.registry import aten, recipe
 
 @recipe("WhereBackward0", edges={"self": 0, "other": 1})
 def where(condition: Tensor, self: Tensor, other: Tensor) -> Tensor:
-    """Recompute `where` of two tensors that need gradients, or of one and a number."""
+    """Recompute `where` of two tensors that need gradients, or of one tensor and a number."""
     return torch.where(condition, self, other)
 
 
@@ -30,7 +30,7 @@ def triu(self: Tensor, *, diagonal: int) -> Tensor:
 
 
 def filled(self: Tensor, mask: Tensor, value: Tensor | float) -> Tensor:
-    """Return `masked_fill` without a host sync, which reading a fill value on a GPU would cause."""
+    """Return the result of `masked_fill`, without the host sync that reading a fill value on a GPU would cause."""
     if isinstance(value, Tensor) and value.device.type != "cpu":
         return torch.where(mask, value.to(self), self)
     return self.masked_fill(mask, value)
@@ -56,7 +56,8 @@ def masked_scatter(self: Tensor, mask: Tensor, source: Tensor) -> Tensor:
 def native_dropout(input: Tensor, result1: Tensor, *, p: float, out_device: torch.device) -> Tensor:
     """Recompute fused dropout from its saved mask.
 
-    A CPU rounds the scale to the input's type; a GPU to single, and its backward's kernel is the same product.
+    On a CPU the scale is rounded to the input's dtype. On a GPU it is rounded to float32, and the kernel of backward
+    computes the same product as that of forward.
     """
     scale = 0.0 if p == 1 else 1.0 / (1.0 - p)
     if out_device.type == "cpu":
@@ -67,6 +68,6 @@ def native_dropout(input: Tensor, result1: Tensor, *, p: float, out_device: torc
 
 
 def single(number: float) -> float:
-    """Round to single precision."""
+    """Round a number to single precision."""
     rounded: float = struct.unpack("f", struct.pack("f", number))[0]
     return rounded

@@ -1,10 +1,10 @@
-"""Norms. Statistics are recomputed from the input; running ones are not updated twice.
+"""Norms. Statistics are recomputed from the input; running statistics are not updated twice.
 
 Another implementation of batch norm takes the statistics that the node saved: one pass over the input, not two.
 
 Layer norm and RMS norm do not record their eps, nor does group norm since torch 2.14. It is read from the module that
-owns the weight; otherwise the common value is taken that reproduces exactly the statistics that the node saved: the
-output depends on eps through these alone.
+owns the weight. Without such a module, eps values in common use are tried, until one gives exactly the statistics that
+the node saved: the output depends on eps only through the statistics.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ EPS_IN_USE = (1e-5, 1e-6, 1e-12, 1e-8, 1e-7, 1e-3)
 
 
 def first_with(rstd: Tensor, op: Callable[[float | None], Tensor], *eps: float | None) -> Tensor:
-    """Find the `eps` with which the last result of `op`, the reciprocal deviation, equals `rstd`; return the first
-    result of that call.
+    """Find the first `eps` for which the last result of `op(eps)`, the reciprocal deviation, equals `rstd`; return the
+    first result of that call.
+
+    Raises RuntimeError if no `eps` does, or if `rstd` is rounded to 16 bits.
     """
     if rstd.dtype not in (torch.float32, torch.float64):
         raise RuntimeError(f"its eps is not recorded, and its statistics are rounded to {rstd.dtype}")
@@ -76,7 +78,7 @@ def layer_norm_in_triton(
 def rms_norm(
     input: Tensor, weight: Tensor | None, result1: Tensor, *, normalized_shape: tuple[int, ...], eps: float | None
 ) -> Tensor:
-    """Recompute fused RMS norm. On a CPU it is several operators, each with its own recipe."""
+    """Recompute fused RMS norm. On a CPU, RMS norm runs as several operators, each with its own recipe."""
 
     def op(eps: float | None) -> Tensor:
         return aten._fused_rms_norm(input, normalized_shape, weight, eps)
@@ -151,10 +153,10 @@ def miopen_batch_norm(input: Tensor, weight: Tensor, bias: Tensor | None, *, eps
 def from_statistics(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, invstd: Tensor, eps: float
 ) -> Tensor:
-    """Return a batch norm's output from its statistics.
+    """Compute a batch norm's output from its saved statistics.
 
-    On a CPU with the roundings of torch's kernel, which multiplies and adds at once. In a model of 16-bit parameters
-    the saved statistics are rounded: then the audit finds other bits.
+    On a CPU the result is rounded as by torch's kernel, which multiplies and adds at once. In a model with 16-bit
+    parameters the saved statistics are rounded, so the audit finds other bits, and this implementation is not used.
     """
     if input.is_cuda:
         return torch.batch_norm_elemt(input, weight, bias, mean, invstd, eps)

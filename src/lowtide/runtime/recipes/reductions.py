@@ -1,4 +1,4 @@
-"""Sums, means and other reductions. Their results are small, but larger tensors are computed from them."""
+"""Sums, means and other reductions. Their results are small, but recomputes of larger tensors need them."""
 
 from __future__ import annotations
 

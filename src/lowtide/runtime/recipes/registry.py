@@ -1,14 +1,14 @@
-"""The table of all recipes, and how to write one. docs/recipes.md explains it with an example.
+"""The table of all recipes, and the decorator that adds a recipe. docs/recipes.md explains both with an example.
 
-A recipe recomputes an autograd node's output. It is a function of its inputs, under the names of the node's own saved
-attributes (`_saved_mat1` -> `mat1`):
+A recipe is a function that recomputes an autograd node's output from the node's inputs. Its parameters have the names
+of the node's own saved attributes (`_saved_mat1` -> `mat1`):
 
     @recipe("AddmmBackward0", edges={"bias": 0, "mat1": 1, "mat2": 2}, owner="mat2", expensive=True)
     def addmm(bias: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float, alpha: float) -> Tensor:
         return torch.addmm(bias, mat1, mat2, beta=beta, alpha=alpha)
 
-If an input can't be found, the tensor is kept: nothing is guessed. Every recipe is compared with the
-true tensor, bit by bit, on the user's model and device before it is used.
+If an input can't be found, the tensor is kept: nothing is guessed. Before a recipe is used, its result is compared with
+the true tensor, bit by bit, on the user's model and device.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class CannotRecompute(Exception):
 
 
 class TooSmall(CannotRecompute):
-    """A recompute that is possible but gains little, which is normal in a batch smaller than the rehearsed one."""
+    """The reason why a tensor is kept although it could be packed: that gains too little, as in a small batch."""
 
 
 EVERY: Final = -1
-"""Stands for all input edges, for a list of tensors: `edges={"tensors": EVERY}`."""
+"""Index that stands for all input edges, for a list of tensors: `edges={"tensors": EVERY}`."""
 
 FILLED: Final = -2
 """Like EVERY, but inputs without an edge are allowed if they are empty, which the output's length along `dim` shows."""
@@ -121,24 +121,39 @@ def recipe(
 ) -> Callable[[Function], Function]:
     """Register a function as the recipe of the autograd nodes `nodes`, or as another implementation of their recipes.
 
-    A positional parameter is a tensor, or `list[Tensor]`: what the node saved under that name; if it saved none, the
-    value on the input edge that `edges` gives; if that needs no gradient either, the attribute of that name of the
-    module that owns the node's parameter `owner`. One annotated `Tensor | None` may be absent: with `together`, only
-    where the node's attribute named there is absent too (a convolution's bias: where its sizes are).
+    A positional parameter is a tensor, or `list[Tensor]`. Its argument is the tensor that the node saved under the
+    parameter's name; if there is none, the value on the input edge in `edges`; if that edge needs no gradient, a
+    captured operand; else the attribute of that name of the module that owns the node's parameter `owner`. A parameter
+    annotated `Tensor | None` may be absent.
 
-    A keyword-only parameter is a constant: what the node saved under that name, or an attribute of the owner; or one of
-    `out_shape`, `out_dtype`, `out_device`, `out_stride`, the output's own; or what a function in `read_off` gives,
-    called with the output itself (None if it is not available) and the node. One annotated `... | None` may be absent.
+    A keyword-only parameter is a constant: recorded by the node under that name, or an attribute of the owning module;
+    or one of `out_shape`, `out_dtype`, `out_device`, `out_stride`, which describe the output; or the result of a
+    function in `read_off`. A constant annotated `... | None` may be absent.
 
-    A keyword-only `out: Tensor | None = None` says that the result may be written over an operand, which is given as
-    `out`: one without another holder, and with the result's shape, strides and type.
+    A keyword-only `out: Tensor | None = None` says that the result may be written over an operand, which is passed as
+    `out`. Nothing else holds that operand, and it has the result's shape, strides and dtype.
 
-    `when`: constants that must have these values. `unless`: operands that are None where that constant is true.
-    `expensive`: it redoes a matrix product, a convolution or attention.
-    `alias`: the result is a view of the first operand. `device`: the only type of device that has the node.
-    `implementation`: the name of another way to the same bits. The audit runs each on the user's model and device,
-    drops those that are not exact there, and takes the fastest of all.
-    A function that returns `tuple[Tensor, ...]` gives all outputs of its node, one that returns `Tensor` the first one.
+    A function annotated to return `tuple[Tensor, ...]` returns all outputs of its node; one annotated to return
+    `Tensor`, the first output.
+
+    Args:
+        nodes: Names of the autograd nodes.
+        edges: For each tensor, the index of its input edge; `EVERY` or `FILLED` for a list of tensors.
+        owner: Name of the operand that is a parameter of a module, whose attributes may be read.
+        together: For an optional tensor, an attribute of the node: the tensor may be absent only if the attribute is
+            absent too (for a convolution's bias, its sizes).
+        when: Constants that must have these values; other nodes are not recomputed.
+        unless: Operands that are None if the named constant is true.
+        read_off: For each constant that is not recorded, a function of the output (None if it is not available) and the
+            node.
+        expensive: The recipe runs a matrix product, a convolution or attention.
+        alias: The result is a view of the first operand.
+        device: The only type of device that has the node.
+        implementation: Name of another way to the same bits. The audit runs each implementation on the user's model and
+            device, drops those that are not exact there, and takes the fastest.
+
+    Returns:
+        A decorator that registers a function and returns it unchanged.
     """
 
     def register(function: Function) -> Function:

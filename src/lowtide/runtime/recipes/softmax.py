@@ -1,4 +1,4 @@
-"""Softmax and log-softmax save their own result, which is recomputed from the scores on the input edge."""
+"""Softmax and log-softmax, which save their own result: it is recomputed from the scores on the input edge."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def log_softmax(self: Tensor, *, dim: int, out_dtype: torch.dtype) -> Tensor:
 
 @recipe("SafeSoftmaxBackward0", edges={"self": 0})
 def safe_softmax(self: Tensor, *, dim: int, out_dtype: torch.dtype) -> Tensor:
-    """Recompute attention's softmax, in which fully masked rows become 0; such rows are found without an elementwise
-    mask.
+    """Recompute attention's softmax, in which fully masked rows become 0. Such rows are found by their maximum, without
+    an elementwise mask.
     """
     made = torch.softmax(self, dim, dtype=out_dtype)
     if made.numel() and may_be_masked_out(made, dim):
@@ -31,10 +31,11 @@ def safe_softmax(self: Tensor, *, dim: int, out_dtype: torch.dtype) -> Tensor:
 
 
 def may_be_masked_out(made: Tensor, dim: int) -> bool:
-    """Return True if a row of a softmax may be fully masked: all its elements are NaN, so one per row is checked.
+    """Return True if a row of the softmax `made` may be fully masked: all its elements are NaN, so one per row is
+    checked.
 
-    On a GPU, where a check would synchronize, the answer is True; for a fake tensor, whose memory hardly depends on it,
-    False.
+    Returns True on a GPU, where a check would synchronize, and False for a fake tensor, because the memory of the
+    recompute hardly depends on masked rows.
     """
     if is_fake(made):
         return False

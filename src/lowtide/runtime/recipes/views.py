@@ -1,6 +1,6 @@
-"""Views take no memory: the tensor behind them is recomputed and viewed again.
+"""Views, which take no memory: the base tensor is recomputed and viewed again.
 
-A saved view is the tensor behind it and a geometry, so these recipes are for views in the middle of a recompute.
+A saved view is held as its base tensor and a geometry, so these recipes are for views in the middle of a recompute.
 """
 
 from __future__ import annotations
