@@ -1,4 +1,4 @@
-"""Partition of compiled code by a plan: inductor saves from forward to backward the values that the plan keeps.
+"""Partition of compiled code by a plan: forward saves for backward the values that the plan keeps.
 
 torch recompiles with another partitioner, so putting a plan on or taking it off discards all compiled code. The keys of
 inductor's caches include the plan.
@@ -22,10 +22,10 @@ a process. Increase it with each change of the rules.
 
 
 class PlanPartitioner(CustomPartitionerFn):
-    """Inductor's partitioner: saves all slots of `graphs` except those at the addresses in `recompute`.
+    """Partitioner for inductor that saves all slots of `graphs` except those at the addresses in `recompute`.
 
-    Without graphs it saves what torch saves. With `unfused` it separates each `addmm` into
-    a product and a sum.
+    `graphs` are joint graphs of forward and backward, named by their hashes. In other graphs the partitioner saves the
+    values that torch saves. With `unfused`, it separates each `addmm` into a product and a sum.
     """
 
     def __init__(

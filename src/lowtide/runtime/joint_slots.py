@@ -10,15 +10,15 @@ On a CPU, inductor vectorises a fused loop at the width of 16-bit elements if ev
 16-bit values, else at the width of 32-bit elements, which halves the number of partial sums of each row (torch 2.13,
 `TilingSelect` in `torch/_inductor/codegen/cpp.py`). Sums over a row then add up in another order. A fused kernel also
 reads 16-bit values that it computes itself before they are rounded. So a graph with 16-bit values, as under autocast,
-keeps the kernels that it has without a plan, and what backward computes again has its own (`plain_kernels.py`).
-Forward has to write a value that is saved, so one that torch's forward does not write is no slot. One that forward
-does not read itself, such as the mask of a last ReLU, is always saved: the kernel that computes it would be another
-one without it, and sum up in another order.
+keeps the kernels that it has without a plan, and values that backward recomputes get kernels of their own
+(`plain_kernels.py`). Forward has to write a value that is saved, so a value that torch's forward does not write is no
+slot. A value that forward does not read itself, such as the mask of a last ReLU, is always saved: without the value,
+forward would have another kernel in its place, which sums in another order.
 
-On a CPU, a fused loop that reads a transposed value is vectorised over other dimensions than one that reads the result
-from memory, and sums up in another order. So a value that fused arithmetic computes from a transposed one, as in an MLP
-over tokens, is a slot only if torch's forward writes it too. One that is summed together with transposed values, and
-that forward writes only because torch saves it, is always saved.
+On a CPU, a fused loop that reads a transposed value is vectorised over other dimensions than a loop that reads the
+result from memory, and sums in another order. So a value that fused arithmetic computes from a transposed value, as in
+an MLP over tokens, is a slot only if torch's forward writes it too. A value that is summed together with transposed
+values, and that forward writes only because torch saves it, is always saved.
 
 In a graph with convolutions, inductor stores values in the channels-last format, but outputs of forward in the format
 that eager mode gives them. Several threads share a sum over a channel or not, depending on the format of what the sum
@@ -67,25 +67,25 @@ class JointSlot:
     address: str
     """Module, and ordinal of the call in it among all of the graph's: `transformer.h.3.mlp.c_fc#0:1`."""
     is_kept: bool
-    """True if any plan keeps it: it is small, another call would return other numbers, or its recomputation would be
+    """True if every plan keeps the value: it is small, another call would return other numbers, or a recompute would be
     rounded, or summed over, in another way.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Recomputed:
-    """Split of a graph's values: those that are saved for backward, and those that backward computes again."""
+    """Split of a graph's values into `given`, which are saved for backward, and `again`, which backward recomputes."""
 
     given: frozenset[int]
     again: frozenset[int]
 
 
 class JointSlots:
-    """The slots of one joint graph. `plain` is the set that torch saves."""
+    """The slots of one joint graph. `plain` is the set of values that torch saves without a plan."""
 
     def __init__(self, joint: JointGraph, plain: frozenset[int], *, is_named: bool = False) -> None:
-        """With `is_named`, addresses begin with the graph's hash: equal blocks share a graph, other graphs have paths
-        of their own, which may be the same.
+        """Find the slots. With `is_named`, addresses begin with the graph's hash, because several graphs may contain
+        the same module paths.
         """
         self.joint, self.plain, self._is_named = joint, plain, is_named
         nodes = joint.nodes
@@ -97,9 +97,9 @@ class JointSlots:
         self._small = largest // SMALL
         self._is_mixed = any(node.is_half for node in nodes)
         self.kept_apart = self.roots if self._is_mixed else frozenset[int]()
-        """Saved values of torch that are written to memory also where a plan computes them again."""
+        """Values saved by torch that are written to memory even if a plan recomputes them."""
         self._kept: set[int] = set()
-        """Slots that any plan keeps."""
+        """Slots that every plan keeps."""
         upstream = {root: self._upstream(root, held) for root in sorted(roots)}
         saved = set(upstream.values()) - plain
         saved |= {node for node in upstream.values() if nodes[node].kind != "input"}
@@ -125,7 +125,7 @@ class JointSlots:
         self._fixed = frozenset(i for i in plain if nodes[i].root not in roots)
 
     def at(self, sizes: tuple[int, ...]) -> JointSlots:
-        """Return the slots of the graph for these values of its symbolic sizes."""
+        """Return the slots of the graph with `sizes` as the values of its symbolic sizes."""
         if self.joint.resize is None:
             return self
         return JointSlots(self.joint.at(sizes), self.plain, is_named=self._is_named)
@@ -162,7 +162,9 @@ class JointSlots:
         return Recomputed(frozenset(given), frozenset(again))
 
     def _upstream(self, root: int, held: Collection[int]) -> int:
-        """Return the value, no larger than `root`, from which fused arithmetic alone computes `root`."""
+        """Return the farthest value upstream, no larger than `root`, from which fused arithmetic alone computes `root`,
+        and that may be saved in its place; `root` itself if there is none.
+        """
         nodes, source = self.joint.nodes, root
         while nodes[root].kind == "pointwise" and nodes[root].bytes > self._small and not self._follows_sum(root):
             large = {nodes[arg].root for arg in nodes[root].args if nodes[nodes[arg].root].bytes > self._small}
@@ -181,12 +183,12 @@ class JointSlots:
         return source
 
     def _follows_sum(self, node: int) -> bool:
-        """Return True for a function of a reduction's result that is rounded as its loop is vectorised or not."""
+        """Return True if `node` is a function of a reduction's result that a vectorised loop rounds differently."""
         nodes = self.joint.nodes
         return nodes[node].target in APPROXIMATED and any(nodes[arg].kind == "reduction" for arg in nodes[node].args)
 
     def _fused_into(self, slot: int) -> set[int]:
-        """Return the slot and the values from which fused arithmetic computes it, up to those that any plan keeps."""
+        """Return the slot, and values from which fused arithmetic computes it, up to values that every plan keeps."""
         nodes, pending, fused = self.joint.nodes, [slot], set[int]()
         while pending:
             at = pending.pop()
@@ -196,7 +198,7 @@ class JointSlots:
         return fused
 
     def _reads_transposed(self, root: int) -> bool:
-        """Return True if fused arithmetic computes the value from one in another order of dimensions."""
+        """Return True if fused arithmetic computes the value from a transposed value."""
         return any(self.joint.nodes[at].target in TRANSPOSING for at in self._fused_into(root))
 
     def _changes_loop_of_sum(self, slot: int) -> bool:
