@@ -1,4 +1,4 @@
-"""Keep a memory budget between the begin and end events of another package's training loop."""
+"""Memory budgets for training loops of other packages, from the loop's begin event to its end event."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class HostRun:
         self._is_open = False
 
     def begin(self, model: nn.Module) -> None:
-        """Begin training of `model` in the function that has called the callback."""
+        """Enter a `lowtide.within` block for `model`, which is trained by the function that has called the callback."""
         self.leave()
         self.run = self._new_run(model=model)
         self._loop = _Loop()
@@ -68,7 +68,7 @@ class HostRun:
 
 
 class BudgetCallback:
-    """Base of the callbacks for all packages: their arguments, and the run."""
+    """Base class of callbacks for other packages: it takes their arguments and holds the run."""
 
     def __init__(
         self,

@@ -17,8 +17,8 @@ class LowtideCallback(BudgetCallback, lightning.Callback):
 
         trainer = lightning.Trainer(callbacks=[LowtideCallback("8GiB")], ...)
 
-    The first two steps are rehearsed, and a plan is in force from the third one on, until training ends, also by an
-    exception. Checkpoints are the same as without it.
+    The first two steps are rehearsed. A plan is in force from the third step on, until training ends, also by an
+    exception. Checkpoints are the same as without the callback.
 
     Args:
         budget: Bytes, "8GiB" or "60%" of the plain step's peak, as for `lowtide.within`.
@@ -31,7 +31,7 @@ class LowtideCallback(BudgetCallback, lightning.Callback):
     """
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin with the Trainer's module."""
+        """Put the Trainer's module under the budget."""
         if "deepspeed" in type(trainer.strategy).__name__.lower():
             raise refuse_deepspeed("the Trainer")
         self._host.begin(pl_module)
@@ -43,5 +43,5 @@ class LowtideCallback(BudgetCallback, lightning.Callback):
         self._host.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """Restore the module."""
+        """Restore the module after an exception has ended training."""
         self._host.leave()

@@ -15,7 +15,7 @@ from lowtide.memory.measure import Memory, measure
 
 
 def register(shell: Any) -> None:
-    """Add the magic to an `InteractiveShell` of IPython."""
+    """Add the cell magic `%%lowtide` to an `InteractiveShell` of IPython."""
     from IPython.core import magic
 
     def lowtide(line: str, cell: str) -> Any:
@@ -40,7 +40,7 @@ def register(shell: Any) -> None:
 
 
 def measured(shell: Any, cell: str) -> tuple[Any, Memory]:
-    """Run a cell in the shell's namespace; return the value of its last expression, if any, and its memory."""
+    """Run a cell in the shell's namespace; return the value of its last expression, if any, and the measured memory."""
     names = shell.user_ns
     tree = shell.transform_ast(shell.compile.ast_parse(shell.transform_cell(cell)))
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
@@ -54,12 +54,12 @@ def measured(shell: Any, cell: str) -> tuple[Any, Memory]:
 
 
 def _largest_model(names: Mapping[str, Any]) -> nn.Module | None:
-    """Return the model with the most parameters among the variables."""
+    """Return the model with the most parameters among the variables `names`; None without a model."""
     models = [value for value in names.values() if isinstance(value, nn.Module)]
     return max(models, key=lambda model: sum(p.numel() for p in model.parameters()), default=None)
 
 
 def _only_optimizer(names: Mapping[str, Any]) -> Optimizer | None:
-    """Return the optimizer among the variables, if there is one."""
+    """Return the optimizer among the variables `names` if there is exactly one; else None."""
     optimizers = {id(value): value for value in names.values() if isinstance(value, Optimizer)}
     return next(iter(optimizers.values())) if len(optimizers) == 1 else None

@@ -89,7 +89,7 @@ class _Limits:
         return cls(peak, None if peak is None else parse_bytes(peak), findings)
 
     def broken_by_peak(self, memory: Memory | None, before_bytes: int) -> Iterator[str]:
-        """Yield the report of a peak that is too high."""
+        """Yield the lines of a report if the peak is above its limit. `before_bytes` is in use before the test runs."""
         if memory is None or self.peak_bytes is None:
             return
         from lowtide.memory.timeline_table import table
@@ -102,7 +102,7 @@ class _Limits:
             yield from table(memory.timeline, peak_bytes=memory.peak_bytes, entry={"what the test uses": before_bytes})
 
     def broken_by_findings(self, watch: Watch | None) -> Iterator[str]:
-        """Yield the findings if there are too many."""
+        """Yield the lines of a report if the watch has more findings than allowed."""
         if watch is not None and self.findings is not None and len(watch.findings) > self.findings:
             n = len(watch.findings)
             allowed = f"at most {self.findings} allowed"

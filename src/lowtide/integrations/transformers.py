@@ -17,8 +17,8 @@ class LowtideCallback(BudgetCallback, TrainerCallback):
 
         trainer = Trainer(model, args, callbacks=[LowtideCallback("8GiB")], ...)
 
-    The first two steps are rehearsed, and a plan is in force from the third one on, until training ends. Checkpoints
-    are the same as without it. Budget, peak and extra time are in the Trainer's logs as `lowtide_...`.
+    The first two steps are rehearsed. A plan is in force from the third step on, until training ends. Checkpoints are
+    the same as without the callback. Budget, peak and extra time are in the Trainer's logs as `lowtide_...`.
 
     A Trainer calls no callback after an exception or Ctrl-C: the model then keeps its plan until training begins again,
     or until `close()`.
@@ -36,7 +36,7 @@ class LowtideCallback(BudgetCallback, TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Begin with the Trainer's model."""
+        """Put the Trainer's model under the budget."""
         if args.deepspeed:
             raise refuse_deepspeed("the Trainer")
         self._host.begin(kwargs["model"])
@@ -44,7 +44,7 @@ class LowtideCallback(BudgetCallback, TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Restore the model."""
+        """Restore the model when training has ended."""
         self._host.end()
 
     def on_log(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
