@@ -11,8 +11,8 @@
       StalePlan        ValueError     the plan was made for another model, batch, device, dtype or torch
       TorchMissing     ImportError    torch is absent or too old
 
-All survive pickling, so a worker process can raise them. On the command line each error ends with its `exit_code`:
-2 if Lowtide could not do what was asked, 1 if it could and the answer is "it does not fit".
+Every error survives pickling, so a worker process can raise it. On the command line each error ends with its
+`exit_code`: 2 if Lowtide could not do what was asked, 1 if it could and the answer is "it does not fit".
 """
 
 from collections.abc import Iterable, Mapping
@@ -57,7 +57,9 @@ class DataDependentStepError(RehearsalError):
 
 
 class ReplayMismatch(LowtideError, RuntimeError):
-    """Error for a module of `module_class` whose replay differed from its forward: the step ends without an update."""
+    """Error for a module of class `module_class` whose replay (its forward, run again in backward) differed from its
+    first forward. The step ends without an update.
+    """
 
     def __init__(self, message: str, module_class: type | None = None) -> None:
         super().__init__(message)
@@ -65,7 +67,7 @@ class ReplayMismatch(LowtideError, RuntimeError):
 
 
 class PackageMissing(LowtideError, ImportError):
-    """Error for a package that is absent or fails to load, and that only pictures or the demo need."""
+    """Error for an optional package, needed only for pictures or the demo, that is absent or fails to load."""
 
 
 class TorchMissing(LowtideError, ImportError):
@@ -73,7 +75,10 @@ class TorchMissing(LowtideError, ImportError):
 
 
 class StalePlan(LowtideError, ValueError):
-    """Error for a plan used on something it was not made for; `differences` lists the mismatches, one line each."""
+    """Error for a plan used with another model, batch, device, dtype or torch than it was made for.
+
+    `differences` lists the mismatches, one line each.
+    """
 
     def __init__(self, message: str, *, differences: Iterable[str] = ()) -> None:
         self.differences = tuple(differences)
@@ -143,7 +148,7 @@ class OverBudget(LowtideError, RuntimeError):
 
 
 def _as_budget(peak_bytes: int) -> str:
-    """Return `peak_bytes`, rounded up, as a budget argument to type."""
+    """Return `peak_bytes`, rounded up, as an argument in code: 'budget="7.1GiB"'."""
     return f'budget="{units.format_bytes(peak_bytes, round_up=True).replace(" ", "")}"'
 
 

@@ -27,7 +27,11 @@ def format_change(before_bytes: int, after_bytes: int) -> str:
 
 
 def format_apart(one_bytes: int, other_bytes: int, *, round_up: bool = False) -> tuple[str, str]:
-    """Format two amounts, to the byte if three figures would hide their difference. `round_up` is for `other_bytes`."""
+    """Format two amounts of memory: to three figures, or in exact bytes if different amounts would look equal
+    otherwise.
+
+    `round_up` applies to `other_bytes`.
+    """
     one, other = format_bytes(one_bytes), format_bytes(other_bytes, round_up=round_up)
     if one == other and one_bytes != other_bytes:
         return f"{one_bytes} B", f"{other_bytes} B"
@@ -35,7 +39,7 @@ def format_apart(one_bytes: int, other_bytes: int, *, round_up: bool = False) ->
 
 
 def format_parts(total_bytes: int, parts: Mapping[str, int]) -> str:
-    """Return the parts of a total, in the unit of that total: " = 3.9 parameters + 2.3 loss head + 0.9 other".
+    """Format the parts of a total in the total's unit: " = 3.9 parameters + 2.3 loss head + 0.9 other".
 
     "other" is the rest of the total. Parts too small to show are left out; the text is "" if fewer than two remain.
     """
@@ -63,7 +67,7 @@ def format_ratio(ratio: float, *, signed: bool = False) -> str:
 
 
 def against_budget(peak_bytes: int, budget_bytes: int) -> str:
-    """Compare a peak with a plan's budget."""
+    """Compare a peak with a plan's budget in words: "7.9 GiB is above its budget of 7.8 GiB"."""
     budget, peak = format_apart(budget_bytes, peak_bytes)
     return f"{peak} is {'within' if peak_bytes <= budget_bytes else 'above'} its budget of {budget}"
 
@@ -79,7 +83,9 @@ def _in_unit(n_bytes: int, unit: str, round_up: bool = False) -> str:
 
 
 def _hundredths(n_bytes: int, unit: str, round_up: bool) -> int:
-    """Return hundredths of `unit`, rounded to three significant figures, or to the whole unit if that is finer."""
+    """Return the absolute value of `n_bytes` in hundredths of `unit`, rounded to three significant figures, or to whole
+    units above 999.
+    """
     exact = Fraction(abs(n_bytes), BINARY[unit])
     step = Fraction(1, 100) if exact < 10 else Fraction(1, 10) if exact < 100 else Fraction(1)
     steps = math.ceil(exact / step) if round_up else round(exact / step)

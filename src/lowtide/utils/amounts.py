@@ -55,7 +55,10 @@ _OF_GPU = re.compile(r"\s*([0-9]{1,3}(?:\.[0-9]{1,20})?)\s*%\s*of\s+gpu\s*", re.
 
 
 def share_of_gpu(budget: str) -> Fraction | None:
-    """Return 0.9 for "90% of gpu"; None for other budgets. Raises BudgetError for 0% and for more than 100%."""
+    """Return the share of a GPU's memory that a budget states: 0.9 for "90% of gpu". Return None for other budgets.
+
+    Raises BudgetError for 0% and for more than 100%.
+    """
     match = _OF_GPU.fullmatch(budget)
     if match is None:
         return None
@@ -66,14 +69,15 @@ def share_of_gpu(budget: str) -> Fraction | None:
 
 
 def is_of_gpu(budget: object) -> bool:
-    """Return True for "auto" and "90% of gpu". Raises BudgetError as `share_of_gpu` does."""
+    """Return True for a budget relative to a GPU: "auto" or "90% of gpu". Raises BudgetError as `share_of_gpu` does."""
     return isinstance(budget, str) and (budget.strip().lower() == AUTO or share_of_gpu(budget) is not None)
 
 
 def check_budget(budget: str | SupportsIndex, *, of_gpu: bool = False) -> None:
     """Raise BudgetError for an invalid budget, before the plain step's peak is known.
 
-    Budgets relative to a GPU are valid if `of_gpu`; `memory/device_budget.py` says on which devices.
+    Budgets relative to a GPU, such as "90% of gpu", are valid only if `of_gpu`; `memory/device_budget.py` says on which
+    devices.
     """
     if not (of_gpu and is_of_gpu(budget)):
         parse_budget(budget, of=2**40)

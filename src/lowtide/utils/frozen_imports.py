@@ -27,8 +27,8 @@ def imports_frozen() -> Iterator[None]:
 
 
 def _has_frozen_objects() -> bool:
-    """Return True if the program has called `gc.freeze`, which hides everything that there is, `sys.modules` too.
+    """Return True if the program has called `gc.freeze`, which hides all existing objects, `sys.modules` among them.
 
-    `gc.get_freeze_count` would tell it, but counts all frozen objects: 0.1 s for a million.
+    `gc.get_freeze_count` would reveal the call too, but counts all frozen objects: 0.1 s for a million.
     """
     return not any(obj is sys.modules for obj in gc.get_objects())

@@ -9,25 +9,25 @@ from pathlib import Path
 from lowtide.utils import native_cache
 
 RELEASE = "0.1.0"
-"""The version of source without tags, such as an archive; tags go first (tools/package_version.py)."""
+"""Version of source without git tags, such as an archive; tags take precedence (tools/package_version.py)."""
 
 TESTED_TORCH = ((2, 10), (2, 12), (2, 13), (2, 14), (2, 15))
 """Versions of torch with which tests have passed, some in an earlier state; README.md says which tests."""
 
 
 def own_version() -> str:
-    """Return Lowtide's version: of the installed package, or of this source."""
+    """Return Lowtide's version: of the installed package, or RELEASE if Lowtide is not installed."""
     return _installed("lowtide") or RELEASE
 
 
 def torch_numbers(torch_version: str) -> tuple[int, int] | None:
-    """Return major and minor version of torch: 2.13.0+cpu -> (2, 13); None for a text without them."""
+    """Return major and minor version of torch: 2.13.0+cpu -> (2, 13); None for a text that states no version."""
     numbers = re.match(r"(\d+)\.(\d+)", torch_version)
     return None if numbers is None else (int(numbers[1]), int(numbers[2]))
 
 
 def newer_than_tested(torch_version: str) -> str | None:
-    """Return a remark on a torch that is newer than any that was tested; None for others."""
+    """Return a warning if this version of torch is newer than all tested ones; None otherwise."""
     numbers = torch_numbers(torch_version)
     if numbers is None or numbers <= TESTED_TORCH[-1]:
         return None
@@ -44,7 +44,10 @@ def torch_version() -> str | None:
 
 
 def torch_build() -> str | None:
-    """Return `torch.__version__` without importing torch: unlike its package's version it names the build."""
+    """Return `torch.__version__` without importing torch; None if torch is not installed.
+
+    Unlike the version of torch's package it names the build: 2.13.0+cpu.
+    """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
         return None

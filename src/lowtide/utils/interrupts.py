@@ -48,7 +48,7 @@ _PYTHONS: Final = sysconfig.get_paths()["stdlib"] + os.sep
 _INSTALLED: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 _lock: Final = threading.RLock()
-"""Lock held while an interrupt is resent, and while resending is called off."""
+"""Lock held while an interrupt is resent, and while resending is cancelled."""
 _claims: set[object] = set()
 _whole = 0
 """Number of calls in progress in the main thread during which no code may be interrupted."""
@@ -59,7 +59,7 @@ _is_resent = False
 
 
 class _Handler:
-    """SIGINT handler in front of another one."""
+    """SIGINT handler that delays interrupts, and passes them to the handler `before`, which it replaces."""
 
     def __init__(self, before: Callable[[int, FrameType | None], Any]) -> None:
         self.before = before
@@ -79,7 +79,7 @@ class _Handler:
 
 
 def delay_interrupts() -> Callable[[], None]:
-    """Delay interrupts in code of this package until the returned function is called, which passes them on."""
+    """Delay Ctrl-C in code of this package until the returned function is called; it passes a delayed interrupt on."""
     claim = object()
     _claims.add(claim)
     install_handler()
@@ -87,8 +87,8 @@ def delay_interrupts() -> Callable[[], None]:
 
 
 def install_handler() -> None:
-    """Install Lowtide's handler in front of the process's handler, if another one has been set since."""
-    # the function in C: the one of `signal` looks up an Enum first, in every step
+    """Install Lowtide's SIGINT handler in front of the process's current handler, unless it is installed already."""
+    # the C function: `signal.getsignal` would look up an Enum first, in every step
     handler: Any = _signal.getsignal(signal.SIGINT)
     if isinstance(handler, _Handler) or not callable(handler):
         return
@@ -116,7 +116,7 @@ def _release_claim(claim: object) -> None:
 
 @contextlib.contextmanager
 def interrupts_delayed() -> Iterator[None]:
-    """Delay interrupts in code of this package during the block."""
+    """Delay Ctrl-C in code of this package during the block."""
     give_back = delay_interrupts()
     try:
         yield
@@ -129,7 +129,7 @@ def resend_dropped_interrupts() -> Iterator[None]:
     """Resend an interrupt that Python drops during the block.
 
     Python raises an interrupt that arrives while C++ computes as soon as Python code runs again. In backward under a
-    plan, on the CPU, that is most often the `__del__` of a saved value, from which no exception gets out.
+    plan, on the CPU, that code is most often the `__del__` of a saved value, and Python drops exceptions of `__del__`.
     """
     own = sys.unraisablehook
 
@@ -160,8 +160,9 @@ def _interrupt_out_of(code: CodeType) -> None:
 
 
 def removed_if_interrupted(function: Callable[P, R]) -> Callable[P, R]:
-    """Delay interrupts in `function`. If one was delayed, remove the plan that `function` returns, because the caller
-    would not get it.
+    """Decorate `function`: delay interrupts while it runs.
+
+    If one was delayed, remove the plan that `function` returns, because the caller would not get the plan.
     """
 
     @functools.wraps(function)
@@ -191,7 +192,7 @@ def _pass_on() -> None:
 
 
 def uninterrupted(function: Callable[P, T]) -> Callable[P, T]:
-    """Let `function` run to its end, including all that it calls: interrupts wait."""
+    """Decorate `function`: delay interrupts until it ends, also in all functions that it calls."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -209,7 +210,10 @@ def uninterrupted(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def uninterrupted_enter(enter: Callable[[T], U]) -> Callable[[T], U]:
-    """Let an `__enter__` run to its end. If an interrupt was delayed, call `__exit__`, which `with` would not do."""
+    """Decorate an `__enter__` method: delay interrupts until it ends.
+
+    If an interrupt was delayed, `__exit__` is called, because `with` does not call it after an error in `__enter__`.
+    """
     run_whole = uninterrupted(enter)
 
     @functools.wraps(enter)
@@ -231,7 +235,11 @@ def uninterrupted_enter(enter: Callable[[T], U]) -> Callable[[T], U]:
 
 
 def _is_interruptible(frame: FrameType | None) -> bool:
-    """Return True if an exception may be raised in `frame`, judged by its innermost caller outside Python and torch."""
+    """Return True if KeyboardInterrupt may be raised in `frame`.
+
+    The innermost code outside Python and torch decides: user code may be interrupted; code of this package only if it
+    has no side effects.
+    """
     frame = _below_tracer(frame)
     torch = sys.modules.get("torch")
     torchs = os.path.dirname(torch.__file__ or "") + os.sep if torch is not None else _PACKAGE
@@ -261,7 +269,7 @@ def _below_tracer(frame: FrameType | None) -> FrameType | None:
 
 
 def _send_again() -> None:
-    """Resend an interrupt until it no longer waits."""
+    """Resend a delayed interrupt every few milliseconds until Lowtide's handler passes it on."""
     global _is_resent
     main = threading.main_thread().ident
     assert main is not None
@@ -276,7 +284,10 @@ def _send_again() -> None:
 
 
 def send(main: int) -> None:
-    """Interrupt the main thread even while it blocks: it would notice a signal to another thread only afterwards."""
+    """Send SIGINT to the main thread, whose identifier is `main`, so that it is interrupted even while it blocks.
+
+    A signal to another thread would be noticed only after the blocking call.
+    """
     if sys.platform == "win32":
         signal.raise_signal(signal.SIGINT)
     else:

@@ -15,19 +15,19 @@ def live_objects(*classes: type[T]) -> list[T]:
     """Return the live objects of `classes` and of their subclasses, except for those that `gc.freeze` has hidden.
 
     A process that has imported torch and transformers holds a million objects of a few thousand classes, so each class
-    is looked at once. No code of an object is run: `isinstance` would run a proxy's.
+    is checked once. No code of an object is run: `isinstance` would run a proxy's.
     """
     return _of_classes(gc.get_objects(), classes)
 
 
 class LiveObjectFinder:
-    """Search for the live objects of some classes, for frequent use: mostly it looks only at the youngest objects.
+    """Finder of the live objects of some classes, for frequent use: most searches look only at the youngest objects.
 
-    Objects that survive a collection of the middle generation move to the end of the oldest, which only a full
-    collection reorders. So until then, objects of the oldest generation that lie before a marker from an earlier search
-    are known. `gc.freeze` takes the markers away, and `gc.unfreeze` puts what was frozen behind all others, the anchor
-    with it; objects that it gives back are found once a generation was collected. Objects are remembered by weak
-    references.
+    Objects that survive a collection of the middle generation move to the end of the oldest generation, which only a
+    full collection reorders. Until a full collection, all objects of the oldest generation in front of a marker (an
+    object that an earlier search made) are known. `gc.freeze` hides the markers. `gc.unfreeze` puts frozen objects,
+    `_ANCHOR` among them, behind all others; they are found once a generation has been collected. Known objects are held
+    by weak references.
     """
 
     def __init__(self, *classes: type) -> None:
@@ -53,7 +53,7 @@ class LiveObjectFinder:
         return self._remember(live_objects(*self._classes), before)
 
     def _unseen(self, collections: tuple[int, ...]) -> list[object] | None:
-        """Return all objects that may be new since the last search; None if they cannot be told from the others."""
+        """Return all objects that may be new since the last search; None if these can't be told from known objects."""
         if collections[-1:] != self._collections[-1:]:
             return None
         unseen: list[object] = gc.get_objects(generation=0) + gc.get_objects(generation=1)
@@ -80,15 +80,16 @@ class LiveObjectFinder:
 
 
 class _Marker:
-    """Young object whose move reveals a freeze: `gc.get_freeze_count` would reveal one too, but counts all frozen
-    objects.
+    """Object made by a search; if the next search can't find it, `gc.freeze` was called.
+
+    `gc.get_freeze_count` would reveal the call too, but counts all frozen objects.
     """
 
 
 _ANCHOR = object.__repr__
 _FIRST = 16
-"""Number of objects at the beginning of the oldest generation among which the anchor lies, because it is as old as the
-interpreter. Behind these, objects that were frozen lie in front of it.
+"""Number of objects at the beginning of the oldest generation that are searched for the anchor, an object as old as the
+interpreter. After `gc.unfreeze` the anchor lies further back.
 """
 
 _HAS_GENERATIONS = sys.version_info < (3, 14)

@@ -16,7 +16,7 @@ LOG: Final = logging.getLogger("lowtide")
 
 
 def say(text: str) -> None:
-    """Write a line to stderr; a program whose stderr is full or closed goes on."""
+    """Write a line to stderr. If stderr is full or closed, write nothing and raise no error."""
     with contextlib.suppress(OSError, ValueError), beside_bars():
         # one write: several processes may share the file, and print writes the newline by itself
         print(f"{speaker()}: {text}\n", end="", file=sys.stderr, flush=True)  # noqa: T201
@@ -36,7 +36,7 @@ def note(text: str) -> None:
 
 
 def speaker(name: str = "lowtide") -> str:
-    """Return the name, with the rank of this process if it is one of several."""
+    """Return `name`, with the rank of this process if it is one of several: "lowtide, rank 3"."""
     return name if rank() is None else f"{name}, rank {rank()}"
 
 
@@ -46,8 +46,9 @@ shown_bars: Final[list[Callable[[], AbstractContextManager[object]]]] = []
 
 @contextlib.contextmanager
 def beside_bars() -> Iterator[None]:
-    """Clear progress bars, Lowtide's and the program's tqdm bars, during the block, to make room for a line on
-    stderr. An interrupt waits while they are cleared and drawn again, because tqdm's lock would stay held.
+    """Clear progress bars, Lowtide's and the program's tqdm bars, during the block, to make room for a line on stderr.
+
+    Interrupts are delayed while bars are cleared and redrawn, because tqdm's lock would stay held.
     """
     stack = contextlib.ExitStack()
     try:
@@ -58,7 +59,7 @@ def beside_bars() -> Iterator[None]:
 
 
 def _clear_bars(stack: contextlib.ExitStack) -> None:
-    """Clear progress bars until `stack` is closed."""
+    """Clear all progress bars; closing `stack` redraws them."""
     if (bars := sys.modules.get("tqdm.std")) is not None:
         stack.enter_context(bars.tqdm.external_write_mode(file=sys.stderr))
     for cleared in shown_bars:

@@ -1,4 +1,4 @@
-"""The place of Lowtide's compiled hooks on this machine, and the setting that says if they are used. No torch."""
+"""Location of Lowtide's compiled hooks on this machine, and the setting that enables them. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from pathlib import Path
 from typing import Final
 
 SETTING: Final = "LOWTIDE_NATIVE"
-"""Environment variable: 0 never uses compiled hooks, 1 builds them if need be; without it they are used if built."""
+"""Environment variable: 0 never uses compiled hooks, 1 builds them if needed; if unset, they are used if built."""
 
 SOURCE: Final = Path(__file__).parents[1] / "_torch" / "hot_path.cpp"
 NAME: Final = "lowtide_hot_path"
 
 
 def library(torch_version: str) -> Path:
-    """Return the path of the library for this torch, this Python and this source, built or not."""
+    """Return the path of the compiled hooks for this torch, this Python and this source; the file may not exist yet."""
     return _root() / "lowtide" / _key(torch_version) / f"{NAME}.so"
 
 
 def state(torch_version: str | None) -> str:
-    """Describe the saved-tensor hooks that a process started now will use."""
+    """Describe the saved-tensor hooks that a new process would use: "compiled", or "Python" with the reason."""
     setting = os.environ.get(SETTING)
     if setting == "0":
         return f"Python ({SETTING}=0)"
@@ -40,7 +40,7 @@ def state(torch_version: str | None) -> str:
 
 
 def _root() -> Path:
-    """Return torch's own folder of extensions."""
+    """Return the folder in which torch keeps compiled extensions."""
     if given := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(given)
     home = Path(os.path.expanduser("~"))  # unlike `Path.home()`, without an error where there is none

@@ -1,4 +1,4 @@
-"""Read the slots of objects."""
+"""Read the attributes of objects whose classes define `__slots__`."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any
 
 
 def slots_of(obj: Any) -> list[types.MemberDescriptorType]:
-    """Return the slot descriptors of an object, those of dataclasses included; built-in attributes do not count."""
+    """Return the descriptors of all `__slots__` that an object's classes define, without descriptors of built-in
+    attributes.
+    """
     kinds = (vars(kind) for kind in type(obj).__mro__ if "__slots__" in vars(kind))
     return [slot for table in kinds for slot in table.values() if isinstance(slot, types.MemberDescriptorType)]
 
 
 def in_slots(obj: Any) -> Iterator[Any]:
-    """Yield the values in an object's slots."""
+    """Yield the values of the attributes that an object stores in `__slots__`."""
     for slot in slots_of(obj):
         with contextlib.suppress(AttributeError):  # an empty slot
             yield slot.__get__(obj)

@@ -14,7 +14,10 @@ _said: list[str] = []
 
 
 def require_torch(asked_by: str) -> None:
-    """Import torch, for `asked_by` (a public name or a command line); raise TorchMissing if it is absent or too old."""
+    """Import torch; raise TorchMissing if it is absent or too old.
+
+    The error names `asked_by`, the public function or command line that needs torch.
+    """
     try:
         version = getattr(import_module("torch"), "__version__", None)
     except (ImportError, OSError) as error:  # OSError: torch is installed, but one of its shared libraries is not
@@ -31,7 +34,10 @@ def require_torch(asked_by: str) -> None:
 
 
 def require_pictures(asked_by: str) -> None:
-    """Import the plotting packages for `asked_by` (a command line); raise PackageMissing if any of them is absent."""
+    """Import the plotting packages; raise PackageMissing if any of them is absent.
+
+    The error names `asked_by`, the command line that needs the packages.
+    """
     for package in ("matplotlib", "textalloc"):
         try:
             import_module(package)

@@ -1,7 +1,7 @@
 """Progress of work that takes seconds: a bar on stderr while a stage runs, and one line when it is over.
 
-The bar is rich's on a terminal and tqdm's in a notebook. Where stderr is a pipe or a file there is no bar, and the line
-goes to the log named "lowtide" alone: at INFO, the beginning of a stage at DEBUG.
+The bar is rich's on a terminal and tqdm's in a notebook. If stderr is a pipe or a file, there is no bar, and the line
+goes only to the log named "lowtide", at INFO. The beginning of a stage is logged at DEBUG.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _here = _Stages()
 
 @contextmanager
 def showing(are_shown: bool) -> Iterator[None]:
-    """Show or hide the stages that begin within this block in this thread."""
+    """Show progress of the stages that begin in this block and thread, or hide it if `are_shown` is False."""
     before, _here.are_shown = _here.are_shown, are_shown
     try:
         yield
@@ -53,9 +53,11 @@ def showing(are_shown: bool) -> Iterator[None]:
 
 
 class Stage:
-    """A part of the work, shown while its `with` block runs. A nested stage takes the place of the outer one.
+    """A part of Lowtide's work whose progress bar is shown while its `with` block runs. A nested stage's bar replaces
+    the outer one's.
 
-    An interrupt waits while the bar is shown, drawn or hidden: rich and tqdm would leave it half begun or half ended.
+    Interrupts are delayed while the bar is shown, drawn or hidden: rich and tqdm would leave it half begun or half
+    ended.
     """
 
     def __init__(self, doing: str, total: int | None = None) -> None:
@@ -100,7 +102,7 @@ class Stage:
             self._draw()
 
     def _tell(self, line: str) -> None:
-        """Write the line to the log, or to the screen if the program does not show that log."""
+        """Write the line to stderr if stages are shown and the program does not show the log; otherwise log it."""
         if self._is_shown and _screen() is not None and not (LOG.isEnabledFor(logging.INFO) and LOG.hasHandlers()):
             say(line)
         else:
@@ -147,13 +149,15 @@ def _is_notebook() -> bool:
 
 
 def _has_bars() -> bool:
-    """Return True if the program shows tqdm bars, with which ours would interleave."""
+    """Return True if the program shows tqdm bars, which would interleave with Lowtide's bar."""
     bars = sys.modules.get("tqdm.std")
     return bars is not None and bool(getattr(bars.tqdm, "_instances", ()))
 
 
 class _Line:
-    """A bar in the last line of a terminal. It uses no thread, which could disturb measurements of the work."""
+    """A progress bar in the last line of a terminal, drawn without a thread, which could disturb measurements of the
+    work.
+    """
 
     def __init__(self, doing: str) -> None:
         from rich.console import Console
@@ -191,7 +195,7 @@ class _Line:
 
 
 class _Widget:
-    """A bar in the output of a notebook's cell; nothing where tqdm is not installed."""
+    """A progress bar in the output of a notebook cell; it shows nothing if tqdm is not installed."""
 
     def __init__(self, doing: str) -> None:
         self._bar: Any = None

@@ -11,7 +11,7 @@ class Removable(ABC):
 
     @abstractmethod
     def remove(self) -> None:
-        """Restore the state from before. May be called again."""
+        """Undo the change. Further calls do nothing."""
 
     def __enter__(self) -> Self:
         return self

@@ -7,14 +7,14 @@ from importlib import import_module
 from pathlib import Path
 
 LONGEST_REPR = 200
-"""Largest number of characters of a record's `repr`, which is what a notebook or a debugger shows of it in a line."""
+"""Largest number of characters of a record's `repr`, which notebooks and debuggers show in one line."""
 
 _MODULES: dict[str, str] = {}
 _HTML: list[str] = []
 
 
 def register_renderers(modules: Mapping[str, str], html: str) -> None:
-    """Set the modules that show records. They are imported when the first record is shown.
+    """Register the modules that render records. A module is imported when its first record is shown.
 
     Args:
         modules: Class name -> module with a function `show(record) -> str`.
@@ -52,7 +52,7 @@ class Displayed:
 
 
 def short_repr(name: str, content: str) -> str:
-    """Return `name(content)` in one line of at most LONGEST_REPR characters."""
+    """Return `name(content)` in one line, with `content` cut so that the line has at most LONGEST_REPR characters."""
     content = " ".join(content.split())
     room = LONGEST_REPR - len(name) - 2
     return f"{name}({content if len(content) <= room else content[: room - 3] + '...'})"

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 
 @contextlib.contextmanager
 def without_noise(descriptor: int, *noise: bytes) -> Iterator[Callable[[], int]]:
-    """Buffer the output to a file descriptor (1 or 2), and write it out afterwards without lines that contain `noise`.
+    """Buffer output to a file descriptor (1 or 2) during the block, then write it out without lines that contain any of
+    `noise`.
 
     Yields a function that returns the number of bytes buffered so far. Without such a descriptor, or without room for a
     temporary file, nothing is buffered. For short blocks only: the rest of the process shares the descriptor.
@@ -43,7 +44,7 @@ def without_noise(descriptor: int, *noise: bytes) -> Iterator[Callable[[], int]]
 
 
 def _flush(stream: object) -> None:
-    """Flush the buffers of Python and C."""
+    """Flush the buffer of the Python object `stream`, and all buffers of C."""
     flush = getattr(stream, "flush", None)
     if flush is not None:
         flush()

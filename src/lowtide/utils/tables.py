@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 _WIDE = 6
-"""Number of columns from which on a page stacks the cells of each row on a phone."""
+"""Smallest number of columns at which a page stacks the cells of each row on a phone."""
 
 
 class Styled(NamedTuple):
-    """A cell whose HTML has a CSS class."""
+    """Text of a table cell, and the CSS class that it gets in HTML."""
 
     text: str
     css_class: str
@@ -20,7 +20,8 @@ class Styled(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """Rows of plain text below headings. The first column names its row; columns in `left` hold words.
+    """A table of plain text: headings, and rows below them. The first cell of a row names it; columns in `left` are
+    left-aligned.
 
     On a phone, a page stacks the cells of each row if the table is wide, or if `is_stacked`.
     """
@@ -35,7 +36,7 @@ class Table:
         yield from aligned([self.headings, *([_text(cell) for cell in row] for row in self.rows)], self.left)
 
     def html(self, caption: str) -> str:
-        """Return a table that scrolls on its own, with a caption for screen readers."""
+        """Return the table as HTML that scrolls by itself, with `caption` for screen readers."""
         caption = html.escape(caption)
         head = "".join(f'<th scope="col">{html.escape(heading)}</th>' for heading in self.headings)
         is_wide = self.is_stacked or len(self.headings) >= _WIDE
@@ -54,7 +55,9 @@ class Table:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Container[int]) -> Iterator[str]:
-    """Yield a line for each row, with its cells in columns: those in `left` begin, all others end below each other."""
+    """Yield a line of text for each row, with cells in columns: left-aligned in columns listed in `left`, else
+    right-aligned.
+    """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [
