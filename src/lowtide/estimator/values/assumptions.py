@@ -23,7 +23,7 @@ SEARCHING = (
 
 
 class Assumptions:
-    """Assumed answers of one rehearsal."""
+    """Answers that one rehearsal assumed for queries of unknown contents, and the first query that it refused."""
 
     def __init__(self) -> None:
         self.notes: dict[str, None] = {}
@@ -38,9 +38,10 @@ class Assumptions:
         """Number of losses given to LBFGS."""
 
     def truth(self, why: str) -> bool:
-        """Return the assumed answer to a yes-or-no query of unknown contents. `why` as for `refusal`.
+        """Return the assumed answer to a yes-or-no query of unknown contents; raise DataDependentStepError without one.
 
-        Adafactor bounds its step by the size of a parameter: that changes numbers, not memory.
+        `why` states the query's effect, for the error. In optimizers the answer is False: Adafactor, for example,
+        bounds its step by the size of a parameter, which changes numbers, not memory.
         """
         if in_optimizer():
             self.note("a number that an optimizer compares is taken as small")
@@ -67,7 +68,7 @@ class Assumptions:
         self.notes[f"{where()}: {what}"] = None
 
     def refusal(self, why: str) -> DataDependentStepError:
-        """Return the error for a query without an answer, with the line that asked."""
+        """Return the error for a query without an answer, with the line that asked; `why` states the query's effect."""
         received = ""
         if contents.senders:
             names = ", ".join(contents.senders)

@@ -102,10 +102,10 @@ class Source:
         return False
 
     def _deciding(self, scope: ast.AST, returned: bool) -> set[str]:
-        """Return the names that may decide about memory: those read outside harmless conditions and texts, and names
-        that they flow from.
+        """Return the names that may decide about memory: names read outside harmless conditions and texts, and names
+        whose values flow into these.
 
-        `returned`: include names that are only returned.
+        With `returned`, names that are only returned count too.
         """
         if (scope, returned) in self._read:
             return self._read[scope, returned]
@@ -124,8 +124,9 @@ class Source:
         return names
 
     def _read_into(self, node: ast.AST, returned: bool) -> set[str] | None:
-        """Return the names that a value is assigned to: none if it is only reported, compared or saved; None if it may
-        decide about memory.
+        """Return the names that the value of `node` is assigned to; none if it is only reported, compared or saved.
+
+        Return None if the value may decide about memory.
         """
         parent, compared = self._parents[node], False
         while isinstance(parent, _PASSING) or (isinstance(parent, ast.Call) and _name(parent) in _NUMBERS):

@@ -43,17 +43,17 @@ class _Contents:
 
 
 def is_met(tensor: Tensor) -> bool:
-    """Return True if the storage's contents were ever set, even if they are unknown by now."""
+    """Return True if the contents of the tensor's storage were ever set, even if they are unknown by now."""
     return is_strided(tensor) and hasattr(tensor.untyped_storage(), _ATTRIBUTE)
 
 
 def is_known(tensor: Tensor) -> bool:
-    """Return True if `value` returns contents."""
+    """Return True if the tensor's contents are known."""
     return _of(tensor) is not None
 
 
 def value(tensor: Tensor) -> Tensor | None:
-    """Return a fake tensor's contents in CPU memory, if known. Not to be written to."""
+    """Return a fake tensor's contents in CPU memory, if known. The caller must not write to the returned tensor."""
     contents = _of(tensor)
     if contents is None:
         return None
@@ -65,7 +65,7 @@ def value(tensor: Tensor) -> Tensor | None:
 
 
 def alike(tensor: Tensor, assumed: str) -> bool | None:
-    """Return the value that a boolean tensor has everywhere by the assumption `assumed`; None without one."""
+    """Return the value that all elements of a boolean tensor have under the assumption `assumed`; None without it."""
     contents = _of(tensor)
     if contents is None or contents.alike is None or contents.assumed != assumed:
         return None
@@ -73,13 +73,16 @@ def alike(tensor: Tensor, assumed: str) -> bool | None:
 
 
 def assumed(tensor: Tensor) -> str:
-    """Return the assumption behind the contents, in words; empty if they are unknown or need no assumption."""
+    """Return the assumption behind a tensor's contents, in words; empty if they are unknown or need no assumption."""
     contents = _of(tensor)
     return "" if contents is None else contents.assumed
 
 
 def writable(tensor: Tensor, assumed: str = "") -> Tensor | None:
-    """Return a fake tensor's contents for writing under `assumed`; None if they can't be written to."""
+    """Return a fake tensor's contents for writing, and record the assumption `assumed`.
+
+    Return None if the contents are unknown or too large to be copied.
+    """
     contents = _of(tensor)
     if contents is None:
         return None

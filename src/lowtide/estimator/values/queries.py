@@ -68,7 +68,7 @@ class PythonQueries(TorchFunctionMode):
         raise self._answers.refusal("it decides by the contents of a tensor")
 
     def _of_numbers(self, data: Any, **kwargs: Any) -> Tensor:
-        """Return a tensor from nested data that contains tensors."""
+        """Return `torch.tensor(data)` for nested lists that contain fake tensors."""
         is_known = True
 
         def real(leaf: Any) -> Any:
@@ -88,7 +88,7 @@ class PythonQueries(TorchFunctionMode):
         return tensor
 
     def _shown(self, tensor: Tensor) -> Any:
-        """Return a number to be formatted into text."""
+        """Return the number that a format string shows for a fake tensor: its contents if known, else 1."""
         value = self._answers.value(tensor)
         if value is not None:
             with on_real_tensors():
@@ -96,7 +96,7 @@ class PythonQueries(TorchFunctionMode):
         return 1.0 if tensor.dtype.is_floating_point else 1
 
     def _exchange(self, tensor: Tensor, data: Tensor) -> None:
-        """Apply `tensor.data = data` to the fake of a real tensor, which itself stays unchanged."""
+        """Apply `tensor.data = data` to the fake counterpart of a real tensor; the real tensor stays unchanged."""
         fake = self._fake_of(tensor)
         self._tracker.release(tensor)
         fake.data = data if is_fake(data) else self._fake_of(data)

@@ -1,10 +1,10 @@
-"""Find the purpose of a query for contents, in the source of the code that asks.
+"""Find the purpose of a query for a tensor's contents, in the source of the code that asks.
 
-A condition may be part of a check: `assert` and `if ...: raise` test tensors for validity. Arguments of distributions
-are validated, boxes have to be boxes, a loss is not to explode. A rehearsal can't know; but where the other answer
-would end the step, or only warn, the answer is that of every step worth rehearsing. Rules for other branches are in
-`branch_rules.py`. Optimizers compare numbers to bound their steps, and the largest of several numbers may be kept. A
-number that is only printed or counted may have any value.
+Many conditions are checks: `assert` and `if ...: raise` validate tensors, such as arguments of distributions, boxes or
+a loss. A rehearsal can't know the contents; but if one outcome of a condition would end the step, or only warn, the
+other outcome is assumed, as in every step worth rehearsing. Rules for other branches are in `branch_rules.py`.
+Optimizers compare numbers to bound their steps, and `max` may choose among several numbers. A number that is only
+printed or counted may have any value.
 """
 
 from __future__ import annotations
@@ -65,8 +65,9 @@ class _Places(NamedTuple):
 
 
 def passing() -> Taken | None:
-    """Return the value assumed for the condition being evaluated, as a whole; None outside conditions, and for one that
-    decides about memory.
+    """Return the value assumed for the query, as a part of a condition; None outside conditions.
+
+    None too if the condition decides about memory.
     """
     frame = _asking()
     if frame is None:
@@ -106,7 +107,7 @@ def is_counted() -> bool:
 
 
 def is_scoring() -> bool:
-    """Return True if the query comes from scikit-learn, to rate predictions."""
+    """Return True if the query comes from scikit-learn's metrics, which rate predictions."""
     return any(module_name(frame).startswith(_SCORES) for frame in frames_from(_asking()))
 
 
@@ -117,7 +118,7 @@ def in_optimizer() -> bool:
 
 
 def is_searching() -> bool:
-    """Return True if the value is asked for by an optimizer that reruns its closure until its line search ends."""
+    """Return True if the query comes from LBFGS, which reruns its closure until its line search ends."""
     frame = _asking()
     return frame is not None and module_name(frame) == _SEARCHING
 
@@ -156,7 +157,7 @@ def _places(frame: FrameType) -> _Places:
 
 @functools.lru_cache(maxsize=64)
 def _searched(source: str) -> _Places:
-    """Return the places found in a whole file."""
+    """Return the places of checks, reports, divisions and choices in the source of a whole file."""
     places = _Places([], set(), [], [], {})
     try:
         tree = ast.parse(source)
@@ -187,8 +188,9 @@ def _searched(source: str) -> _Places:
 
 
 def _asked(test: ast.expr, passes: bool, span: _Span) -> bool | None:
-    """Return the value that makes a whole condition equal `passes`, for its part at `span`; None unless only `not`,
-    `and` and `or` combine the parts.
+    """Return the value of a condition's part, at `span`, with which the whole condition equals `passes`.
+
+    Return None unless the parts are combined only by `not`, `and` and `or`.
     """
     while True:
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):

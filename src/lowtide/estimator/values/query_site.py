@@ -1,4 +1,4 @@
-"""Find the line of the step that made a query."""
+"""Find the line of code that queried the contents of a tensor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def where() -> str:
 
 
 def asked_by_loader() -> bool:
-    """Return True if torch's data loaders and samplers ask, to choose rows."""
+    """Return True if the query for contents comes from torch's data loaders and samplers, which choose rows."""
     for frame in frames_from(sys._getframe(1)):
         if module_name(frame).startswith("torch.utils.data"):
             return True

@@ -1,8 +1,8 @@
 """Unknown numbers and arrays: results of Python queries for contents that a fake tensor does not have.
 
-They may be printed, averaged and passed on, and any result computed from them is unknown, too. Decisions by them are
-refused, except in checks (`query_purpose.py`). Each is given a value only where a plain number or array is required;
-that is noted then, or when the number or array is created.
+They may be printed, averaged and passed on, and any result computed from them is unknown, too. Decisions by unknown
+numbers are refused, except in checks (`query_purpose.py`). An unknown number gets a value only where code requires a
+plain number or array; a note is made then, or when the number or array is created.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ class Unknown(float):
     _last: ClassVar[Assumptions]
 
     def __new__(cls, given: Assumptions | float) -> Unknown:
-        """Create a number unknown to `given`, or convert `given` to this type, as `statistics.mean` does."""
+        """Create a number whose queries `given` answers, or convert a plain number `given` to this type.
+
+        `statistics.mean` converts its result to the type of its arguments.
+        """
         self = super().__new__(cls, 1.0)
         if isinstance(given, numbers.Number):
             self._answers = cls._last
@@ -40,7 +43,7 @@ class Unknown(float):
         raise self._answers.refusal(_BY_NUMBER)
 
     def __gt__(self, other: object) -> bool:
-        """Let `max` and `min` return the unknown number. Any other comparison is queried where its result decides."""
+        """Return a result by which `max` and `min` choose the unknown number; for other comparisons, an unknown one."""
         return choice == "max" if (choice := choosing()) else self._computed()  # type: ignore[return-value]
 
     def __lt__(self, other: object) -> bool:
@@ -79,7 +82,7 @@ class Unknown(float):
     __round__ = _computed  # type: ignore[assignment]
 
     def item(self) -> Unknown:
-        """Return itself, like NumPy's numbers."""
+        """Return this unknown number itself, as `item` of NumPy's numbers returns a plain number."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -90,7 +93,7 @@ class Unknown(float):
 
 
 def whole_number(answers: Assumptions) -> int:
-    """Return the `int` of an unknown number; refuse unless it is only counted or reported."""
+    """Return 1 as the `int` of an unknown number, if only counted or reported; else raise DataDependentStepError."""
     if not is_only_reported():
         raise answers.refusal(_BY_NUMBER)
     answers.note("a number from a tensor is taken as 1")
@@ -171,7 +174,10 @@ class UnknownArray(np.ndarray[Any, Any]):
         return np.nonzero(self)
 
     def _refuse_size(self, why: str) -> None:
-        """Refuse a query for sizes, except for a score, which is never a size."""
+        """Raise DataDependentStepError for a size that depends on contents, except in scikit-learn's scores.
+
+        A score is never a size.
+        """
         if not is_scoring():
             raise self._answers.refusal(why)
 
@@ -180,7 +186,7 @@ class UnknownArray(np.ndarray[Any, Any]):
 
 
 def unknown_array(array: np.ndarray[Any, Any], answers: Assumptions) -> UnknownArray:
-    """Return the same array with its numbers marked as unknown."""
+    """Return a view of `array` whose numbers count as unknown; `answers` answers queries for them."""
     view = array.view(UnknownArray)
     view._answers = answers
     answers.arrays[id(view)] = view
@@ -188,7 +194,10 @@ def unknown_array(array: np.ndarray[Any, Any], answers: Assumptions) -> UnknownA
 
 
 def is_unknown(obj: Any, depth: int = 3) -> bool:
-    """Return True if `obj` is unknown or contains an unknown; C++ code would read its placeholder values."""
+    """Return True if `obj` is unknown, or a list or tuple that contains an unknown number or array.
+
+    C++ code would read the placeholder value of an unknown number.
+    """
     if type(obj) in (Unknown, UnknownArray):
         return True
     return depth > 0 and type(obj) in (list, tuple) and any(is_unknown(item, depth - 1) for item in obj)

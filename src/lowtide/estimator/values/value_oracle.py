@@ -154,7 +154,7 @@ class ValueOracle(Assumptions):
                 contents.forget(tensor)
 
     def value(self, tensor: Tensor) -> Tensor | None:
-        """Return a fake tensor's contents if known. Not to be written to."""
+        """Return a fake tensor's contents if known. The caller must not write to the returned tensor."""
         with on_real_tensors():
             return contents.value(tensor)
 
@@ -166,7 +166,10 @@ class ValueOracle(Assumptions):
     # --- operators
 
     def before(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[bool, Any]:
-        """Return (True, result) if an operator's result is known without running it."""
+        """Return (True, result) if an operator's result is known without running it, else (False, None).
+
+        Known masks in `args` of indexing are replaced by integer indices.
+        """
         if func in _AS_NUMBER:
             return True, self._number(args[0])
         if func in COMPARING:
@@ -242,7 +245,7 @@ class ValueOracle(Assumptions):
         return False, None
 
     def _select(self, tensor: Tensor, mask: Tensor) -> tuple[bool, Any]:
-        """Return as many elements as the mask selects, with unknown contents."""
+        """Return the result of `masked_select`: as many elements as the mask selects, with unknown contents."""
         chosen = self.value(mask)
         if chosen is None:
             raise self.refusal("how many elements it takes depends on a mask")
@@ -374,7 +377,7 @@ class ValueOracle(Assumptions):
             return out if targets else tree_map(own, out)
 
     def _generator(self, generator: torch.Generator) -> torch.Generator:
-        """Return a generator that draws the same numbers without advancing the script's."""
+        """Return a generator that draws the same numbers as `generator`, the script's, without advancing it."""
         copy = self._generators.get(generator)
         if copy is None:
             copy = self._generators[generator] = (
