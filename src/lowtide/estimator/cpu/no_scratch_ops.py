@@ -47,7 +47,7 @@ def _numbers(tensors: list[Tensor]) -> set[torch.dtype]:
 
 
 def _has_channels_last(tensor: Tensor) -> bool:
-    """Return True if torch also reports channels-last when some dimensions have size 1."""
+    """Return True if a tensor has exactly the strides of channels-last, also in dimensions of size 1."""
     if tensor.dim() != 4:
         return False
     _, channels, height, width = tensor.shape

@@ -47,7 +47,7 @@ class Scratch:
     def of(
         self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], results: list[Tensor]
     ) -> tuple[dict[int, int], list[int]]:
-        """Return the true sizes of results (by number) whose fake storage has another size, and the sizes of scratch
+        """Return the true bytes of results (by number) whose fake storages have others, and the bytes of scratch
         blocks.
         """
         if func is aten._efficientzerotensor.default:
@@ -79,9 +79,7 @@ def _copied(*places: int) -> Callable[[Any, Any, list[Tensor]], list[int]]:
 
 
 def _promoted(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
-    """Return the bytes of TensorIterator's casts: copies of tensors with dimensions whose dtype is not the common
-    dtype.
-    """
+    """Return the bytes of casts in arithmetic: a copy of each operand with dimensions that has not the common dtype."""
     one, other = args[:2]
     dtype = torch.result_type(one, other)
     if results[0].dtype.is_floating_point and not dtype.is_floating_point:  # integers are divided in floating point
@@ -98,8 +96,8 @@ def _cast_input(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
 
 
 def _safe_softmax(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
-    """Return the bytes of masks of -inf elements and of all -inf rows; or of a copy, which is freed before the
-    masks.
+    """Return the scratch bytes of softmax: a mask of -inf elements and a mask of rows that are all -inf; or a copy, if
+    larger, which is freed before the masks are allocated.
     """
     numel = args[0].numel()
     masks = [numel, numel // max(args[0].shape[args[1]], 1)]
@@ -107,8 +105,9 @@ def _safe_softmax(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
 
 
 def _roll(args: Any, kwargs: Any, results: list[Tensor]) -> list[int] | None:
-    """Return the bytes of intermediate results, one for each dimension rolled. Without dimensions the tensor is
-    flattened.
+    """Return the bytes of `roll`'s intermediate results, one for each rolled dimension except the last.
+
+    Without dimensions the tensor is flattened, and trials determine the bytes.
     """
     dims = args[2] if len(args) > 2 else kwargs.get("dims", ())
     return [results[0].nbytes] * (len(dims) - 1) if dims else None
@@ -119,7 +118,7 @@ def _batch_norm_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[
 
 
 def _layer_norm_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
-    """Return the bytes of copies, and of each thread's partial sums of the gradients of weight and bias."""
+    """Return the bytes of copies, and of each thread's partial sums for the gradients of weight and bias."""
     normed = math.prod(args[2])
     sums = 2 * torch.get_num_threads() * normed * args[1].element_size() if any(args[-1][1:]) else 0
     return [*_copied(0, 1)(args, kwargs, results), sums]
@@ -137,7 +136,7 @@ def _logsumexp(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
 
 
 def _upsample(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
-    """Return the bytes of input and result in channels-last, the format in which small images are enlarged
+    """Return the bytes of channels-last copies of input and result, which the kernel makes for small images
     (UpSampleKernel.cpp).
     """
     is_small = sum(results[0].shape[-2:]) <= _SMALL_IMAGE
@@ -156,8 +155,8 @@ def _upsample_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[in
 
 
 def _flash(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
-    """Return each thread's bytes for tiles of scores and of the result, and for maxima and sums of rows
-    (FlashAttentionKernel.cpp).
+    """Return the scratch bytes of flash attention in all threads: tiles of scores and of the result, and row maxima and
+    sums (FlashAttentionKernel.cpp).
     """
     query, key, value = args[:3]
     rows, columns = _tile(query, key)
@@ -167,7 +166,7 @@ def _flash(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
 
 
 def _flash_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
-    """Return the bytes of two tiles for each thread, and of the sums of all rows."""
+    """Return the scratch bytes of flash attention's backward: two tiles for each thread, and a tile's row sums."""
     query, key = args[1:3]
     rows, columns = _tile(query, key)
     tiles = 2 * rows * columns * torch.get_num_threads()
@@ -208,8 +207,8 @@ def blas_reads(factor: Tensor) -> bool:
 
 
 def _sorted_indices(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
-    """Return the bytes of one sorted number for each element, of positions, and of the sort's buffers
-    (SparseTensor.cpp).
+    """Return the scratch bytes of coalescing: one index number and one position for each element, and the sort's
+    buffers (SparseTensor.cpp).
     """
     indices, _ = parts_of(args[0])
     n_bytes = indices.shape[1] * indices.element_size()

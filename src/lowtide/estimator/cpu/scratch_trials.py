@@ -38,15 +38,15 @@ _BATCHED = {aten.convolution.default: 1, aten.convolution_backward.default: 2}
 
 @dataclass(frozen=True, slots=True)
 class _Script:
-    """Allocations (+bytes) and frees (-bytes) of one run, in order; and the bytes of each result, 0 if it is an
-    argument.
+    """Recorded memory of one run of an operator: allocations (+bytes) and frees (-bytes), in order, and the bytes of
+    each result, 0 for a result that is an argument.
     """
 
     events: tuple[int, ...]
     results: tuple[int, ...]
 
     def stretched(self, other: _Script, times: float) -> _Script:
-        """Extrapolate: return `self` plus `times` the step from `self` to `other`, which has the same length."""
+        """Extrapolate: return `self` plus `times` the difference of `other` and `self`, which have the same length."""
         events, results = (
             tuple(round(a + (b - a) * times) for a, b in zip(mine, theirs, strict=True))
             for mine, theirs in ((self.events, other.events), (self.results, other.results))
@@ -80,7 +80,7 @@ class _Call:
 
     @property
     def rows(self) -> int:
-        """Rows of the batch; 0 where there is none."""
+        """Rows of the batch; 0 for operators without a batch."""
         return int(self.args[0].shape[0]) if self.func in _BATCHED else 0
 
     @property
@@ -101,7 +101,7 @@ class _Call:
         return [partial(self._run, rows) for rows in (FEW_ROWS, 2 * FEW_ROWS)]
 
     def learned(self, scripts: list[_Script]) -> _Script | None:
-        """Return the script of this call, derived from the scripts of its trials."""
+        """Return the memory of this call, derived from the memory of its trials; None if it can't be derived."""
         if len(scripts) < 2:
             return scripts[0] if scripts else None
         few, more = scripts
@@ -132,7 +132,7 @@ class _Call:
 
 
 def _memory(*values: Any) -> Iterator[Any]:
-    """Return the tensors that hold the memory of those in a structure."""
+    """Yield the dense tensors that hold the memory of all tensors in nested structures."""
     return (part for leaf in tree_leaves(values) if _is_tensor(leaf) for part in parts_of(leaf))
 
 
@@ -140,14 +140,17 @@ _table: dict[Hashable, _Script | None] = {}
 
 
 class Trials:
-    """Lookup of learned scratch memory, and collector of the trials to run next."""
+    """Scratch memory learned by trials, and the trials to run next."""
 
     def __init__(self) -> None:
         self._wanted: dict[Hashable, _Call] = {}
         self._untried: dict[str, int] = {}
 
     def of(self, func: Any, args: Any, kwargs: Any) -> tuple[dict[int, int], list[int]]:
-        """Return sizes of new results, by number, and bytes beyond them at the peak; nothing before `learn`."""
+        """Return bytes of new results, by number, and scratch bytes at the peak, as learned by a trial.
+
+        Both are empty for a call that has not been tried; `learn` will try it.
+        """
         call = _Call.of(func, args, kwargs)
         key = call.key()
         if key not in _table:

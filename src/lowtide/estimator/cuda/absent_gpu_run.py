@@ -1,4 +1,4 @@
-"""Two steps on an absent GPU, which replaces the model's own device: the patches, and the estimate."""
+"""Two steps on fake tensors on an absent GPU, which replaces the model's own device: the patches, and the estimate."""
 
 from __future__ import annotations
 
@@ -59,9 +59,10 @@ def estimate_on(
     n_gpus: int = 1,
     engine: Engine | None = None,
 ) -> GpuMemoryEstimate:
-    """Estimate as `lowtide.estimate` does, in a step that `engine` takes part in, or that runs under `plan`.
+    """Estimate the memory of `step(batch)` on `gpu`, as `lowtide.estimate` does.
 
-    Without `allocator`, the allocator has the environment's settings.
+    The step runs with `engine`, or else under `plan`. Without `allocator`, the allocator has the environment's
+    settings.
     """
     processes = these_processes(n_gpus)
     engine = planned(model, plan) if engine is None else engine
@@ -77,11 +78,11 @@ def estimate_on(
 
 
 class AbsentGpuRun(TwoStepRun):
-    """Context in which the model, the batch and objects reached from `reached` are on `gpu`, with fake operators.
+    """Context in which the model, the batch and objects reached from `reached` are on `gpu`, as fake tensors.
 
-    `alone`: the process runs only this rehearsal, and the batch is on the GPU only while the script holds it.
-    `engine` takes part in both steps. `is_there` returns True if a real tensor is on CUDA already. `processes` train
-    together, each on its own GPU.
+    `alone`: the process runs only this rehearsal, and the batch is on the GPU only while the script holds it. `engine`
+    takes part in both steps. `is_there` returns True if a real tensor is on CUDA already. `processes` train together,
+    each on its own GPU.
     """
 
     _tracker: GpuAllocationTracker

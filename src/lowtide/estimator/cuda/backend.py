@@ -30,7 +30,7 @@ from lowtide.memory.gpu_specs import GpuSpec
 
 
 class Stream(NullStream):
-    """Stream that FSDP2 computes on. The simulated allocator keeps the blocks of streams apart by their number."""
+    """Stream that FSDP2 computes on; its number tells the simulated allocator which blocks belong to it."""
 
     _numbers = count(1)
 
@@ -53,7 +53,7 @@ class _Module(DeviceModule):
 
     @contextlib.contextmanager
     def stream(self, stream: NullStream) -> Iterator[None]:
-        """Allocate on a stream in this block."""
+        """Record allocations in this block as made on `stream`."""
         streams.append(stream.number if isinstance(stream, Stream) else 0)
         try:
             yield

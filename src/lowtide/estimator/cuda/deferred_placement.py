@@ -103,7 +103,7 @@ class DeferredCudaModule(CudaRedirect):
         return object()
 
     def since(self, position: int) -> Iterator[Event]:
-        """Return each storage of tensors requested on CUDA as an allocation."""
+        """Yield an allocation for each storage of tensors requested on CUDA, from number `position` on."""
         with without_function_modes():
             parts = (part for tensor in list(self._there) for part in parts_of(tensor))
             sizes = {storage_id(part): part.untyped_storage().nbytes() for part in parts}
@@ -124,9 +124,7 @@ def _variable(kind: type, data: Any = None, requires_grad: bool = False, volatil
 
 
 def _asking(frame: FrameType) -> FrameType:
-    """Return the frame that made the call; frames of function modes that pass it on, such as a default device's, don't
-    count.
-    """
+    """Return the frame that made the call, skipping function modes that pass it on, such as a default device's."""
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back
     return frame

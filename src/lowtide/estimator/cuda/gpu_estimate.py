@@ -90,7 +90,7 @@ class GpuMemoryEstimate(MemoryEstimate):
 
     @property
     def compared_gpus(self) -> str:
-        """The GPUs among which `smallest_gpu` is the smallest, in words, and why not all."""
+        """Group of GPUs in which `smallest_gpu` is the smallest, and the reason for leaving out others, in words."""
         which = "from 8.0 on" if has_newer_kernels(self.gpu) else "below 8.0"
         return f"of those with compute capability {which}; others run other kernels"
 
@@ -138,7 +138,7 @@ class GpuMemoryEstimate(MemoryEstimate):
         )
 
     def more(self) -> Iterator[str]:
-        """Yield lines on the allocator, and the verdict."""
+        """Yield the printed table's lines on the allocator, and the verdict."""
         least, most = (format_bytes(n) for n in self.interval)
         within = "" if least == most else f", within {least} and {most}"
         answer = _IN_WORDS[self.verdict]
@@ -165,7 +165,7 @@ class GpuMemoryEstimate(MemoryEstimate):
         yield f"  {self.compared_gpus}"
 
     def _beside(self) -> Iterator[tuple[str, str]]:
-        """Yield the sizes and names of memory beside the allocator's."""
+        """Yield the size and the name, in words, of each part of memory outside torch's allocator."""
         yield " to ".join(map(format_bytes, CONTEXT_BYTES)), "the CUDA context, which is not the allocator's"
         if self.processes is not None:
             nccl = " to ".join(dict.fromkeys(map(format_bytes, self.nccl)))
@@ -177,7 +177,7 @@ class GpuMemoryEstimate(MemoryEstimate):
         return f"each of {self.processes.size} x {self.gpu.name}, rank {self.processes.rank}"
 
     def _peak_in_words(self) -> str:
-        """Describe the peak of the whole run; the table shows the last step, whose peak may be another."""
+        """Describe the run, and the step with its peak; the table shows the last step, whose peak may be lower."""
         events, peak = self.whole.events, Timeline(self.whole).peak_index
         before = (event for event in events[: peak + 1] if type(event) is Allocate)
         workspaces = sum(event.bytes for event in before if event.op in (WORKSPACE, LT_WORKSPACE))
@@ -350,7 +350,7 @@ def _resized(stream: EventStream, sizes: Mapping[int, int]) -> EventStream:
 
 
 def known_within(whole: EventStream, bounds: Mapping[int, ScratchBlock]) -> tuple[str, ...]:
-    """Return a line for each operator known only within bounds, with its largest block."""
+    """Return a line for each operator whose scratch memory is known only within bounds, with its largest block."""
     largest: dict[str, ScratchBlock] = {}
     for event in whole:
         if isinstance(event, Allocate) and event.block in bounds:

@@ -37,7 +37,7 @@ class Source(Protocol):
         """A version that changes when events that were already returned change."""
 
     def since(self, position: int) -> Iterable[Event]:
-        """Return the events from this position on; storages at entry are allocated first."""
+        """Return the events from this position on. The first events allocate the storages that exist at entry."""
 
     def mark(self, label: str, data: object = None) -> None:
         """Append a mark to the events."""
@@ -65,11 +65,11 @@ class Usage:
         return stats
 
     def level(self, name: str) -> int:
-        """Return one statistic of the simulated allocator."""
+        """Return one statistic of the simulated allocator, by torch's name."""
         return self.stats()[name]
 
     def mark(self, what: str) -> None:
-        """Mark a call of the script at its place among the events."""
+        """Record a call of the script, such as a reset of peaks, at its place among the events."""
         self._source.mark(ALLOCATOR, what)
 
     def snapshot(self) -> dict[str, Any]:

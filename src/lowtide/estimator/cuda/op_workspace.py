@@ -37,9 +37,9 @@ class OpWorkspaces:
         return [] if op is None or op.scratch is None or not _on_gpu(results) else op.scratch(args, kwargs, results)
 
     def lasting(self, func: Any, args: Any, results: list[Tensor]) -> Iterator[tuple[str, int]]:
-        """Return the workspaces allocated by a thread's first matrix products, by library.
+        """Yield library and bytes of each workspace that an operator allocates as its thread's first matrix product.
 
-        Backward runs in its own thread on CUDA.
+        Such workspaces are never freed. Backward runs in its own thread on CUDA.
         """
         if func in PRODUCTS and _on_gpu(results):
             for library in (WORKSPACE, LT_WORKSPACE) if is_with_bias(func, args) else (WORKSPACE,):

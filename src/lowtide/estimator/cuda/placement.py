@@ -49,9 +49,9 @@ class GpuPlacement:
         return any(tensor is placed() for placed, _ in self._done)
 
     def put(self, tensors: Iterable[Tensor], resized: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
-        """Exchange given tensors for fake leaves, gradients included.
+        """Exchange tensors that a step may use unchanged (`is_given`), and their gradients, for fake leaves.
 
-        Raises RehearsalError for those that torch can't exchange.
+        Raises RehearsalError for tensors that torch can't exchange.
         """
         done = {id(placed()) for placed, _ in self._done}
         for tensor in {id(t): t for t in tensors}.values():
@@ -77,7 +77,7 @@ class GpuPlacement:
             self._done.append((self._reference(tensor, real), fake))
 
     def _fake(self, tensor: Tensor) -> Tensor:
-        """Return the fake counterpart of a tensor; that of a distributed tensor is one around its fake local part."""
+        """Return the fake counterpart of a tensor; a distributed tensor's counterpart wraps its fake local shard."""
         if is_wrapping(type(tensor)):
             with torch.no_grad():
                 fake: Tensor = distributed_like(tensor, self._fake_tensors.of(next(parts_of(tensor))))
@@ -132,9 +132,10 @@ def belongings(model: nn.Module, batch: Any, reached: Iterable[Any]) -> list[Ten
 
 
 def is_given(tensor: Tensor) -> bool:
-    """Return True if a step may use a tensor unchanged: a leaf, or one computed only from leaves other than parameters.
+    """Return True if a step may use a tensor unchanged: a leaf, or a tensor computed only from leaves that are no
+    parameters.
 
-    An example of the latter are points in space at which derivatives are taken.
+    Points in space at which derivatives are taken are tensors of the second kind.
     """
     return tensor.is_leaf or not any(
         isinstance(getattr(node, "variable", None), nn.Parameter) for node in nodes_behind([tensor])

@@ -29,7 +29,7 @@ taken_as_own: dict[str, None] = {}
 
 
 def replacements(processes: AbsentProcesses | None = None) -> Iterator[tuple[Any, str, Any]]:
-    """Return the stand-ins for functions on process groups, as (owner, name, function)."""
+    """Yield stand-ins for torch's functions on process groups, as (owner, name, function)."""
     taken_as_own.clear()
     yield DistributedDataParallel, "__init__", _anywhere(DistributedDataParallel.__init__)
     yield DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda self, module: None
@@ -52,7 +52,7 @@ def replacements(processes: AbsentProcesses | None = None) -> Iterator[tuple[Any
 
 
 def simulated_group(processes: AbsentProcesses) -> Iterator[tuple[Any, str, Any]]:
-    """Return the stand-ins that make a script one of `processes`, as (owner, name, function)."""
+    """Yield stand-ins that give a script a simulated group of `processes`, as (owner, name, function)."""
     from torch.distributed import device_mesh  # a mesh starts the group of a script that has not
 
     yield keeping_own_state()
@@ -70,9 +70,9 @@ def simulated_group(processes: AbsentProcesses) -> Iterator[tuple[Any, str, Any]
 
 
 def local_ddp_gradients() -> Iterator[tuple[Any, str, Any]]:
-    """Return the stand-ins that leave DDP with this process's own gradients, as (owner, name, function).
+    """Yield stand-ins that leave DDP with this process's own gradients, as (owner, name, function).
 
-    The results of a simulated group's collectives are not those that DDP's reducer expects.
+    DDP's reducer does not expect the results of a simulated group's collectives.
     """
     init, hooked = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
 
@@ -92,7 +92,7 @@ HOOKED = (
 
 
 def _anywhere(init: Callable[..., None]) -> Callable[..., None]:
-    """Let DDP wrap a module whose parameters are still on the CPU, as they are before the first forward."""
+    """Return a version of DDP's constructor that wraps modules on the CPU, where they are before the first forward."""
 
     @functools.wraps(init)
     def wrap(
@@ -124,7 +124,7 @@ def _started(start: Callable[..., None], processes: AbsentProcesses) -> Callable
 
 
 def _of_any_backend(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Make `new_group` take the default group's backend, whichever the script asks for."""
+    """Return a version of `new_group` that ignores the requested backend and takes the default group's."""
 
     @functools.wraps(make)
     def made(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -158,7 +158,7 @@ def _scattered(output: list[Any], objects: list[Any] | None = None, *args: Any, 
 
 
 def _take_own(name: str) -> None:
-    """Record that the program, not torch itself, takes its own objects for those of absent processes."""
+    """Record that the program takes its own objects for those of absent processes; ignore calls by torch itself."""
     if not module_name(sys._getframe(2)).startswith("torch."):
         what = f"what other processes send (torch.distributed.{name}) is taken as this process's own"
         taken_as_own[f"{where()}: {what}"] = None

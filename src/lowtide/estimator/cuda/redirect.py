@@ -96,7 +96,7 @@ class CudaRedirect(TorchFunctionMode):
         return tensor.device.type in (NAME, "cuda")
 
     def _is_written_to(self, func: Any, args: Any) -> bool:
-        """Return True if GPU data is written to a CPU tensor: autograd sends no gradients across devices."""
+        """Return True if a call writes GPU data to a CPU tensor: autograd sends no gradients across devices."""
         name = getattr(func, "__name__", "")
         if not (name in _WRITING or (name.endswith("_") and not name.endswith("__"))) or len(args) < 2:
             return False
@@ -146,7 +146,10 @@ def emulated_cuda(
     tracker: GpuAllocationTracker | None = None,
     answers: ValueOracle | None = None,
 ) -> Iterator[None]:
-    """Make `torch.cuda` describe the GPU in this block; with `answers`, replace `torch.autocast` too."""
+    """Make `torch.cuda` describe `gpu` in this block, with `means` as function mode.
+
+    With `tracker` and `answers`, `torch.autocast` is replaced too.
+    """
     importlib.import_module("torch._dynamo")  # dynamo, imported by optimizers, builds tables of these functions
     with contextlib.ExitStack() as stack:
         for owner, name, obj in (*about.answers(gpu, usage), *refused.replacements(), *tensor_types.replacements()):

@@ -20,13 +20,16 @@ _OWN = type(torch.FloatTensor)
 
 
 class TensorType(type):
-    """Metaclass of the types. Calling one creates a tensor; tensors of its dtype on the GPU are its instances."""
+    """Metaclass of types such as `torch.cuda.FloatTensor`.
+
+    Calling a type creates a tensor on the GPU; GPU tensors of its dtype are its instances.
+    """
 
     dtype: torch.dtype
     is_cuda, is_sparse = True, False
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a tensor of sizes, of numbers, of an array or of another tensor."""
+        """Make a tensor on the GPU from sizes, numbers, an array or another tensor."""
         is_tensor = len(args) == 1 and isinstance(args[0], torch.Tensor)
         return (args[0] if is_tensor else getattr(torch, cls.__name__)(*args)).to("cuda", cls.dtype)
 
@@ -35,12 +38,12 @@ class TensorType(type):
 
 
 class SparseType(TensorType):
-    """Metaclass of the sparse types."""
+    """Metaclass of sparse types such as `torch.cuda.sparse.FloatTensor`."""
 
     is_sparse = True
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a tensor of indices and values."""
+        """Make a sparse tensor on the GPU from indices and values."""
         return torch.sparse_coo_tensor(*args, dtype=cls.dtype, device="cuda")
 
 
@@ -81,7 +84,7 @@ def as_move(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
 
 
 def type_name(name: str) -> str:
-    """Return the type name of a tensor on the GPU, from the name that torch gives."""
+    """Return the name of a tensor type on CUDA, as in "torch.cuda.FloatTensor", from torch's name for the stand-in."""
     return name.replace("torch.", "torch.cuda.", 1).replace(f"cuda.{NAME}.", "cuda.", 1)
 
 

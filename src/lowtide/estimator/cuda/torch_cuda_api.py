@@ -62,7 +62,7 @@ def properties(gpu: GpuSpec) -> SimpleNamespace:
 
 
 def answers(gpu: GpuSpec, usage: Usage) -> Iterator[tuple[Any, str, Any]]:
-    """Return the replacements while the GPU is rehearsed: (owner, name, function)."""
+    """Yield the replacements while the GPU is rehearsed, as (owner, name, function)."""
     functions = {
         **_asked(gpu, usage),
         **_memory(gpu, usage),
@@ -236,7 +236,7 @@ def _nested(stats: Counter[str]) -> dict[str, Any]:
 
 
 def _without_gpu(profile: Callable[..., None]) -> Callable[..., None]:
-    """Profile the CPU alone, because no kernels run on the GPU."""
+    """Return a version of the profiler's constructor that profiles only the CPU, because no kernels run on the GPU."""
 
     def init(
         self: Any, enabled: bool = True, *, use_cuda: Any = False, use_device: Any = None, **settings: Any
@@ -249,7 +249,7 @@ def _without_gpu(profile: Callable[..., None]) -> Callable[..., None]:
 
 
 def _restored(restore: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-    """Make `torch.load` load onto the CPU where a file or the caller asks for CUDA."""
+    """Return a version of `restore`, part of `torch.load`, that loads onto the CPU where CUDA is requested."""
 
     def restored(storage: Any, location: str) -> Any:
         return restore(storage, "cpu" if str(location).startswith("cuda") else location)
@@ -258,7 +258,7 @@ def _restored(restore: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
 
 
 def _alone(self: torch.nn.DataParallel[Any], *inputs: Any, **kwargs: Any) -> Any:
-    """Call the wrapped module itself, with its inputs on the one GPU."""
+    """Run the forward of `DataParallel` on one GPU: call the wrapped module itself, with its inputs on the GPU."""
 
     def on_the_gpu(leaf: Any) -> Any:
         return leaf.cuda() if isinstance(leaf, torch.Tensor) else leaf
@@ -282,7 +282,10 @@ def _of_accelerator(gpu: GpuSpec, usage: Usage) -> dict[str, Callable[..., Any]]
 
 
 def _unless_torch_asks(true: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that answers torch's own code truthfully; otherwise torch would pin memory for a GPU."""
+    """Return a function that calls `true` for torch's own code, which would otherwise pin memory for a GPU.
+
+    For all other callers it calls `answer`.
+    """
 
     def ask(*args: Any, **kwargs: Any) -> Any:
         return (true if is_own(sys._getframe(1)) else answer)(*args, **kwargs)

@@ -67,7 +67,7 @@ class Call:
 
 
 def kernel_for(call: Call) -> str:
-    """Return the name of the kernel: "cudnn", "flash", "efficient" or "math" (select_sdp_backend)."""
+    """Return the name of the kernel that CUDA chooses: "cudnn", "flash", "efficient" or "math" (select_sdp_backend)."""
     order: tuple[str, ...] = ("flash", "efficient", "math")
     if capability()[0] in (9, 10):  # check_prefer_cudnn_attention, with the cuDNN that torch's wheels bring
         order = ("cudnn", *order)
@@ -155,7 +155,7 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    """Replace aten::scaled_dot_product_attention."""
+    """Run attention with the kernel that CUDA would choose, in place of aten::scaled_dot_product_attention."""
     query, key, value = map(to_gpu, (query, key, value))
     attn_mask = None if attn_mask is None else to_gpu(attn_mask)
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)

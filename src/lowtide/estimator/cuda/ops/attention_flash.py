@@ -1,7 +1,7 @@
 """Scratch memory of flash attention and of cuDNN's attention.
 
-If products are few, they are split over the keys, so that all multiprocessors have work. The table of GPUs does not
-have the number of multiprocessors: the number of splits is known only within bounds, and the upper bound is counted.
+If thread blocks are few, work is split over the keys, so that all multiprocessors are busy. The table of GPUs does not
+state the number of multiprocessors: the number of splits is known only within bounds, and the upper bound is counted.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _bounds_of_splits(blocks: int, parts: int) -> tuple[int, int]:
 
 @cuda_op(aten._scaled_dot_product_flash_attention.default, of=_FORWARD)
 def forward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
-    """Return the blocks of a forward that splits the keys: for each split one number a row, and a partial result."""
+    """Return the scratch blocks of a forward that splits the keys: one number a row and a partial result per split."""
     query, key = args[:2]
     if len(args) > 3 and args[3] > 0:
         return []
@@ -104,8 +104,8 @@ def _widths(head: int) -> tuple[int, int]:
 
 @cuda_op(aten._scaled_dot_product_flash_attention_backward.default, of=_BACKWARD)
 def backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
-    """Return the blocks for copies, softmax_d, dq_accum, and gradients for each query head of shared keys and
-    values.
+    """Return the scratch blocks of flash attention's backward: copies, softmax_d, dq_accum, and gradients for each
+    query head of shared keys and values.
     """
     gradient, query, key = args[:3]
     batch, heads, length, head = query.shape

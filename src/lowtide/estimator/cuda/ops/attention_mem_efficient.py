@@ -46,7 +46,7 @@ _MOST_SPLITS = 200
 
 
 class Tiles(NamedTuple):
-    """Queries and keys of one thread block, and True if the gradients of keys stay in registers."""
+    """Numbers of queries and keys in one thread block's tile, and True if the gradients of keys stay in registers."""
 
     queries: int
     keys: int
@@ -71,7 +71,7 @@ def _tiles(dtype: torch.dtype, head: int, dropout: bool) -> list[Tiles]:
 
 
 def _workspace(tiles: Tiles, query: Tensor, key: Tensor, value: Tensor) -> int:
-    """Return the bytes of the partial sums of gradients."""
+    """Return the bytes of backward's workspace for one kernel: the partial sums of gradients."""
     pairs = query.shape[0] * query.shape[1]
     accumulates = query.dtype in HALF and not tiles.in_registers
     splits = -(-key.shape[2] // tiles.keys)
@@ -100,7 +100,7 @@ def _up(number: int, multiple: int) -> int:
 
 @cuda_op(aten._scaled_dot_product_efficient_attention.default, of=_FORWARD)
 def forward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
-    """Return the block for the result in float32, unless it stays in registers."""
+    """Return the block for the forward's result in float32, unless the result stays in registers."""
     query, key, value = args[:3]
     if query.dtype not in HALF or max(key.shape[-1], value.shape[-1]) <= _HEAD_IN_REGISTERS:
         return []

@@ -73,7 +73,7 @@ def _embedding(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlo
 
 
 def _sums(gradient: Tensor, partial: int, segments: int, table: int, itemsize: int) -> ScratchBlock:
-    """Return the scratch of partial sums: of one pass if each multiprocessor has few rows, else of two passes."""
+    """Return the scratch block of partial sums: of one pass if each multiprocessor has few rows, else of two passes."""
     width = gradient.shape[-1]
     accumulated = 8 if gradient.dtype is torch.float64 else 4
     two_passes = partial * width * accumulated

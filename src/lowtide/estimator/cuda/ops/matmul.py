@@ -63,7 +63,7 @@ def _is_taken(factor: Tensor) -> bool:
 
 
 def workspace_bytes(gpu: GpuSpec) -> int:
-    """Return the bytes of the workspace that each thread's first product allocates."""
+    """Return the bytes of the cuBLAS workspace that each thread's first matrix product allocates."""
     known = gpu.cublas_workspace_bytes()
     return cublas_workspace_bytes(CAPABILITY_ASSUMED) if known is None else known
 
@@ -73,13 +73,17 @@ _IS_SHARED = hasattr(torch.backends.cuda, "cublaslt_workspace_size")
 
 
 def lt_workspace_bytes(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the additional bytes that each thread's first product with a bias allocates."""
+    """Return the bytes of the cuBLASLt workspace that each thread's first matrix product with a bias allocates; 0 if it
+    shares cuBLAS's workspace.
+    """
     shared = environment.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "1" if _IS_SHARED else "0")
     return 0 if shared == "1" else int(environment.get("CUBLASLT_WORKSPACE_SIZE", "1024")) * 1024
 
 
 def is_with_bias(func: Any, args: Any) -> bool:
-    """Return True if cuBLASLt is used: `addmm` with one number for each column (isInputCompliesAddmmCudaLt)."""
+    """Return True if cuBLASLt runs the operator: `addmm` with one bias number for each column
+    (isInputCompliesAddmmCudaLt).
+    """
     if func is not aten.addmm.default:
         return False
     bias, _, other = args[:3]

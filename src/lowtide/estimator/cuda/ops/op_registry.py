@@ -1,4 +1,4 @@
-"""The registry of what CUDA does and a CPU does not: behaviours with their sources, and the code that rests on each.
+"""Registry of behaviours that CUDA has and the CPU lacks, with their sources, and the functions derived from each.
 
 A file registers its functions with the decorators below, so that each number is next to the source it comes from.
 `op_table.py` imports all files.
@@ -79,7 +79,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(slots=True)
 class CudaOp:
-    """An operator's behaviours on CUDA. A part that is None is as on a CPU."""
+    """An operator's behaviours on CUDA. In a part that is None, the operator behaves as on a CPU."""
 
     behaviours: list[Behaviour] = field(default_factory=list)
     scratch: Callable[[Any, Any, list[Tensor]], list[ScratchBlock]] | None = None
@@ -111,7 +111,7 @@ def cuda_op(*ops: Any, of: Behaviour, part: Literal["scratch", "layout", "result
 
 
 def entry_of(op: Any, of: Behaviour) -> CudaOp:
-    """Return the table's entry for the operator `op`, and note that it is derived from the behaviour `of`."""
+    """Return the table's entry for the operator `op`, adding it if need be; record that it is derived from `of`."""
     entry = CUDA_OPS.setdefault(op, CudaOp())
     entry.behaviours.append(of)
     return entry

@@ -1,4 +1,4 @@
-"""All operators that CUDA runs in another way than a CPU: this file imports those that register them."""
+"""Table of all operators that behave differently on CUDA: this file imports every file that registers some."""
 
 from lowtide.estimator.cuda.ops import attention as attention
 from lowtide.estimator.cuda.ops import attention_flash as attention_flash

@@ -83,7 +83,7 @@ def workspace_bytes(kind: str, rows: int, settings: dict[str, Any], itemsize: in
 
 
 class _Recurrent(torch.autograd.Function):
-    """Stand-in for aten::_cudnn_rnn: y, hy, cy."""
+    """Stand-in for aten::_cudnn_rnn, which returns y, hy and, for an LSTM, cy."""
 
     @staticmethod
     @emulates("aten::_cudnn_rnn")
