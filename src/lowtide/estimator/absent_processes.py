@@ -110,7 +110,10 @@ def absent_processes(size: int, rank: int = 0) -> Iterator[None]:
 
 
 def these_processes(n_gpus: int) -> AbsentProcesses | None:
-    """Return the process group's size and this rank; None for one process. `n_gpus` has to be 1 or that size."""
+    """Return the size of this process's group and its rank; None for a single process.
+
+    Raises RehearsalError unless `n_gpus` is 1 or that size.
+    """
     is_one_of_them = torch.distributed.is_available() and torch.distributed.is_initialized()
     size = torch.distributed.get_world_size() if is_one_of_them else 1
     if n_gpus not in (1, size):

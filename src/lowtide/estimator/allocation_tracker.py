@@ -1,7 +1,7 @@
 """Run the operators of a step on fake tensors, and record what they would allocate.
 
 Views, in-place operators and results that alias an argument allocate nothing. Memory that operators allocate and free
-internally is in `scratch.py`; the ends of storages are recorded by `storage_ledger.py`.
+internally is computed in `cpu/scratch.py`; the ends of storages are recorded by `storage_ledger.py`.
 
 Under a dispatch mode autograd does not write in place to the tensors that it accumulates, because it can't know what
 the mode does. Where autograd would write in place without a mode, the tracker gives the old memory to the result
@@ -93,9 +93,11 @@ class AllocationTracker(TorchDispatchMode):
         since.
         """
         self.in_place: set[int] = set()
-        """Storages, by number, whose gradients are views that autograd adds to in place."""
+        """Numbers of storages whose gradients are views (buckets of DDP), which autograd adds to in place."""
         self._asked: set[int] = set()
-        """Ids of tensors whose device autograd has just queried: a node's results, added to other gradients next."""
+        """Ids of tensors whose device autograd has just queried: a node's results, which it adds to other gradients
+        next.
+        """
         self.n_flops = 0
         """Floating-point operations since the last `begin`, of operators that torch has a formula for."""
         self.meter: Callable[[Any, Sequence[Tensor], Sequence[Tensor], int], None] | None = None
@@ -115,14 +117,15 @@ class AllocationTracker(TorchDispatchMode):
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        """Begin a new stream; storages alive now count as existing at its entry."""
+        """Begin a new stream of events; storages that are alive now count as existing at its beginning."""
         self.ledger.begin()
         self.n_flops = 0
 
     def adopt(self, tensor: Tensor) -> Tensor:
-        """Return the fake counterpart of a tensor that exists at entry (itself if fake); its memory is not an event.
+        """Track a tensor that exists before the step, without an allocation event; return its fake counterpart, or
+        itself if fake.
 
-        A distributed tensor is returned as it is: its own part on this process is adopted.
+        Of a distributed tensor, the local shard is tracked, and the tensor itself is returned.
         """
         if is_wrapping(type(tensor)):
             for part in parts_of(tensor):
@@ -142,12 +145,12 @@ class AllocationTracker(TorchDispatchMode):
 
     @contextlib.contextmanager
     def unrecorded(self) -> Iterator[None]:
-        """Make tensors fake in this block, and record no events for them."""
+        """Create fake tensors in this block without recording allocations."""
         with without_modes(), self._fakes:
             yield
 
     def release(self, tensor: Tensor) -> None:
-        """Release the fake of a tensor that gets other memory; other holders may keep the fake's memory alive."""
+        """Drop the reference to the fake memory of a tensor that gets other memory; other references keep it alive."""
         self._fake_tensors.release(tensor)
 
     # --- operators
@@ -278,15 +281,19 @@ class AllocationTracker(TorchDispatchMode):
             self.ledger.inside(copies(args[0], lengths, args[2]), op)
 
     def _writes_otherwise(self, func: Any, args: Any) -> bool:
-        """Return True if autograd would run this operator in place if no dispatch mode were active. A sum in a node's
-        formula does not count.
+        """Return True if autograd would run this operator in place if no dispatch mode were active.
+
+        A sum inside a node's backward formula does not count.
         """
         if func is not aten.add.Tensor or running_node_name() == ACCUMULATE_GRAD:
             return func in INPLACE_OTHERWISE
         return any(id(arg) in self._asked for arg in args)
 
     def _is_written_over(self, func: Any, args: Any, new: Tensor) -> bool:
-        """Return True if the node's formula writes to the first argument, which the formula itself has computed."""
+        """Return True if the node's backward formula, without a dispatch mode, would write the result over `args[0]`.
+
+        The formula does so only to tensors that it has computed itself.
+        """
         if (writes := IN_FORMULA.get(running_node_name())) is None:
             return False
         if self._formula[0] != (node := running_node_number()):
@@ -294,11 +301,14 @@ class AllocationTracker(TorchDispatchMode):
         return func in writes and self.ledger.is_newer(args[0], self._formula[1], new.untyped_storage().nbytes())
 
     def _follow(self, tensor: Tensor, op: str = "", *, entry: bool = False, n_bytes: int | None = None) -> None:
-        """Track a tensor's storage from now until it is freed. With `n_bytes=0` no allocation is recorded."""
+        """Track a tensor's storage from now until it is freed.
+
+        With `entry` it exists before the step; with `n_bytes=0` no allocation is recorded.
+        """
         self.ledger.follow(tensor, op, entry=entry, n_bytes=n_bytes)
 
     def _reuse_memory(self, old: Any, new: Tensor) -> bool:
-        """Give `new` the memory of `old`, if autograd would have written to `old` in place without this mode.
+        """Give `new` the memory of `old` if autograd, without this mode, would write to `old`; return True if given.
 
         Autograd does so only for its own sums and gradients, not for those that Python code computes in a backward
         pass, and only if `old` has no other holder. A view, such as the gradient of a transposed weight, keeps its base
@@ -316,7 +326,7 @@ def _laid_out(tensor: Tensor, form: torch.memory_format = torch.contiguous_forma
 
 
 def _format(tensor: Tensor) -> torch.memory_format:
-    """Return the tensor's channels-last format, or the contiguous format."""
+    """Return the channels-last format if the tensor has it, else the contiguous format."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
     if last is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=last):
         return torch.contiguous_format
@@ -324,7 +334,7 @@ def _format(tensor: Tensor) -> torch.memory_format:
 
 
 def tensors_of(args: Any, kwargs: Any) -> tuple[list[Tensor], bool]:
-    """Return the tensors among an operator's arguments, and True if any is real. Faster than torch's pytrees."""
+    """Return the tensors among an operator's arguments, and True if any is not fake. Faster than torch's pytrees."""
     tensors: list[Tensor] = []
     for arg in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(arg, torch.Tensor):

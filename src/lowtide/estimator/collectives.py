@@ -1,8 +1,8 @@
 """Collective operations in estimated steps: on fake tensors they return at once and send nothing.
 
-Sums keep this process's own contents, which is noted where they are asked for. Tensors that other processes would fill
+Sums keep this process's own contents, and a note says so if these are queried. Tensors that other processes would fill
 have no known contents, so a size that depends on them is refused. SyncBatchNorm leaves out the statistics of processes
-without rows: all are assumed to have some.
+without rows: all processes are assumed to have rows.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ OWN = "what all processes add up or one sends to all (torch.distributed.{}) is t
 
 
 class Done:
-    """Handle of a finished collective operation on these tensors."""
+    """Handle of a collective operation on `tensors` that has already finished."""
 
     def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
         self._tensors = [*tensors]
@@ -66,7 +66,7 @@ class Done:
     is_completed = is_success = synchronize = wait
 
     def result(self) -> list[Tensor]:
-        """Return the tensors."""
+        """Return the operation's tensors."""
         return self._tensors
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
@@ -77,7 +77,7 @@ class Done:
 
 
 def replacements() -> Iterator[tuple[Any, str, Any]]:
-    """Return the stand-ins for torch's collectives, as (owner, name, function)."""
+    """Yield stand-ins for torch's collectives, which send nothing, as (owner, name, function)."""
     senders.clear()
     for owner in (torch.distributed, torch.distributed.distributed_c10d):
         yield from ((owner, name, unsent(getattr(owner, name))) for name in SENDING if hasattr(owner, name))
@@ -86,7 +86,7 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _of_known_sizes(send: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a version of `send` that refuses unknown sizes as such; torch only asks if they are integers."""
+    """Return a version of `send` that refuses unknown split sizes; torch checks only that these are integers."""
 
     @functools.wraps(send)
     def sent(tensor: Tensor, *sizes_and_group: Any, **kwargs: Any) -> Any:

@@ -2,7 +2,8 @@
 
 A bucket is a flat tensor that holds gradients until they are reduced over the processes. All buckets together are as
 large as all gradients. They are allocated when a model is wrapped, and again in the second forward, in the order in
-which gradients arrived. Each gradient is copied there; with `gradient_as_bucket_view` it is a view from then on.
+which gradients arrived. Each gradient is copied into its bucket; with `gradient_as_bucket_view` it then becomes a
+view of the bucket.
 
 Read in torch/csrc/distributed/c10d/reducer.cpp: initialize_buckets, initialize_bucket_views, rebuild_buckets,
 mark_variable_ready_dense, delay_all_reduce; torch 2.13.
@@ -48,12 +49,12 @@ class Reducers:
 
     @property
     def buckets(self) -> list[Tensor]:
-        """Tensors of DDP: the buckets into which it copies gradients, and its maps of the parameters that were used."""
+        """Tensors that DDP allocates: the buckets of gradients, and maps of the parameters that were used."""
         return [tensor for reducer in self._reducers for tensor in (*reducer.buckets, *reducer.maps)]
 
     @property
     def unknown(self) -> list[str]:
-        """A line for each function that sends gradients in place of torch, and is not called in an estimate."""
+        """A line on unknown memory for each communication hook (`register_comm_hook`): an estimate does not call it."""
         return [
             f"{hook}, which sends gradients of DistributedDataParallel (register_comm_hook): the memory that it takes"
             for hook in dict.fromkeys(hook for reducer in self._reducers for hook in reducer.hooks)
@@ -71,7 +72,7 @@ class Reducers:
 
 
 class _Reducer:
-    """Stand-in for the reducer and the logger of one wrapper; calls unrelated to memory do nothing."""
+    """Stand-in for the reducer and the logger of one DDP wrapper; calls unrelated to memory do nothing."""
 
     def __init__(self, wrapper: DistributedDataParallel, tracker: AllocationTracker) -> None:
         self._wrapper, self._tracker = wrapper, tracker
@@ -106,7 +107,7 @@ class _Reducer:
             with self._tracker.unrecorded():
                 self._make([*reversed(numbers)] if self._is_new else [*numbers])
         if self._wrapper.static_graph or self._wrapper.find_unused_parameters:
-            n_maps = 2 if self._tracker.device == "cpu" else 1  # one is on the host
+            n_maps = 2 if self._tracker.device == "cpu" else 1  # one map is on the host
             with self._tracker.unrecorded():
                 like = torch.empty(len(numbers), dtype=torch.int32, device=self._tracker.device)
                 self.maps = [like, *(torch.empty_like(like) for _ in range(n_maps - 1))]
@@ -143,7 +144,7 @@ class _Reducer:
             self._copy(number)
 
     def _make(self, order: Sequence[int]) -> None:
-        """Allocate a bucket for each group of parameters."""
+        """Allocate a bucket for each group of parameters; `order` lists the parameters' numbers."""
         groups = assign_buckets(
             [self._parameters[number] for number in order],
             self._limits_then if self._is_new else self._limits,
@@ -165,7 +166,7 @@ class _Reducer:
                     place += parameter.numel()
 
     def _came(self, number: int, parameter: Tensor) -> None:
-        """Handle the arrival of a complete gradient."""
+        """Handle the arrival of the complete gradient of parameter `number`."""
         if self._expects:
             after_backward(self._is_over)
             self._order[number] = None
@@ -175,7 +176,9 @@ class _Reducer:
                 self._send(number)
 
     def _send(self, number: int) -> None:
-        """Copy a bucket in the dtype in which it is sent, once all its gradients have arrived."""
+        """Once all gradients of the bucket of parameter `number` have arrived, allocate the bucket's smaller copies to
+        send.
+        """
         if not self._awaited:
             for index, bucket_view in self._views.items():
                 self._awaited.setdefault(storage_id(bucket_view), set()).add(index)
@@ -194,7 +197,7 @@ class _Reducer:
         self._awaited.clear()
 
     def _copy(self, number: int) -> None:
-        """Move a gradient into its bucket if it is to be a view of the bucket."""
+        """Make the gradient of parameter `number` a view of its bucket, if DDP is set to `gradient_as_bucket_view`."""
         view = self._views.get(number)
         if view is None or not self._wrapper.gradient_as_bucket_view or self._parameters[number].grad is None:
             return

@@ -21,8 +21,8 @@ _SUM, _MEAN, _MAX = range(3)
 
 
 def forward(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
-    """Return the scratch bytes of forward: a second array as large as the bag numbers, freed before the smaller results
-    are allocated.
+    """Return the scratch bytes of an embedding bag's forward: an array as large as the bag numbers, freed before
+    smaller results are allocated; or a mean's counts, if these need more.
     """
     if len(results) < 4 or not results[1].numel():  # plain sums need no counts
         return []
@@ -33,7 +33,9 @@ def forward(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
 
 
 def backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
-    """Return the scratch bytes of backward: each index's bag number, unless saved, and the gradient's inputs."""
+    """Return the scratch bytes of an embedding bag's backward: each index's bag number, unless forward saved it, and
+    copies and sorted indices for the table's gradient.
+    """
     grad, indices, offsets, bag_of, bag_size = args[:5]
     mode, is_sparse, weights = args[8:11]
     n_bytes = torch.promote_types(indices.dtype, offsets.dtype).itemsize
@@ -49,13 +51,14 @@ def backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
 
 
 def has_padding(args: Any) -> bool:
-    """Return True if the backward pass skips a padding index."""
+    """Return True if the backward operator with these arguments skips a padding index."""
     return len(args) > 11 and args[11] >= 0
 
 
 def _sparse(grad: Tensor, indices: Tensor, bag_size: Tensor, mode: int, padded: bool) -> list[int]:
-    """Return the scratch bytes of a sparse gradient; without padding, its values are the gradients of the indices
-    themselves.
+    """Return the scratch bytes of a table's sparse gradient.
+
+    Without padding, the values are the gradients of the indices themselves, and only a mean needs scratch memory.
     """
     column_bytes = indices.numel() * grad.element_size()
     if padded:
@@ -67,9 +70,7 @@ def _sparse(grad: Tensor, indices: Tensor, bag_size: Tensor, mode: int, padded: 
 
 
 def weights_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
-    """Return the scratch bytes of the per-sample weights' gradient: two arrays of bag numbers, unless forward has saved
-    them.
-    """
+    """Return the scratch bytes of the per-sample weights' gradient: two arrays of bag numbers if forward saved none."""
     indices, bag_of = args[2], args[4]
     return [] if bag_of.numel() else [2 * (indices.numel() + 1) * bag_of.element_size()]
 

@@ -37,6 +37,6 @@ class EstimateTrace(LabelledTrace):
         self.mark(Packed(slot, self._address(tensor)))
 
     def state(self, optimizers: Iterable[Optimizer]) -> None:
-        """Mark the blocks that are optimizer state, after the step."""
+        """Record, after the step, which blocks are optimizer state."""
         tensors = [t for o in optimizers for entry in o.state.values() for t in tensors_in(entry)]
         self.mark(OptimizerState(tuple(map(self._address, tensors))))

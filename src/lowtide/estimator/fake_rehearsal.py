@@ -55,13 +55,13 @@ FLOPS_PER_MS: Final = {2: 5e11, 4: 4e10, 8: 2e10}
 
 
 class Clock:
-    """Time that operators would take on a GPU."""
+    """Simulated time: the milliseconds that the operators so far would take on a GPU."""
 
     def __init__(self) -> None:
         self.ms = 0.0
 
     def takes(self, func: Any, arguments: Sequence[Tensor], results: Sequence[Tensor], n_flops: int) -> None:
-        """Advance by the time of an operator: that of its FLOPs, or of its bytes if that is longer."""
+        """Advance by the time of an operator, computed from its FLOPs, or from its bytes if that is longer."""
         if func.is_view:
             return
         n_bytes = sum(tensor.nbytes for tensor in (*arguments, *results))
@@ -70,7 +70,7 @@ class Clock:
 
 
 class FakeAudit(Audit):
-    """An audit of a step on fake tensors."""
+    """An audit of a step on fake tensors: without contents, no recompute or replay can be compared."""
 
     has_contents = False
 
@@ -79,7 +79,7 @@ class FakeAudit(Audit):
 
 
 class FakeRehearsal(TwoStepRun):
-    """Two steps on fake tensors, the first one audited and the second one traced; for a run on any device."""
+    """A rehearsal of two steps on fake tensors on any device: the first step is audited, the second is traced."""
 
     _first_batch: Sequence[weakref.ref[Tensor]] = ()
     _trace: Trace | None = None
@@ -120,7 +120,7 @@ class FakeRehearsal(TwoStepRun):
         )
 
     def second(self, batch: Any = None) -> None:
-        """End the audited step, or a traced one, and begin to trace another."""
+        """End the audited step, or a traced step, and begin to trace the next step."""
         self._running.close()
         audit, batch = self._audit, self._batch if batch is None else batch
         if self._trace is None:
@@ -181,7 +181,7 @@ class AbsentGpuRehearsal(FakeRehearsal, AbsentGpuRun):
 def rehearse_on(
     device: str | GpuSpec, model: nn.Module, step: Callable[[Any], Any], batch: Any, *, optimizer: Any = None
 ) -> Profile:
-    """Return the profile of `step(batch)` on a GPU that the machine need not have, or on one of several.
+    """Return the profile of `step(batch)` on `device`, one or several GPUs that the machine need not have.
 
     Raises RehearsalError for a step that can't be rehearsed.
     """
@@ -193,7 +193,7 @@ def rehearse_on(
 
 
 def rehearsed(run: FakeRehearsal, step: Callable[[Any], Any], batch: Any) -> Profile:
-    """Return the profile of `step(batch)`, taken twice in `run`."""
+    """Run `step(batch)` twice in `run`, and return the profile."""
     run.expect(batch)
     with run:
         hand_back = container_restorer(batch)

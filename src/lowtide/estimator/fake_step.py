@@ -46,20 +46,20 @@ COMPILED = "compiled code (torch.compile) is estimated uncompiled: compiled, it 
 
 
 def unrestored_note(state: FakeStepState) -> tuple[str, ...]:
-    """Return a note on state that is not restored, such as an iterator's position."""
+    """Return a note on state that is not restored, such as an iterator's position; an empty tuple if there is none."""
     return (describe_unrestored(state.unrestored),) if state.unrestored else ()
 
 
 def compiled(model: nn.Module) -> tuple[str, ...]:
-    """Return a note on the assumption made if parts of the model are compiled."""
+    """Return a note that compiled parts of the model are estimated uncompiled; an empty tuple if none is compiled."""
     return (COMPILED,) if any(map(is_compiled, model.modules())) else ()
 
 
 @contextlib.contextmanager
 def rng_states_counted(tracker: AllocationTracker) -> Iterator[None]:
-    """Count the states that `torch.get_rng_state` returns inside this block, as activation checkpoints keep them.
+    """Count the memory of RNG states that `torch.get_rng_state` returns in this block, such as those of checkpoints.
 
-    The CPU's generator allocates them without an operator. An estimate for a GPU does not count CPU tensors.
+    The CPU's generator allocates the states without an operator. An estimate for a GPU does not count CPU tensors.
     """
     true = torch.get_rng_state
 
@@ -82,8 +82,8 @@ _one_at_a_time = threading.RLock()
 def exclusive(fakes: FakeTensorMode) -> Iterator[None]:
     """Make rehearsals in other threads wait until this block ends, and make leftover fake tensors raise afterwards.
 
-    A fake tensor that the cleanup missed raises on later use: otherwise a step that used it would silently learn
-    nothing.
+    A fake tensor that the cleanup missed raises on later use; otherwise a training step that used it would silently
+    learn nothing.
     """
     with _one_at_a_time:
         try:
@@ -109,9 +109,10 @@ def unpatched() -> Iterator[None]:
 
 
 def planned(model: nn.Module, plan: Plan | None, device: str | None = None) -> PlannedEngine:
-    """Return the engine with a plan. Raises StalePlan for a plan of another model or, if given, device.
+    """Return the engine that applies `plan`, or that recomputes nothing without a plan.
 
-    Raises RehearsalError for tensors of custom classes.
+    Raises StalePlan for a plan of another model or, if `device` is given, of another device; RehearsalError for tensors
+    of custom classes, and for plans of compiled code.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         kind = type(tensor)
@@ -133,7 +134,7 @@ def planned(model: nn.Module, plan: Plan | None, device: str | None = None) -> P
 
 
 def adopt(tracker: AllocationTracker, tensors: Iterable[Tensor]) -> None:
-    """Adopt tensors that exist at entry, and their gradients."""
+    """Track tensors that exist before the step, and their gradients, with `tracker`."""
     for tensor in tensors:
         tracker.adopt(tensor)
         if tensor.is_leaf and tensor.grad is not None:
@@ -143,7 +144,7 @@ def adopt(tracker: AllocationTracker, tensors: Iterable[Tensor]) -> None:
 def static_of(
     tracker: AllocationTracker, model: nn.Module, batch: Any, state: FakeStepState, buckets: Iterable[Tensor]
 ) -> tuple[Static, frozenset[int]]:
-    """Return the bytes that exist when the step begins, counting each storage once, and the blocks that they occupy.
+    """Return the bytes that exist when the step begins, counting each storage once, and the numbers of their blocks.
 
     Included are other models that the step reaches, such as a teacher, and all tensors that its optimizers update.
     `buckets` count as gradients.

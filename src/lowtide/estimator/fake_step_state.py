@@ -31,11 +31,11 @@ _DEPTH = 6
 
 
 class FakeStepState(ReachableObjects):
-    """Context that restores every object that `roots` reach.
+    """Context that restores every object that can be reached from `roots`.
 
-    Contents of real tensors are not copied; the caller ensures that they are not written to. Random number generators
-    are restored too, including those that are reached. Data sets, iterators and library functions are walked into,
-    because any of them may hold a fake tensor.
+    Contents of real tensors are not copied; the caller ensures that no operator writes to them. Random number
+    generators are restored too, including generators that are reached. Data sets, iterators and library functions are
+    searched, because any of them may hold a fake tensor.
     """
 
     largest = 100_000
@@ -116,7 +116,7 @@ class FakeStepState(ReachableObjects):
         return (*self._attributes(module), *(module.parameters() if scripted else ()))
 
     def _cache(self, cache: Any) -> Iterable[Any]:
-        """Clear a function's cache on restore if it then holds a fake tensor."""
+        """Arrange that a function's cache is cleared on restore if it then holds a fake tensor."""
         n_misses = cache.cache_info().misses
 
         def restore() -> None:
@@ -128,7 +128,7 @@ class FakeStepState(ReachableObjects):
 
 
 def _has_fakes(cache: Any) -> bool:
-    """Return True if a cache, whose entries can't be listed, refers to a fake tensor up to _DEPTH objects deep."""
+    """Return True if a cache refers to a fake tensor up to _DEPTH objects deep. A cache's entries can't be listed."""
     level, visited = [cache], set[int]()
     for _ in range(_DEPTH):
         level = [inside for obj in level for inside in gc.get_referents(obj) if id(inside) not in visited]

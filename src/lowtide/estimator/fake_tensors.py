@@ -1,4 +1,4 @@
-"""Fake counterparts of real tensors: the same geometry on the same memory map, without the memory."""
+"""Fake counterparts of real tensors: the same geometry and the same sharing of memory, without the memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 
 class FakeTensors:
-    """Fake counterparts of the real tensors that a rehearsed step meets; shared memory stays shared.
+    """Fake counterparts of the real tensors that a rehearsed step uses; counterparts share memory as the real tensors
+    do.
 
     No real tensor is ever written to: operators see only the counterpart. Counterparts are on their tensor's device, or
     all on `device`.
@@ -43,7 +44,7 @@ class FakeTensors:
         return fake
 
     def of_new(self, tensor: Tensor) -> Tensor:
-        """Return the counterpart of a real tensor that only the caller holds; both live equally long."""
+        """Return the counterpart of a new real tensor that only the caller holds; keep no reference to either."""
         fake = self.of(tensor)
         self._fake_tensors.pop(tensor)  # type: ignore[no-untyped-call]
         self.release(tensor)
@@ -56,7 +57,7 @@ class FakeTensors:
             return torch.empty_like(geometry, device=self._place(tensor))
 
     def release(self, tensor: Tensor) -> None:
-        """Release the counterpart of a tensor's memory."""
+        """Drop the reference to the fake memory of a tensor's storage."""
         if is_strided(tensor):
             self._memory.pop(storage_number(tensor.untyped_storage()), None)
 
@@ -89,15 +90,15 @@ class FakeTensors:
 
 
 def is_real(obj: Any) -> bool:
-    """Return True for a tensor with real memory."""
+    """Return True for a tensor that is not fake."""
     return isinstance(obj, torch.Tensor) and not is_fake(obj)
 
 
 @contextlib.contextmanager
 def placed(tensors: Iterable[Tensor], device: str, mode: FakeTensorMode) -> Iterator[None]:
-    """Replace meta tensors by fake ones on `device` in this block; each Python object keeps its identity.
+    """Replace meta tensors by fake tensors on `device` in this block; each Python object keeps its identity.
 
-    Raises RehearsalError for those that torch can't exchange.
+    Raises RehearsalError for tensors that torch can't exchange.
     """
     done: list[tuple[Tensor, Tensor]] = []
     try:

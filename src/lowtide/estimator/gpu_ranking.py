@@ -1,7 +1,7 @@
 """Rank GPUs by the largest batch that fits on each: plainly, and in two ways that save memory.
 
-A step is estimated at a few sizes, up to one that no GPU has room for, and for all GPUs at once. A peak grows with the
-size, and the faster the larger it is, so that the straight line between two sizes is never below it.
+A step is estimated at a few sizes, up to one that no GPU has room for, and for all GPUs at once. The peak is a
+convex function of the size, so the straight line between two estimates is never below the peak.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class BatchLimits:
     gpu: GpuSpec
     plain: int
     recomputed: int
-    """The largest batch if all that takes no matrix product is recomputed."""
+    """The largest batch if all tensors that take no matrix product to recompute are recomputed."""
     replayed: int | None
     """The largest batch if every block is replayed as well; None for a model without repeated blocks."""
     is_sure: bool
@@ -84,7 +84,7 @@ class _Work:
 
     @property
     def room(self) -> int:
-        """Bytes that the largest context leaves of the largest of these GPUs."""
+        """Bytes of the largest of these GPUs that remain beside the largest CUDA context."""
         return max(map(_room, self.gpus))
 
 
@@ -140,7 +140,7 @@ def _works(estimate_at: EstimateAt, gpus: Sequence[GpuSpec]) -> list[_Work]:
 
 
 def _estimate(estimate_at: EstimateAt, work: _Work) -> None:
-    """Estimate each way to take the step, up to a size that fits on none of the GPUs."""
+    """Estimate the step in each way (plain, recomputed, replayed), up to a batch size that fits on none of the GPUs."""
     smallest = work.estimates["plain"][SMALLEST]
     first = size = _too_large(work, SMALLEST, smallest)
     for how, share in (("plain", 1.0), *SAVING.items()):
@@ -157,7 +157,7 @@ def _estimate(estimate_at: EstimateAt, work: _Work) -> None:
 
 
 def _too_large(work: _Work, size: int, estimate: GpuMemoryEstimate) -> int:
-    """Return a size that needs more than the largest GPU has, extrapolated from the peaks up to `size`."""
+    """Return a batch size that needs more than the largest GPU has, extrapolated from the estimate at `size`."""
     peak = estimate.interval[1]
     row_bytes = max((peak - estimate.static.total) / size, 1.0)
     return size + max(int(1.05 * (work.room - peak) / row_bytes) + 1, 1)
@@ -176,14 +176,14 @@ def _extra_flops(work: _Work) -> dict[How, float]:
 
 
 def _room(gpu: GpuSpec) -> int:
-    """Return the bytes that the largest context leaves of a GPU."""
+    """Return the bytes of a GPU that remain beside the largest CUDA context."""
     return gpu.total_bytes - CONTEXT_BYTES[1]
 
 
 def _largest(gpu: GpuSpec, estimates: Mapping[How, Mapping[int, GpuMemoryEstimate]], how: How) -> int:
-    """Return the largest size for which the line between two estimated peaks stays within the GPU's room.
+    """Return the largest batch size at which the peak, interpolated between estimates, fits on the GPU; 0 if none fits.
 
-    The plain step at the smallest size begins each line: no other way needs more there.
+    The estimates of each way begin with the plain step at the smallest size: no other way needs more there.
     """
     by_size = {SMALLEST: estimates["plain"][SMALLEST], **estimates[how]}
     room, peaks = _room(gpu), {size: estimate.interval[1] for size, estimate in sorted(by_size.items())}

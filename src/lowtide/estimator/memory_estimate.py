@@ -25,7 +25,7 @@ class MemoryEstimate(Displayed):
     """Memory that a training step will need, from a run on fake tensors. `print` it for a table."""
 
     timeline: Timeline
-    """Timeline like a measured one: bytes above those in use at entry."""
+    """Timeline of the step: bytes above those in use at entry."""
     static: Static
     """Memory at entry of the step, including optimizer state."""
     unknown: tuple[str, ...]
@@ -86,7 +86,7 @@ class MemoryEstimate(Displayed):
         )
 
     def more(self) -> Iterator[str]:
-        """Yield further lines of the table."""
+        """Yield further lines of the printed table; subclasses add some."""
         return iter(())
 
     def __str__(self) -> str:

@@ -20,12 +20,12 @@ INPLACE_OTHERWISE = frozenset(
         aten.select_scatter.default,
     }
 )
-"""Operators that autograd calls instead of the variants that write to their first argument (torch 2.13)."""
+"""Operators that autograd calls under a dispatch mode in place of their in-place variants (torch 2.13)."""
 
 IN_FORMULA = {
     "BinaryCrossEntropyWithLogitsBackward0": frozenset({aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}),
 }
-"""Operators with which a node's formula overwrites its intermediates, but not under a mode, by node name (2.13)."""
+"""By node name, operators that a backward formula runs in place on its intermediates, but not under a mode (2.13)."""
 
 CONTIGUOUS = frozenset({aten.native_layer_norm.default, aten.native_layer_norm_backward.default})
 """Operators whose results are contiguous on the CPU, but laid out like the arguments with fake tensors (2.13)."""
@@ -68,7 +68,9 @@ NORMED_BY_BATCH = frozenset(
     {aten.native_batch_norm.default, aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default}
 )
 RUNNING, TRAINING = (3, 4), 5
-"""Argument places in NORMED_BY_BATCH: running statistics, written without a declaration in training only; the flag."""
+"""Argument positions in NORMED_BY_BATCH: of the running statistics, to which training writes although the operator's
+schema does not say so; and of the training flag.
+"""
 EMPTY = frozenset(
     {
         *(aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default),

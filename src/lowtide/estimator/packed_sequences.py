@@ -16,13 +16,13 @@ from lowtide._torch.pytree import tree_leaves
 
 
 def sizes_in(batch: Any) -> list[Tensor]:
-    """Return the `batch_sizes` of the packed sequences in a batch, which torch has on the CPU on every device."""
+    """Return the `batch_sizes` of packed sequences in a batch; torch keeps them on the CPU, whatever the device."""
     leaves = tree_leaves(batch, is_leaf=lambda node: isinstance(node, PackedSequence))
     return [leaf.batch_sizes for leaf in leaves if isinstance(leaf, PackedSequence)]
 
 
 def copies(padded: Tensor, lengths: Sequence[int], batch_first: bool) -> list[int]:
-    """Return the bytes of each piece that is copied, in order, before all are packed into one tensor."""
+    """Return the bytes of each copy that packing `padded` makes, in order: one for each non-contiguous piece."""
     steps_first = padded.transpose(0, 1) if batch_first else padded
     row_bytes = steps_first[0, 0].nbytes
     sizes, before = [], 0
@@ -35,7 +35,10 @@ def copies(padded: Tensor, lengths: Sequence[int], batch_first: bool) -> list[in
 
 
 def padded(data: Tensor, rows: Sequence[int], batch_first: bool, padding_value: float, total_length: int) -> Tensor:
-    """Return the sequences, [steps, batch, ...] or batch first. `rows` is the number of sequences at each step."""
+    """Unpack `data` into one padded tensor of shape [steps, batch, ...], or [batch, steps, ...] if `batch_first`.
+
+    `rows` states the number of sequences at each step.
+    """
     steps = len(rows)
     out = data.new_full((max(total_length, steps), rows[0], *data.shape[1:]), padding_value)
     begin, offset = 0, 0
@@ -50,5 +53,5 @@ def padded(data: Tensor, rows: Sequence[int], batch_first: bool, padding_value: 
 
 
 def lengths(rows: Sequence[int]) -> list[int]:
-    """Return the length of each sequence, longest first."""
+    """Return the length of each packed sequence, longest first; `rows` states the number of sequences at each step."""
     return [sum(n > row for n in rows) for row in range(rows[0])]

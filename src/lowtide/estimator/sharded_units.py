@@ -1,7 +1,7 @@
 """Estimate steps of models that are sharded over processes: FSDP2 (`fully_shard`), HSDP, tensor parallel.
 
-Torch's own code shards, gathers and reduces, on fake tensors; nothing is sent. Operators show all memory that it uses,
-with one exception: FSDP2 frees and allocates gathered parameters by resizing their storages.
+Torch's own code shards, gathers and reduces, on fake tensors; nothing is sent. Its operators reveal all memory that it
+uses, with one exception: FSDP2 frees and allocates gathered parameters by resizing their storages.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ SYMMETRIC = (
 
 @contextlib.contextmanager
 def sharding(modules: Iterable[Any], tracker: AllocationTracker) -> Iterator[None]:
-    """Send nothing in this block, and track the allocations of sharded units among `modules`.
+    """Send nothing in this block, and track the allocations of FSDP2 units among `modules`.
 
     Raises RehearsalError for sharding that can't be estimated, and for units that are in the middle of a step.
     """
@@ -64,7 +64,7 @@ def sharding(modules: Iterable[Any], tracker: AllocationTracker) -> Iterator[Non
     check_estimated(modules)
     groups = list(_groups(modules))
     check_at_rest(groups)
-    del modules  # one that the program drops is to be freed
+    del modules  # so that a module that the program drops is freed
     with contextlib.ExitStack() as stack:
         if several_processes():
             for owner, name, function in replacements():
@@ -91,7 +91,7 @@ def units_on(device: torch.device, modules: Iterable[Any], fake_of: Callable[[Te
         for unit in units_in(modules):
             for owner, name, value in devices_of_states(unit, device):
                 stack.enter_context(patch.object(owner, name, value))
-        del modules  # one that the program drops is to be freed
+        del modules  # so that a module that the program drops is freed
         for group in groups:
             for owner, name, value in group.on_device(device, fake_of):
                 stack.enter_context(patch.object(owner, name, value))

@@ -1,7 +1,7 @@
 """Sparse results of operators on fake tensors, built with their indices and values.
 
-Torch's own fake kernels return sparse tensors without elements (torch 2.13). Duplicate indices are known where the
-indices come from the batch; otherwise they are assumed to differ, and not to be padding: a result has as many elements
+Torch's own fake kernels return sparse tensors without elements (torch 2.13). Duplicate indices are known if the indices
+come from the batch; otherwise all indices are assumed to differ, and none to be padding: a result has as many elements
 as its sparse argument. Not yet: a gradient that another one is added to in place, as by a second backward pass, keeps
 its size, which is noted.
 """
@@ -50,7 +50,10 @@ def with_parts(sparse: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
 def kernel(
     func: Any, args: Any, answers: ValueOracle, *, by_autograd: Callable[[], bool]
 ) -> Callable[..., Tensor] | None:
-    """Return the kernel for an operator on sparse tensors; None if no argument is sparse, where torch's own serves."""
+    """Return the kernel for an operator on sparse tensors; None if torch's own serves, because no argument is sparse.
+
+    `by_autograd` returns True if autograd calls the operator.
+    """
     if func is bags.BACKWARD and args[9]:
         return _bag_backward
     if func not in KERNELS or not any(map(is_sparse, args[:2])):
@@ -61,7 +64,7 @@ def kernel(
 
 
 def _take_over(sparse: Tensor, **options: Any) -> Tensor:
-    """Keep a gradient without a copy, as autograd does when no mode is active.
+    """Return a tensor with the memory of `sparse`: autograd keeps a gradient without a copy when no mode is active.
 
     torch/csrc/autograd/functions/accumulate_grad.h: AccumulateGrad::accumulateGrad, torch 2.13.
     """
@@ -75,7 +78,7 @@ def _clone(answers: ValueOracle, sparse: Tensor, **options: Any) -> Tensor:
 
 
 def _coalesce(answers: ValueOracle, sparse: Tensor) -> Tensor:
-    """Coalesce; the CPU allocates room for all elements (SparseTensor.cpp: _coalesce_sparse_cpu, torch 2.13)."""
+    """Return a coalesced tensor; the CPU allocates room for all elements (_coalesce_sparse_cpu, torch 2.13)."""
     indices, values = parts_of(sparse)
     known = answers.value(indices)
     if known is None:
@@ -97,7 +100,7 @@ def _mask(answers: ValueOracle, tensor: Tensor, mask: Tensor, **options: Any) ->
 
 
 def _transpose(answers: ValueOracle, sparse: Tensor, one: int = 0, other: int = 1) -> Tensor:
-    """Return a copy with index rows exchanged (SparseTensor.cpp: transpose_sparse, on a clone; torch 2.13)."""
+    """Return a copy with two dimensions exchanged (SparseTensor.cpp: transpose_sparse, on a clone; torch 2.13)."""
     indices, values = parts_of(sparse)
     one, other = one % sparse.dim(), other % sparse.dim()
     rows, shape = [*range(len(indices))], [*sparse.shape]
@@ -112,7 +115,7 @@ def _transpose(answers: ValueOracle, sparse: Tensor, one: int = 0, other: int = 
 
 
 def _add(answers: ValueOracle, sparse: Tensor, other: Tensor, **options: Any) -> Tensor:
-    """Concatenate the elements of both; a sum with a dense tensor is dense."""
+    """Return the sum of two tensors: the elements of both, concatenated; or a dense tensor if one of the two is."""
     if sparse.layout is not other.layout:
         dense = other if sparse.layout is torch.sparse_coo else sparse
         return torch.empty_like(dense, dtype=torch.result_type(sparse, other))
@@ -127,14 +130,14 @@ def _add(answers: ValueOracle, sparse: Tensor, other: Tensor, **options: Any) ->
 
 
 def _copy(answers: ValueOracle, indices: Tensor) -> Tensor:
-    """Copy indices, with their contents if known."""
+    """Return a copy of indices, with the same contents if these are known."""
     copy = indices.clone()
     answers.pass_on(indices, copy)
     return copy
 
 
 def _bag_backward(*args: Any) -> Tensor:
-    """Return the table's sparse gradient, one row for each index."""
+    """Return the sparse gradient of an embedding bag's table, with one row for each index."""
     grad, indices, n_rows = args[0], args[1], args[6]
     rows = indices.view(1, -1).to(torch.long, copy=bags.has_padding(args))
     values = grad.new_empty((indices.numel(), grad.shape[1]))
@@ -148,7 +151,7 @@ def like(sparse: Tensor, indices: Tensor, values: Tensor, coalesced: bool | None
 
 
 def assumed(func: Any, args: Any) -> str | None:
-    """Return the assumption behind a sparse tensor whose size depends on it."""
+    """Return, in words, the assumption on which the size of an operator's sparse result depends; None without one."""
     if func is aten.add_.Tensor and all(map(is_sparse, args[:2])):
         return "a sparse tensor is assumed to stay as large as it was when another one is added"
     if func is bags.BACKWARD and args[9] and bags.has_padding(args):

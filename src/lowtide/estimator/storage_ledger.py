@@ -1,6 +1,6 @@
 """The ledger of an estimated step: the allocation and the end of each storage, as a stream of events.
 
-Torch keeps the Python object of a storage as long as the storage itself lives, so a weak reference to it ends exactly
+Torch keeps the Python object of a storage as long as the storage itself lives, so a weak reference to it dies exactly
 when autograd, or any other holder, frees the memory.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class _Living:
-    """A live storage: its block, and the weak reference whose callback reports its end."""
+    """A storage that is alive: its block, and the weak reference whose callback records the storage's end."""
 
     __slots__ = ("block", "bytes", "end")
 
@@ -39,7 +39,7 @@ class _Living:
 
 
 class StorageLedger(Recorder):
-    """A recorder of the storages on one device that the steps of an estimate create and drop."""
+    """Recorder of the allocations and frees of storages on one device during the steps of an estimate."""
 
     def __init__(self, device: str, stream_number: Callable[[], int]) -> None:
         """Begin without storages on `device`; `stream_number` returns the number of the current stream, 0 for the
@@ -52,7 +52,7 @@ class StorageLedger(Recorder):
         self._earlier: list[Event] = []
         self._events: list[Event] = []
         self.n_blocks = 0
-        """Number of blocks allocated so far, and of the next one."""
+        """Number of blocks allocated so far, which is also the number of the next block."""
         self._given: tuple[int, int, int] | None = None
         """Memory that may have been reused: number of the old storage, number of the new one, index in the events."""
         self._n_sharing: Counter[int] = Counter()
@@ -64,7 +64,7 @@ class StorageLedger(Recorder):
         self._purposes: list[Category] = []
         """Stack of purposes of the memory that is allocated now."""
         self.lengths: tuple[int, int] | None = None
-        """Lengths (old, new): tensors of the old length count as if they had the new one."""
+        """Lengths (old, new): tensors whose first dimension has the old length count as if it had the new length."""
         self._n_in_step: int | None = None
         """Number of events until the end of the step, if it was recorded."""
         self._n_corrected = 0
@@ -99,9 +99,7 @@ class StorageLedger(Recorder):
 
     @property
     def whole(self) -> EventStream:
-        """Stream of all recorded events. Storages that existed at entry are allocated first, in the order of
-        adoption.
-        """
+        """Stream of all recorded events, beginning with allocations of the storages that existed before the step."""
         return EventStream((*self._entered, *self._earlier, *self.stream), self.device, self.streams)
 
     @property
@@ -110,20 +108,20 @@ class StorageLedger(Recorder):
         return len(self._entered), self._n_corrected
 
     def since(self, position: int) -> Iterator[Event]:
-        """Return the events of the whole recording from `position` on."""
+        """Yield the events of the whole recording from `position` on."""
         for part in (self._entered, self._earlier, self._events):
             yield from part[position:]
             position = max(position - len(part), 0)
 
     def begin(self) -> None:
-        """Begin a new stream; storages alive now count as existing at its entry."""
+        """Begin a new stream of events; storages that are alive now count as existing at its beginning."""
         self.settle()
         self._earlier += self._events
         self._events.clear()
         self._n_in_step = None
 
     def end_step(self) -> None:
-        """Record that the step is over: `forget_later` forgets the events that follow."""
+        """Record that the step is over, so that `forget_later` can forget all later events."""
         self.settle()
         self._n_in_step = len(self._events)
 
@@ -141,7 +139,7 @@ class StorageLedger(Recorder):
         return {block: Label(category) for block, category in self.categories.items()}
 
     def addresses(self) -> dict[int, int]:
-        """Return the number of the storage in each block that exists now."""
+        """Return, by block number, the number of the storage that each live block holds."""
         return {living.block: number for number, living in self._living.items() if living.bytes}
 
     def block(self, storage: int) -> int | None:
@@ -154,7 +152,7 @@ class StorageLedger(Recorder):
         return storage_id(tensor) in self._living
 
     def is_newer(self, tensor: Tensor, block: int, n_bytes: int) -> bool:
-        """Return True if a tensor's memory was allocated as `block` or later, and has `n_bytes`."""
+        """Return True if a tensor's memory has `n_bytes`, and was allocated as block number `block` or later."""
         living = self._living.get(storage_id(tensor))
         return living is not None and living.block >= block and living.bytes == n_bytes
 
@@ -168,7 +166,7 @@ class StorageLedger(Recorder):
             self._purposes.pop()
 
     def becomes(self, tensor: Tensor, category: Category) -> None:
-        """Give the memory of a tensor a category."""
+        """Set the category of a tensor's memory."""
         for part in parts_of(tensor):
             if (living := self._living.get(storage_id(part))) is not None:
                 self.categories[living.block] = category
@@ -176,7 +174,10 @@ class StorageLedger(Recorder):
     # --- storages
 
     def follow(self, tensor: Tensor, op: str = "", *, entry: bool = False, n_bytes: int | None = None) -> None:
-        """Track a tensor's storage from now until it is freed. With `n_bytes=0` no allocation is recorded."""
+        """Track a tensor's storage from now until it is freed.
+
+        With `entry` it exists before the step; with `n_bytes=0` no allocation is recorded.
+        """
         if tensor.device.type != self.device or not is_strided(tensor):
             return
         storage = tensor.untyped_storage()
@@ -198,7 +199,7 @@ class StorageLedger(Recorder):
             self._track(storage, key, _Living(self.allocate(size, op, key), size))
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Track a storage whose memory was freed, allocated or exchanged, which no operator reports."""
+        """Record a storage's resize, which no operator reports: its old memory ends, its new memory is allocated."""
         key = storage_number(storage)
         if (living := self._living.get(key)) is not None:
             self.ended(key, living)
@@ -206,13 +207,13 @@ class StorageLedger(Recorder):
             self._track(storage, key, _Living(self.allocate(n_bytes, "resize_", key), n_bytes))
 
     def allocate(self, n_bytes: int, op: str, storage: int = 0) -> int:
-        """Record a block, of the storage with this number or of none; return the block's number."""
+        """Record a block's allocation for the storage with this number, 0 for none; return the block's number."""
         block = self._new_block()
         self._events.append(Allocate(block, n_bytes, storage, op))
         return block
 
     def free(self, block: int, n_bytes: int) -> None:
-        """Record the end of a block that is no storage's."""
+        """Record the end of a block that belongs to no storage."""
         self._events.append(Free(block, n_bytes))
 
     def inside(self, sizes: Sequence[int], op: str) -> range:
@@ -224,9 +225,9 @@ class StorageLedger(Recorder):
         return blocks
 
     def reuse_memory(self, old: Tensor, new: Tensor) -> bool:
-        """Give `new` the memory of `old`, if both have the same size, until `old` turns out to have another holder.
+        """Record that `new` reuses the memory of `old`, if both have the same size; return True if so.
 
-        `old` ends before the next operator if nothing else holds it. Otherwise `settle` reverts the reuse.
+        If something else still holds `old` when the next operator runs, `settle` reverts the reuse.
         """
         key = storage_id(old)
         living = self._living.get(key)
@@ -242,9 +243,7 @@ class StorageLedger(Recorder):
         self._inherit(block, new.untyped_storage())
 
     def settle(self) -> None:
-        """Give the new storage memory of its own, if the old storage whose memory it reuses has outlived its
-        operator.
-        """
+        """Revert the last `reuse_memory` if its old storage is still alive: allocate a block for the new storage."""
         if self._given is None:
             return
         _, new, index = self._given
@@ -257,9 +256,10 @@ class StorageLedger(Recorder):
 
     @contextlib.contextmanager
     def corrected(self) -> Iterator[None]:
-        """Record the tensor created in this block as if it had been allocated instead of the one that ends there.
+        """Exchange one tensor for another in the events recorded before this block: the tensor created in the block
+        counts as allocated in place of the tensor that ends there.
 
-        Has no effect unless exactly one ends and one is created.
+        Has no effect unless exactly one tensor ends and one is created.
         """
         n_before = len(self._events)
         yield
@@ -276,7 +276,7 @@ class StorageLedger(Recorder):
                     return
 
     def ended(self, key: int, living: _Living) -> None:
-        """Record the end of a storage, unless another one has its number by now or has its memory."""
+        """Record the end of a storage, unless another storage has taken over its number or its memory."""
         if self._living.get(key) is not living:
             return
         del self._living[key]
@@ -299,7 +299,7 @@ class StorageLedger(Recorder):
         self._living[key] = living
 
     def _new_block(self) -> int:
-        """Return the number of a block that is allocated now, for the current purpose and on the current stream."""
+        """Number a block that is allocated now, record its purpose and stream, and return the number."""
         block = self.n_blocks
         self.n_blocks += 1
         if self._purposes:
@@ -310,7 +310,7 @@ class StorageLedger(Recorder):
 
 
 class _Ending:
-    """Callback of a storage's weak reference."""
+    """Callback of a storage's weak reference, which records the storage's end."""
 
     __slots__ = ("key", "ledger", "living")
 

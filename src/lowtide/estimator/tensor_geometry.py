@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Geometry of a dense tensor, or of the parts of a sparse one. Tensors that kernels treat alike have equal ones."""
+    """Geometry of a dense tensor, or of a sparse tensor's parts; equal for tensors that kernels treat alike."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -47,10 +47,10 @@ class Geometry:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def real(self, rows: int = 0) -> Tensor:
-        """Return a real tensor of this geometry, or one with as many `rows`.
+        """Return a real tensor of this geometry, or with `rows` rows if `rows` is given.
 
         The tensor is filled with ones, because some operators use more memory for large values; with zeros if it may
-        hold indices. Raises NotImplementedError unless it is `whole`.
+        hold indices. Raises NotImplementedError unless the geometry is `whole`.
         """
         if self.layout is torch.sparse_coo:
             return self._coordinates()
@@ -61,7 +61,7 @@ class Geometry:
         return torch.empty_strided(shape, self.strides, dtype=self.dtype).fill_(not is_index)
 
     def _coordinates(self) -> Tensor:
-        """Return a sparse tensor whose elements have distinct indices, until the shape has no more of them."""
+        """Return a sparse COO tensor of this geometry, whose indices are distinct as far as the shape allows."""
         dims, count = self.parts[0].shape
         places = torch.arange(count)
         indices = []

@@ -1,6 +1,6 @@
 """Two steps on fake tensors on the model's own device: the patches in force during them, and the estimate after them.
 
-`cuda/absent_gpu_run.py` is the same on a GPU that the machine does not have.
+`cuda/absent_gpu_run.py` does the same on a GPU that the machine does not have.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ if TYPE_CHECKING:
 class TwoStepRun:
     """Context in which operators on the model's device allocate nothing, and their allocations are recorded instead.
 
-    Take one step, call `second`, take another one, call `finish`. At the end of the block everything is restored. With
-    `second` before the first step as well, and `end_step` after it, the first step is the estimated one if no second
-    one comes.
+    Take one step, call `second`, take a second step, call `finish`; the second step is the estimated one. At the end of
+    the block all state is restored. If a script may take only one step, call `second` before its first step too, and
+    `end_step` after it: if no second step follows, the first one is the estimated one.
     """
 
     _tracker: AllocationTracker
@@ -78,13 +78,13 @@ class TwoStepRun:
         self._blocks: frozenset[int] = frozenset()
         self._labelled_trace: EstimateTrace | None = None
         self._left: list[str] = []
-        """Memory that the last step has made and left, in words."""
+        """Memory that the last step allocated and did not free, in words."""
         self._has_one_step = False
         """True if the estimated step is the only one."""
 
     @contextlib.contextmanager
     def _first_step(self) -> Iterator[None]:
-        """Run the first step, in which the plan is carried out too. Names are recorded from the second step on."""
+        """Apply the plan to the first step, which runs in this block. Blocks get labels only in the second step."""
         if not self._engine.does_anything:
             yield
             return
@@ -118,7 +118,7 @@ class TwoStepRun:
         self._stack.__exit__(*error)
 
     def put(self, tensors: Iterable[Tensor], resized: Callable[[Tensor], Tensor]) -> None:
-        """Give tensors the sizes that `resized` returns for them."""
+        """Exchange the content of each tensor with that of the tensor that `resized` returns for it."""
         with without_function_modes():
             for tensor in {id(t): t for t in tensors}.values():
                 if is_fake(tensor):
@@ -175,11 +175,11 @@ class TwoStepRun:
         self._running.enter_context(self._labelled_trace.running())
 
     def _static_now(self, batch: Any) -> tuple[Static, frozenset[int]]:
-        """Return the memory of a step that would begin now, and the blocks that it occupies."""
+        """Return the memory that a step would find if it began now, and the numbers of that memory's blocks."""
         return static_of(self._tracker, self._model, batch, self._state, self._reducers.buckets)
 
     def end_step(self) -> None:
-        """Record that a step is over, which is the estimated one if none follows."""
+        """Record the end of a step, which is the estimated step if no other step follows."""
         assert self._static is not None
         with without_function_modes():
             after, _ = self._static_now(())
@@ -191,7 +191,7 @@ class TwoStepRun:
         self._tracker.ledger.end_step()
 
     def finish_only(self) -> None:
-        """End the only step, which is the estimated one. What came after it does not count."""
+        """End the run after its only step, which is the estimated step. Events after that step do not count."""
         self._has_one_step = True
         self._tracker.ledger.forget_later()
         begins = f": a second one would begin with {' and '.join(self._left)} that this one made" if self._left else ""

@@ -1,6 +1,6 @@
-"""Engines that save memory in an estimated step without a rehearsal: the two ends of the plans that `fit` looks for.
+"""Engines that save memory in an estimated step without a rehearsal: the two extremes of the plans that `fit` searches.
 
-`fit` chooses for each saved tensor, by its measured time. Without a rehearsal no time is known, so all tensors of a
+`fit` decides about each saved tensor by its measured time. Without a rehearsal no time is known, so all tensors of a
 kind are treated alike: recomputed where that takes no matrix product, and with it, in the second way, each repeated
 block replayed. Every recompute is taken to be exact here; a rehearsal would check that.
 
@@ -47,7 +47,7 @@ MIN_BYTES = 4096
 
 
 class CheapRecomputes(SavedTensorPacker):
-    """The decision to recompute each saved tensor outside replays that takes no matrix product to recompute."""
+    """Saved-tensor packer that recomputes, outside replays, every tensor that takes no matrix product to recompute."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -59,13 +59,13 @@ class CheapRecomputes(SavedTensorPacker):
         """Calls of units in progress, by their numbers in `_scopes`."""
 
     def begin_call(self, module: nn.Module) -> None:
-        """Observe that the forward of a module begins, which may be a unit that is resharded after it."""
+        """Record that a module's forward begins, which matters for FSDP2 units that are resharded after forward."""
         if module in self._units.resharded:
             self._open.append(len(self._scopes.spans))
             self._scopes.begin(self._open[-1])
 
     def end_call(self, module: nn.Module) -> None:
-        """Observe that the forward of a module ends."""
+        """Record that a module's forward ends, which matters for FSDP2 units that are resharded after forward."""
         if module in self._units.resharded:
             self._scopes.end(self._open.pop())
 
@@ -95,7 +95,7 @@ class CheapRecomputes(SavedTensorPacker):
         return value
 
     def _is_gathered_for(self, value: Value) -> bool:
-        """Return True if a value exists, or all units that recompute it are gathered when the call reads it."""
+        """Return True if `value` is in memory, or all FSDP2 units that recompute it are gathered when it is read."""
         if value.tensor is not None:
             return True
         if not isinstance(value.maker, Recompute):
@@ -109,7 +109,9 @@ class CheapRecomputes(SavedTensorPacker):
 
 
 class Unrehearsed(Engine):
-    """An engine with `CheapRecomputes`, and with replays of the modules at `replayed`."""
+    """An engine that works without a rehearsed plan: it applies `CheapRecomputes`, and replays the module calls at the
+    addresses `replayed`.
+    """
 
     packer: CheapRecomputes
 
@@ -164,8 +166,9 @@ def _takes_a_product(maker: object) -> bool:
 
 
 def engine_for(how: How, model: nn.Module) -> Engine | None:
-    """Return the engine that runs a step in this way; None for the plain step. Raises RehearsalError for a model that
-    can't be planned.
+    """Return the engine that runs a step in the way `how`; None for the plain step.
+
+    Raises RehearsalError for a model that can't be planned.
     """
     if how == "plain":
         return None
@@ -176,7 +179,7 @@ def engine_for(how: How, model: nn.Module) -> Engine | None:
 
 
 def repeated_blocks(model: nn.Module) -> Sequence[str]:
-    """Return the paths of the outermost blocks of one class that follow each other, such as a transformer's layers."""
+    """Return the module paths of repeated blocks: outermost neighbours of one class, such as a transformer's layers."""
     return [*_blocks(model, "")]
 
 

@@ -20,8 +20,7 @@ class Styled(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A table of plain text: headings, and rows below them. The first cell of a row names it; columns in `left` are
-    left-aligned.
+    """A table of plain text: headings, and rows that their first cells name. Columns in `left` are left-aligned.
 
     On a phone, a page stacks the cells of each row if the table is wide, or if `is_stacked`.
     """
@@ -55,9 +54,7 @@ class Table:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Container[int]) -> Iterator[str]:
-    """Yield a line of text for each row, with cells in columns: left-aligned in columns listed in `left`, else
-    right-aligned.
-    """
+    """Yield a line of text for each row, with aligned columns: to the left in columns in `left`, else to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [
