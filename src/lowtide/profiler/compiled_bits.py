@@ -1,8 +1,9 @@
 """Run compiled code alone during training, where the step is not a function that can be run twice.
 
-Forward runs on the current batch, and backward from its losses, or, if it returns none, from fixed gradients of its
-outputs. Compiled code that runs backward itself is run as it is. All state is restored. Run under both partitions, this
-compares them on real data; run without kernels, it shows the memory that compiled code takes under a plan.
+Forward runs on the current batch, and backward from the losses that forward returns or, without losses, from fixed
+gradients of the outputs. Compiled code that runs backward itself is only called. All state is restored. Runs under two
+partitions compare their bits on real data; a run of code without kernels shows the memory that compiled code takes
+under a plan.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def compiled_bits(model: nn.Module, call: Callable[..., Any], batch: tuple[Any, Any]) -> Outcome | None:
-    """Return the outcome of `call(*args, **kwargs)` and a backward pass; None if there is no room for it."""
+    """Return the outcome of forward and backward of `call` with the arguments in `batch`; None if out of memory."""
     step = _step_of(model, call)
     try:
         with StepSnapshot(model, batch, None, step):
@@ -43,11 +44,11 @@ def compiled_bits(model: nn.Module, call: Callable[..., Any], batch: tuple[Any, 
 def scheduled_calls(
     model: nn.Module, call: Callable[..., Any], batch: tuple[Any, Any], held: Counter[int]
 ) -> EventStream | None:
-    """Record `call(*args, **kwargs)` and a backward pass, with marks at calls of compiled code; None if that fails.
+    """Record a forward and backward pass of `call` with the arguments in `batch`, with marks at calls of compiled code.
 
-    For code without kernels, which computes zeros: a model may raise at these. Outputs are released before backward
-    unless `held` counts their size: a real step releases logits, say, with its last use of them, and backward frees
-    them where it has read them.
+    Meant for code without kernels, which computes zeros. Returns None if the model raises, as it may at zeros. Outputs
+    are released before backward, except as many of each size in bytes as `held` counts: a real step, for example,
+    releases logits after their last use, so that backward frees them once it has read them.
     """
     step = _step_of(model, call, held)
     try:
@@ -70,7 +71,10 @@ def _without_gradients(model: nn.Module) -> None:
 def _step_of(
     model: nn.Module, call: Callable[..., Any], held: Counter[int] | None = None
 ) -> Callable[[tuple[Any, Any]], Any]:
-    """Return the step. With `held`, it releases all outputs before backward but as many of each size in bytes."""
+    """Return a step that runs `call`, and backward from its losses or outputs.
+
+    With `held`, the step releases outputs before backward, except as many of each size in bytes as `held` counts.
+    """
 
     def step(given: tuple[Any, Any]) -> Any:
         args, kwargs = given
@@ -92,7 +96,7 @@ def _step_of(
 
 
 def _some(tensors: list[torch.Tensor], n_of_size: Counter[int]) -> list[torch.Tensor]:
-    """Return as many of the tensors as `n_of_size` counts of their size in bytes; it is counted down."""
+    """Return as many tensors of each size in bytes as `n_of_size` counts. `n_of_size` is counted down."""
     chosen = []
     for tensor in tensors:
         n_bytes = tensor.untyped_storage().nbytes()

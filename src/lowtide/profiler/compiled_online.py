@@ -1,8 +1,9 @@
 """Rehearsal of compiled code during real training steps, for a training loop that can't be called as a function.
 
-The loop runs under a partitioner that does as torch's does and notes each joint graph. Every step is recorded; of those
-in which nothing was compiled, the one with the largest batch so far is used. A graph with symbolic sizes is evaluated
-at the sizes of that step. Training results are bit-identical to those of the plain compiled step.
+The loop runs under a partitioner that chooses like torch's own and collects the joint graphs. Every step is recorded.
+The profile is made from the step with the largest batch so far, preferably one in which nothing was compiled. A graph
+with symbolic sizes is evaluated at the sizes of that step. Training results are bit-identical to those of the plain
+compiled step.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ COMPILED_IN_STEP: Final = "the rehearsed step compiled code, whose memory may co
 
 @dataclass(frozen=True, slots=True)
 class _Recorded:
-    """A recorded step."""
+    """A recorded training step: its events, memory and time."""
 
     size: Fingerprint
     stream: EventStream
@@ -64,7 +65,7 @@ class _Recorded:
 
 @dataclass(slots=True, kw_only=True)
 class _RunningStep:
-    """A step that is being recorded."""
+    """A training step that is being recorded, and counts from before it."""
 
     recording: contextlib.ExitStack
     recorder: Recorder
@@ -157,7 +158,11 @@ class OnlineCompiledProfiler:
             self._running.recorder.mark(CALL, data)
 
     def end(self) -> None:
-        """End the step. Hooks of the optimizer may call it: it changes no hooks. Raises RehearsalError."""
+        """End the recording of the step, and make the profile if enough steps were recorded.
+
+        Hooks of the optimizer may call this method: it changes no hooks. Raises RehearsalError if the step can't be
+        planned.
+        """
         if self._running is None:
             return
         running, self._running = self._running, None
@@ -180,14 +185,15 @@ class OnlineCompiledProfiler:
         self._set_profile(may_wait=self.n_steps < self._patience)
 
     def finish(self) -> None:
-        """Set the profile to that of the largest usable step, if any, because no further steps will come."""
+        """Make the profile from the largest recorded step, if any, because no further steps will come."""
         if self.profile is None:
             self._set_profile(may_wait=False)
 
     def peak_with(self, record: Callable[[Counter[int]], EventStream | None]) -> int | None:
-        """Return the profiled step's peak if its compiled calls allocate what they do in a recording of calls alone.
+        """Return the peak that the profiled step would have if its compiled calls allocated memory as `record` records.
 
-        `record` returns that recording. It gets the blocks by size that the step holds after the calls.
+        `record` takes the number of blocks of each size in bytes that the step holds after the calls, and returns a
+        recording of the calls alone, or None. Without such a recording the result is None.
         """
         if self._best is None or (calls := record(held_after_calls(self._best.stream))) is None:
             return None
@@ -195,7 +201,7 @@ class OnlineCompiledProfiler:
         return None if peak_bytes is None else self._best.static.total + peak_bytes
 
     def restart(self) -> None:
-        """Start over for larger batches. One step completes the profile."""
+        """Forget the recorded steps, and make a new profile from the next step, which has a larger batch."""
         self.profile, self._best, self._patience = None, None, 0
         self._steps_of.clear()
 

@@ -1,10 +1,10 @@
 """Profile of a compiled step, from its joint graphs and its recording.
 
 The profile takes values, slots and costs from the joint graphs, where the profile of an eager step takes them from
-autograd's graph, so the same planner plans both. All share the step's one axis of positions: each stretch of events
-outside compiled code is a position, and so is each call inside compiled code. Levels inside are those of
-`joint_memory.py`. Recorded allocations that no value accounts for count where they were. If the plain step's measured
-peak is still above the computed one inside compiled code, the difference counts everywhere.
+autograd's graph, so the same planner plans both. All graphs share the step's one axis of positions: each stretch of
+events outside compiled code is a position, and so is each call inside compiled code. `joint_memory.py` computes the
+bytes at positions inside compiled code. Recorded allocations that no value accounts for count where they were. If the
+plain step's measured peak inside compiled code is still above the computed peak, the difference counts everywhere.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def assembled(graphs: Sequence[JointSlots], stream: EventStream, step_ms: float)
 
 
 def _named(graphs: Sequence[JointSlots]) -> list[JointSlots]:
-    """Return `graphs`; graphs that share addresses with another graph get addresses with their own names."""
+    """Return `graphs`, with the graph's name in all addresses of a graph that shares an address with another graph."""
     of_key: dict[str, set[str]] = {}
     for graph in graphs:
         of_key.setdefault(graph.joint.key, set()).update(slot.address for slot in graph.slots)
@@ -96,7 +96,7 @@ def _sends(node: JointNode) -> bool:
 
 @dataclass(slots=True)
 class _GraphCall:
-    """One call of a graph: its forward, and its backward if that was run, as indices of events in the stream."""
+    """One call of a joint graph: its forward, and its backward if it ran, as first and last event in the stream."""
 
     graph: int
     forward: tuple[int, int]
@@ -132,8 +132,8 @@ def peak_with_calls(stream: EventStream, calls: EventStream) -> int | None:
 
     Args:
         stream: The step, with loss, optimizer and all else outside compiled code.
-        calls: The same compiled calls, under another partition; calls of one kind may be fewer, and in another order.
-            The program may hold their arguments longer than the step's.
+        calls: A recording of the same compiled calls under another partition. It may have fewer calls of a kind, in
+            another order, and may hold their arguments for longer than the step.
 
     Returns:
         Bytes beyond those that exist when the step begins; None if other calls ran.
@@ -154,7 +154,7 @@ def peak_with_calls(stream: EventStream, calls: EventStream) -> int | None:
 
 
 def held_after_calls(stream: EventStream) -> Counter[int]:
-    """Count blocks by size that compiled calls allocated and none of them freed: the program holds them."""
+    """Count, by size, the blocks that compiled calls allocated and no compiled call freed: the program holds them."""
     spans = [stream.events[enter:leave] for _, enter, leave in _spans(stream)]
     own = {event.block: event.bytes for events in spans for event in events if type(event) is Allocate}
     freed = {event.block for events in spans for event in events if type(event) is Free}
@@ -168,12 +168,15 @@ def _allocated_inside(stream: EventStream) -> set[int]:
 
 
 def _frees_of_others(events: Sequence[Event], own: Collection[int]) -> Iterator[Free]:
-    """Yield the frees of blocks that no compiled call allocated, such as the batch: backward may hold it last."""
+    """Yield the frees of blocks that no compiled call allocated, such as the batch, which backward may hold last."""
     return (event for event in events if type(event) is Free and event.block not in own)
 
 
 def _with_frees(events: Sequence[Event], own: Collection[int], freed: Counter[int]) -> Iterator[Event]:
-    """Yield the events of a call; blocks of other code are freed in it only as often as `freed` counts their size."""
+    """Yield the events of a compiled call, in which as many blocks of other code are freed as `freed` counts by size.
+
+    `own` has the blocks that compiled calls allocated.
+    """
     for event in events:
         if type(event) is Free and event.block not in own:
             if not freed[event.bytes]:
@@ -186,7 +189,7 @@ def _with_frees(events: Sequence[Event], own: Collection[int], freed: Counter[in
 def _spans(stream: EventStream) -> list[tuple[object, int, int]]:
     """Return the span of each compiled call, in order: graph, direction and sizes; first event; event after the last.
 
-    Graphs are numbered by their first calls in the stream, because other graphs may have run before it.
+    Graphs are numbered by their first calls in the stream, because other graphs may have run before the recording.
     """
     numbers: dict[int, int] = {}
     marks = [(at, event.data) for at, event in enumerate(stream.events) if type(event) is Mark and event.label == CALL]
@@ -200,7 +203,7 @@ def _spans(stream: EventStream) -> list[tuple[object, int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class _Graph:
-    """A joint graph with two partitions, torch's own and one with all slots saved: each forward, then backward."""
+    """A joint graph under two partitions, torch's own and one that saves all slots: each as forward and backward."""
 
     slots: JointSlots
     plain: tuple[GraphHalf, GraphHalf]
@@ -208,11 +211,11 @@ class _Graph:
     unsaved: GraphHalf
     """Forward with no slot saved."""
     units: list[float]
-    """Cost of each call, in FLOPs of a matrix product."""
+    """Cost of each node, in FLOPs of a matrix product."""
     scratch: dict[int, int]
     """Scratch memory of extern kernels, by node."""
     more_bytes: tuple[dict[int, int], dict[int, int]]
-    """For each half recorded bytes that no value of it accounts for, by node; -1 for its end."""
+    """For each half, the recorded bytes that none of its values accounts for, by node; -1 for the half's end."""
 
     @classmethod
     def of(cls, slots: JointSlots, recorded: tuple[Sequence[Event], Sequence[Event]]) -> _Graph:
@@ -243,7 +246,7 @@ class _Graph:
 
 
 def _explained(joint: JointGraph, half: GraphHalf, events: Sequence[Event]) -> dict[int, int]:
-    """Return the `unmodelled` bytes of a half, if these explain its recorded peak; else all are 0."""
+    """Return the `unmodelled` bytes of half a graph, by node, if they explain the half's recorded peak; else zeros."""
     more_bytes = unmodelled(joint, half, events)
     recorded_bytes = max(accumulate(map(bytes_added, events)), default=0)
     with_more_bytes = max(map(sum, zip(half.levels, more_bytes.values(), strict=True)))
@@ -253,7 +256,10 @@ def _explained(joint: JointGraph, half: GraphHalf, events: Sequence[Event]) -> d
 
 
 def _with_more(half: GraphHalf, more_bytes: dict[int, int]) -> list[int]:
-    """Return the levels of a half with unmodelled bytes; values of other halves have those of the value before."""
+    """Return the bytes at each position of half a graph, with the unmodelled bytes in `more_bytes`.
+
+    A value that is not in `more_bytes` gets the unmodelled bytes of the value before it.
+    """
     levels, own = list[int](), 0
     for value, level in zip((*half.order, -1), half.levels, strict=True):
         own = more_bytes.get(value, own)
@@ -268,7 +274,7 @@ def _units(node: JointNode) -> float:
 
 
 class _Records:
-    """Records of a profile, with positions for calls of graphs."""
+    """Builder of a profile's records, with a position for each call inside compiled code."""
 
     def __init__(
         self, graphs: Sequence[_Graph], calls: Sequence[_GraphCall], stream: EventStream, step_ms: float
@@ -347,7 +353,7 @@ class _Records:
         self._base.append(max(levels[done:]) - held)
 
     def _add(self, number: int, graph: _Graph) -> None:
-        """Add the storages, values and slots of one call of a graph."""
+        """Add the storages, values and slots of call `number`, a call of `graph`."""
         joint, slots = graph.slots.joint, {slot.node: slot for slot in graph.slots.slots}
         order = sorted({*upstream(joint, slots), *slots})  # inputs among the slots come first
         made, index = written(joint, order, {*slots, *graph.slots.kept_apart}), dict[int, int]()
@@ -385,7 +391,7 @@ class _Records:
             )
 
     def _storage_of(self, number: int, graph: _Graph, node: int) -> Storage:
-        """Return the storage of a slot's node, in call `number` of `graph`."""
+        """Return the storage of `node`, a slot of `graph`, in call `number`."""
         value = graph.slots.joint.nodes[node]
         if value.kind == "input":  # until forward ends, the code that owns it holds it
             end = self._end(number, 0)

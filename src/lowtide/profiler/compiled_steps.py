@@ -1,8 +1,8 @@
 """Rehearsal of a step in which torch.compile compiles the whole model, or a function around model and loss.
 
 The tensors that compiled code saves for backward are chosen at compile time. So the step is compiled under a
-partitioner that does as torch's does and notes each joint graph; then it is recorded with a mark at each call of
-compiled code.
+partitioner that chooses like torch's own and collects the joint graphs; then the step is recorded with a mark at each
+call of compiled code.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from lowtide.runtime.joint_slots import JointSlots
 
 MOST_COMPILES: Final = 3
-"""Largest number of times that the step is recorded. One that changes what its code is compiled for, such as
-transformers' `config.problem_type`, which the first call sets, is compiled again by the next one."""
+"""Largest number of times that the step is recorded. A step may change a condition under which its code was compiled,
+such as transformers' `config.problem_type`, which the first call sets; then the next run compiles it again."""
 
 CHANGING = (
     "torch compiled code for the step again each time that it was given the same batch once more: let it do the same "
@@ -52,7 +52,9 @@ CHANGING = (
 def rehearse_compiled(
     model: nn.Module, step: Callable[[Any], Any], batch: Any, *, optimizer: Optimizers = None
 ) -> Profile:
-    """Return the profile of `step(batch)`, which is recompiled, and run three times or until nothing compiles."""
+    """Return the profile of `step(batch)`. The step is compiled again, and run at least three times, until a run
+    compiles nothing.
+    """
     check_compiled(model, step)
     graphs: list[JointSlots] = []
     partitioner = PlanPartitioner(unfused=is_addmm_unfused())

@@ -16,7 +16,7 @@ class CallShape:
 
 
 def modules_that_differ(one: Sequence[CallShape], other: Sequence[CallShape]) -> frozenset[str]:
-    """Return the paths of the innermost modules with a call that differs between the steps.
+    """Return the paths of the innermost modules with a call that differs between two steps.
 
     The model's own path, "", means that the steps have nothing else in common.
     """

@@ -1,11 +1,11 @@
 """Computation of the bytes in memory at each call of a compiled graph, from its joint graph.
 
 A value takes memory where inductor has to write it: results of extern kernels and reductions, arguments of extern
-kernels, and outputs; with 16-bit values also what many calls read, such as gradients of a residual stream. All other
-values exist within fused kernels only. The order is that of the joint graph, except for fused arithmetic, which is
-lowered right before the extern kernel or reduction that needs it; recomputed values come right before the first call
+kernels, and outputs; with 16-bit values also values that many calls read, such as gradients of a residual stream. All
+other values exist within fused kernels only. The order is that of the joint graph, except for fused arithmetic, which
+is lowered right before the extern kernel or reduction that needs it; recomputed values come right before the first call
 that needs them. On a CPU, kernels that no extern kernel separates have their inputs in memory together with all their
-outputs; each output may go over an input of its size that nothing reads later. Not modelled are inductor's own
+outputs; each output may overwrite an input of its size that nothing reads later. Not modelled are inductor's own
 reordering, and a GPU's kernels with several outputs. Scratch memory of extern kernels is measured
 (`compiled_profile.py`).
 """
@@ -34,7 +34,7 @@ HEAVY: Final = frozenset({"aten.exp", "aten.log", "aten.log10", "aten.log1p", "a
 
 @dataclass(frozen=True, slots=True)
 class GraphHalf:
-    """Forward or backward half of a joint graph. Positions are its calls, and one more for its end."""
+    """Memory of the forward or backward half of a joint graph. Positions are the half's calls, and one for its end."""
 
     order: tuple[int, ...]
     """Value computed at each position but the last."""
@@ -47,19 +47,19 @@ class GraphHalf:
     last: dict[int, int]
     """Last position that reads each value."""
     demanded: dict[int, int]
-    """Position from which each value is in memory if it is computed again: the beginning of the fused arithmetic at its
-    first read, since inductor lowers that later than the calls that compute the value.
+    """Position from which each value is in memory if it is recomputed: the beginning of the fused arithmetic that reads
+    the value first, because inductor lowers that arithmetic later than the calls that compute the value.
     """
 
 
 def forward_half(
     joint: JointGraph, recomputed: Recomputed, scratch: Mapping[int, int] = NONE, kept_apart: Collection[int] = ()
 ) -> GraphHalf:
-    """Return the forward half, whose saved values are those that `recomputed` names.
+    """Compute the memory of the forward half of a joint graph, which saves the values that `recomputed` names.
 
     Args:
         joint: The graph.
-        recomputed: Values that are saved, and values that are computed again.
+        recomputed: Values that are saved, and values that are recomputed in backward.
         scratch: Scratch memory of extern kernels, by node.
         kept_apart: Values that inductor writes to memory wherever they are computed (`JointSlots.kept_apart`).
     """
@@ -71,7 +71,10 @@ def forward_half(
 def backward_half(
     joint: JointGraph, recomputed: Recomputed, scratch: Mapping[int, int] = NONE, kept_apart: Collection[int] = ()
 ) -> GraphHalf:
-    """Return the backward half, which frees each saved value after its last read. Arguments as for `forward_half`."""
+    """Compute the memory of the backward half of a joint graph, which frees each saved value after its last read.
+
+    The arguments are those of `forward_half`.
+    """
     nodes = joint.nodes
     given = {nodes[i].root for i in recomputed.given} | {i for i, node in enumerate(nodes) if node.is_tangent}
     given = {root for root in given if nodes[root].kind != "input" or nodes[root].is_tangent}
@@ -81,7 +84,7 @@ def backward_half(
 def scratch_of(
     joint: JointGraph, torchs_own: Recomputed, recorded: tuple[Sequence[Event], Sequence[Event]]
 ) -> dict[int, int]:
-    """Return the scratch memory of products of 16-bit values, which are summed in 32 bits.
+    """Return, by node, the scratch memory of products of 16-bit values, which are summed in 32 bits.
 
     Args:
         joint: The graph.
@@ -115,10 +118,11 @@ def _transients(events: Sequence[Event]) -> Iterator[Allocate]:
 
 
 def unmodelled(joint: JointGraph, half: GraphHalf, events: Sequence[Event]) -> dict[int, int]:
-    """Return the recorded bytes that no written value accounts for, by value computed at that time; -1 for the end.
+    """Return the recorded bytes that no written value accounts for, by the value computed at that time; -1 for the end.
 
-    They belong to copies of arguments, and to values that inductor writes because many calls read them. Allocations
-    are matched with the written values in order: both have equal sizes, and are freed within the half or after it.
+    Such bytes belong to copies of arguments, and to values that inductor writes because many calls read them.
+    Allocations are matched with written values in order: a match has equal size, and both are freed within the half, or
+    both after it.
     """
     end, nodes = len(half.order), joint.nodes
     freed = {event.block: at for at, event in enumerate(events) if isinstance(event, Free)}
@@ -177,7 +181,7 @@ def _backward_order(joint: JointGraph, again: Collection[int]) -> list[int]:
 
 
 def _fused_reads(joint: JointGraph, value: int, inside: Collection[int], is_written: Collection[int]) -> set[int]:
-    """Return the values in memory that the kernel of a value reads, except parameters; none for extern kernels."""
+    """Return the values in memory that the fused kernel of `value` reads, except parameters; empty if it is extern."""
     nodes, fused, pending, reads = joint.nodes, {value}, [value], set[int]()
     while pending and nodes[value].kind != "extern":
         for arg in nodes[pending.pop()].args:
@@ -217,8 +221,8 @@ def written(joint: JointGraph, order: Sequence[int], outputs: Collection[int]) -
 
 
 def _reused(joint: JointGraph, order: Sequence[int], is_written: Collection[int], *, is_twice: bool) -> set[int]:
-    """Return the other values of `order` that inductor writes because several calls read them (torch 2.13,
-    `should_realize_on_reuse` in `torch/_inductor/ir.py`), except those that only one kernel reads.
+    """Return the values of `order`, beyond `is_written`, that inductor writes because several kernels read them (torch
+    2.13, `should_realize_on_reuse` in `torch/_inductor/ir.py`).
 
     With `is_twice`, backward has one copy of each recomputed value for gradients, and one for other recomputed values
     (`plain_kernels.py`).
@@ -263,9 +267,9 @@ def _reused(joint: JointGraph, order: Sequence[int], is_written: Collection[int]
 
 
 def _into_sums(joint: JointGraph, inside: Collection[int], outputs: Collection[int]) -> dict[int, int]:
-    """Return the matrix products that inductor fuses into a following sum (`addmm`), with these sums.
+    """Return the matrix products that inductor fuses into a following sum (`addmm`), each with its sum.
 
-    Product and sum are one call then, at the place of the sum; the product's operands stay in memory until there.
+    Such a product and its sum are one call, at the place of the sum; the product's operands stay in memory until then.
     """
     nodes, sums = joint.nodes, dict[int, int]()
     for at in sorted(inside):
@@ -283,8 +287,8 @@ def _into_sums(joint: JointGraph, inside: Collection[int], outputs: Collection[i
 def _lowered(joint: JointGraph, order: Sequence[int], outputs: Collection[int]) -> list[int]:
     """Return `order` with fused arithmetic right before the first extern kernel or reduction that needs it.
 
-    Inductor lowers a call of that kind only when it is needed, so calls that follow it come before it. Outputs are
-    lowered where they are: under autocast, a weight's gradient is converted right after its product.
+    Inductor lowers fused arithmetic only when it is needed, so later calls may come before it. Outputs are lowered
+    where they are: under autocast, a weight's gradient is converted right after its product.
     """
     nodes, inside = joint.nodes, set(order)
     place = {node: at for at, node in enumerate(order)}
@@ -353,7 +357,7 @@ def _half(
 
 
 def _allocating(joint: JointGraph, value: int, inside: Collection[int]) -> int:
-    """Return the call that allocates a written value; the results of one call are allocated together."""
+    """Return the node whose call allocates a written value; all results of one call are allocated together."""
     nodes = joint.nodes
     source = nodes[value].args[0] if nodes[value].target == "getitem" else value
     return source if source in inside and nodes[source].kind == "extern" else value
@@ -366,7 +370,10 @@ def _reads(
     begins: Mapping[int, int],
     ends: Mapping[int, int],
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """Return the first and last position at which each value is read."""
+    """Return the first and the last position at which each value is read, as two mappings.
+
+    `begins` and `ends` are the results of `_kernels`.
+    """
     nodes, place = joint.nodes, {value: at for at, value in enumerate(order)}
     earliest: dict[int, int] = {}
     latest: dict[int, int] = {}
@@ -394,10 +401,10 @@ def _reads(
 def _kernels(
     joint: JointGraph, order: Sequence[int], is_written: Collection[int]
 ) -> tuple[dict[int, int], dict[int, int]]:
-    """Return the first and last position of the fused kernels that write each value, if they write several.
+    """Return, for values that one call of fused kernels writes together, the first and the last position of that call.
 
-    On a CPU, inductor calls all kernels as one that no extern kernel separates (torch 2.13, `KernelGroup` in
-    `torch/_inductor/codegen/cpp.py`). Inputs of a call are in memory together with all its outputs.
+    On a CPU, inductor calls fused kernels that no extern kernel separates as one kernel (torch 2.13, `KernelGroup` in
+    `torch/_inductor/codegen/cpp.py`). The inputs of such a call are in memory together with all its outputs.
     """
     nodes = joint.nodes
     begins, ends = dict[int, int](), dict[int, int]()

@@ -1,10 +1,10 @@
 """Rehearsal during real training steps, for a training loop that can't be called as a function.
 
 One step is audited and another is traced, as in `rehearse`, but no step is run on trial and nothing is restored. Both
-leave the same bits as the plain step, so training continues unaffected. The two batches may differ in size: then the
+steps leave the same bits as plain steps, so training continues unaffected. The two batches may differ in size: then the
 audit is rescaled to the sizes that the trace recorded (`rescale.py`).
 
-The audit is always a frugal one, because the training loop can't repeat its first step if that runs out of memory.
+The audit is always frugal, because the training loop can't repeat its first step if that runs out of memory.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ IN_TURN = (
 )
 
 PATIENCE = 20
-"""Number of steps for which the profiler waits for the largest size to recur. After them the largest traced size is
-used.
+"""Number of steps for which the profiler waits for the largest size to recur. After these steps, the largest traced
+size is used.
 """
 
 WAIT_FOR_CALLS = PATIENCE - 6
-"""Number of steps in which the profiler waits for the step that skips the fewest modules to come again. After them,
-plans leave alone what skips modules.
+"""Number of steps in which the profiler waits for the step that skips the fewest modules to come again. After these
+steps, plans leave alone the modules that skip others.
 """
 
 MOST_KINDS = 4
@@ -88,9 +88,9 @@ class OnlineProfiler:
 
     Each step is reported with `begin(batch)` before its first forward and `end()` after the optimizer's update;
     `leave()` removes all hooks from the model. The first batch is audited, as is each batch of a new form or of a much
-    larger size; all others are traced. With `plain` one more step runs without any plan, for its true peak and time.
-    The profile is of the largest size so far, once that size came twice; after PATIENCE steps, of the largest size that
-    was traced. `why` lists the reasons why steps can't be used.
+    larger size; all other batches are traced. With `plain` one more step runs without any plan, for its true peak and
+    time. The profile is made for the largest size so far, once that size came twice; after PATIENCE steps, for the
+    largest size that was traced. `why` lists the reasons why steps can't be used.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class OnlineProfiler:
         in_place: bool = True,
         known_kinds: frozenset[Kind] = frozenset(),
     ) -> None:
-        """Begin; wait for a step of another kind than `known_kinds`, if any are given."""
+        """Create a profiler of `model`. Given `known_kinds`, the profiler waits for a step of another kind."""
         self.model = model
         self._known_kinds = known_kinds
         self._in_place = in_place
@@ -109,7 +109,7 @@ class OnlineProfiler:
         self.profile: Profile | None = None
         self.why: list[str] = []
         self.other_kind: str | None = None
-        """Difference between the last step of a kind of its own and the step that it was compared with."""
+        """Difference between the last step of an unexpected kind and the step with which it was compared."""
         self.n_steps = 0
         """Number of complete, usable steps."""
         self._plain = plain
@@ -129,7 +129,7 @@ class OnlineProfiler:
         self._left_alone: frozenset[str] = frozenset()
         """Paths of modules that plans leave alone, because they save different tensors in each step."""
         self._skipping: set[str] = set()
-        """Those of them that call other modules in each step, as where layers are drawn at random."""
+        """Paths of modules that call other modules in each step, as where layers are drawn at random."""
         self._to_come: Update | None = None
         """Update that is still to come, by optimizers of the model that have not stepped so far."""
 
@@ -144,8 +144,10 @@ class OnlineProfiler:
         return self._kinds.all()
 
     def may_differ(self, *, creates_graph: bool) -> bool:
-        """Return True if a step may differ from the profiled one only in backward: if that one left saved tensors
-        unread, or had no pass that builds a graph itself, and the other `creates_graph`.
+        """Return True if a later step may differ from the profiled step only in backward.
+
+        That is so if the profiled step left saved tensors unread, or if the later step `creates_graph` (a backward pass
+        builds a graph itself) and the profiled step had no such pass.
         """
         if self._best is None:
             return False
@@ -155,7 +157,7 @@ class OnlineProfiler:
 
     @property
     def n_in_round(self) -> int:
-        """Number of steps after which all kinds of steps have come, if few take turns; else 1."""
+        """Number of steps after which all kinds of steps have come, if a few kinds take turns; else 1."""
         return min(self._kinds.n_in_round, MOST_KINDS)
 
     def begin(self, batch: Any, optimizers: Iterable[Optimizer] = ()) -> None:
@@ -190,7 +192,10 @@ class OnlineProfiler:
             recording.installed.enter_context(recording.trace.running())
 
     def end(self) -> None:
-        """End the step. Hooks of the optimizer may call it: it changes no hooks."""
+        """End the recording of the step, and set `profile` if enough steps were recorded.
+
+        Hooks of the optimizer may call this method: it changes no hooks.
+        """
         recording = self._recording
         if recording is None or not recording.is_running:
             return
@@ -218,7 +223,10 @@ class OnlineProfiler:
         self._set_profile(may_wait=self.n_steps < self._patience)
 
     def _trace(self, recording: StepRecorder, known: AuditedTrainingStep, trace: Trace) -> None:
-        """Use a traced step. Raises Unusable; drops `known` if steps on such a batch need another audit."""
+        """Add a step that was traced under decisions from the audited step `known`.
+
+        Raises Unusable if the two steps do different work, and then drops `known` if such batches need another audit.
+        """
         audit, is_alike = known.audit, recording.size == known.fingerprint
         form = form_of(recording.size)
         n_kinds = self._kinds.add(form, kind_of(trace.calls, trace.reads))
@@ -259,7 +267,7 @@ class OnlineProfiler:
         self._compare(traced)
 
     def _leave_alone(self, paths: frozenset[str]) -> None:
-        """Exclude the modules at `paths` and start over."""
+        """Exclude the modules at `paths` from plans, and forget all steps so far."""
         self._left_alone |= paths
         self._forget()
 
@@ -274,15 +282,14 @@ class OnlineProfiler:
             self._fullest = step
 
     def finish(self) -> None:
-        """Set the profile to that of the largest traced step, if any, because no further steps will come."""
+        """Make the profile from the largest traced step, if any, because no further steps will come."""
         if self.profile is None:
             self._set_profile(may_wait=False)
 
     def restart(self) -> None:
-        """Start over for larger batches. One traced step, on a batch of any size that the audits cover, completes the
-        profile.
+        """Forget all steps so far except their audits, and make a new profile for larger batches.
 
-        Only the audits of earlier steps are kept.
+        One traced step, on a batch of any size that the audits cover, completes the profile.
         """
         self.profile, self._best, self._largest, self._fullest = None, None, None, None
         self._steps_of.clear()
@@ -308,7 +315,7 @@ class OnlineProfiler:
             yield f"{LEFT_ALONE} calls other modules in each step: {', '.join(skipping)}. {DRAWN_LAYERS}"
 
     def _set_profile(self, *, may_wait: bool) -> None:
-        """Set the profile to that of the largest traced step, unless waiting for further steps is worthwhile."""
+        """Make the profile from the largest traced step, unless waiting for further steps is worthwhile."""
         best, largest, fullest = self._best, self._largest, self._fullest
         if best is None or largest is None or fullest is None:
             return

@@ -1,4 +1,4 @@
-"""Measure the excess of steps over their predicted peak, under the plan with the smallest peak."""
+"""Measure by how many bytes a step's peak exceeds its prediction, under the plan with the smallest peak."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ DRAWS: Final = 8
 
 
 def with_margin(profile: Profile, model: nn.Module, updates: Updates, batch: Any, unchanged: StepSnapshot) -> Profile:
-    """Return `profile` with all peaks raised by the excess of a measured step over its prediction.
+    """Return `profile` with all peaks raised by the bytes that a measured step needs beyond its predicted peak.
 
-    Measured under the plan with the smallest peak: errors name a budget of that size, which must hold to the byte.
+    The step runs under the plan with the smallest peak, because errors name that peak as a budget that works.
     """
     plan = smallest_plan(profile, "flops")
     engine = PlannedEngine(model, plan)
@@ -68,7 +68,10 @@ def with_margin(profile: Profile, model: nn.Module, updates: Updates, batch: Any
 
 
 def peaks_with_all_blocks(measured: Callable[[], int]) -> list[int]:
-    """Return the peaks of steps whose random numbers are all high, and all low: in one of them every block runs."""
+    """Return the peaks of a step whose random numbers are all high and of one where all are low: one runs every block.
+
+    `measured` runs a step and returns its peak.
+    """
     peaks = []
     for share in (HIGH, LOW):
         with drawn_as(share):

@@ -85,7 +85,10 @@ OTHER_DRAWS: Final = (Draw(share=HIGH), Draw(share=LOW), Draw(seed=0), Draw(seed
 
 
 def fullest(run: Callable[[Draw], list[str]]) -> Draw:
-    """Return the draw with which `run` calls the most modules; `run` gets a draw in force and returns their paths."""
+    """Return the draw with which a step calls the most modules.
+
+    `run` runs the step under the draw that it is given, and returns the paths of the modules that were called.
+    """
 
     def best(*draws: Draw) -> Draw:
         for draw in draws:
@@ -110,7 +113,7 @@ def _fixed(at: Callable[..., Any], share: float, is_method: bool, draw: Callable
 
 
 def _even(share: float, numbers: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace a result of torch.rand, random.random and random.uniform, which may take a range."""
+    """Replace a result of torch.rand, random.random or random.uniform by the number at `share` of its range."""
     if isinstance(numbers, torch.Tensor):
         return numbers.fill_(share)
     if not isinstance(numbers, float):
@@ -120,19 +123,22 @@ def _even(share: float, numbers: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _range(share: float, numbers: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace a result of Tensor.uniform_."""
+    """Replace a result of Tensor.uniform_ by the number at `share` of its range."""
     low = args[0] if args else kwargs.get("from", 0.0)
     high = args[1] if len(args) > 1 else kwargs.get("to", 1.0)
     return numbers.fill_(low + (high - low) * share)
 
 
 def _coin(share: float, numbers: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace a result of torch.bernoulli and similar functions."""
+    """Replace a result of torch.bernoulli or Tensor.bernoulli_ by `share`, rounded to 0 or 1."""
     return numbers.fill_(round(share)) if isinstance(numbers, torch.Tensor) else numbers
 
 
 def _whole(share: float, numbers: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace random integers. Like torch's randint, it never returns the upper end."""
+    """Replace random integers by the largest possible integer if `share` is above 0.5, else by the smallest.
+
+    The upper end itself is possible for random.randint, but not for torch.randint.
+    """
     bounds = [bound for bound in args if isinstance(bound, int)]
     low, high = (0, *bounds)[-2:] if bounds else (kwargs.get("low", 0), kwargs.get("high"))
     if high is None:
@@ -143,7 +149,7 @@ def _whole(share: float, numbers: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _chosen(share: float, numbers: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace a result of random.choice."""
+    """Replace a result of random.choice by the option at `share` of the options."""
     return options[int(len(options) * share)]
 
 
@@ -155,23 +161,25 @@ def _like(numbers: Any, number: Any) -> Any:
 
 
 def _numpy_unit(share: float, numbers: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace a result of numpy.random.rand, random or random_sample."""
+    """Replace a result of numpy.random.rand, random or random_sample by `share`."""
     return _like(numbers, share)
 
 
 def _numpy_even(share: float, numbers: Any, low: float = 0.0, high: float = 1.0, size: Any = None) -> Any:
-    """Replace a result of numpy.random.uniform."""
+    """Replace a result of numpy.random.uniform by the number at `share` of its range."""
     return _like(numbers, low + (high - low) * share)
 
 
 def _numpy_whole(share: float, numbers: Any, low: int, high: int | None = None, *args: Any, **kwargs: Any) -> Any:
-    """Replace a result of numpy.random.randint, which excludes the upper end."""
+    """Replace a result of numpy.random.randint by the largest possible integer if `share` is above 0.5, else by the
+    smallest. The upper end is excluded.
+    """
     low, high = (0, low) if high is None else (low, high)
     return _like(numbers, high - 1 if share > 0.5 else low)
 
 
 def _numpy_chosen(share: float, numbers: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace a result of numpy.random.choice, whose options may be a number."""
+    """Replace a result of numpy.random.choice by the option at `share` of the options; a number means a range."""
     options = range(options) if isinstance(options, int) else options
     return _like(numbers, options[int(len(options) * share)])
 

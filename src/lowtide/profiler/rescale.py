@@ -1,7 +1,7 @@
 """Rescale audit results to another batch size, for loops whose batch size changes almost every step.
 
-The sizes of saved tensors on the other batch are known from a step on it. Sizes of intermediates, and costs, are
-assumed to grow in proportion, except the host's time, which is the same for any size.
+The sizes of saved tensors on the other batch are known from a step on that batch. Sizes of intermediates, and costs,
+are assumed to grow in proportion, except the host's time, which is the same for any size.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from lowtide.profiler.drafts import CallDraft, StepDrafts
 
 
 def resized(step: StepDrafts, traced: Sequence[int]) -> StepDrafts:
-    """Return the drafts of a step like `step` whose slots have `traced` elements."""
+    """Return the drafts of a step like `step` on another batch, in which the slots have `traced` elements."""
     audited = [slot.n_elements for slot in step.slots]
     growth = [Fraction(now, before) if before else Fraction(1) for before, now in zip(audited, traced, strict=True)]
     of_value = _of_values(step, growth)
@@ -36,7 +36,7 @@ def resized(step: StepDrafts, traced: Sequence[int]) -> StepDrafts:
 
 
 def _of_values(step: StepDrafts, growth: Sequence[Fraction]) -> dict[int, Fraction]:
-    """Return the growth of each value: that of the slots that hold it, else the largest of values computed from it."""
+    """Return each value's growth: the largest of the slots that hold it, else of the values computed from it."""
     saved: dict[int, Fraction] = {}
     for slot, by in zip(step.slots, growth, strict=True):
         saved[slot.value] = max(by, saved.get(slot.value, by))

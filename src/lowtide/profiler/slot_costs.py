@@ -1,6 +1,6 @@
 """Measure the host's time that the engine takes for a saved tensor, beyond the operators that it runs.
 
-On tensors of a few bytes, so that nothing but the host's work is measured. The result is the same for every model.
+The tensors have a few bytes, so that only the host's work is measured. The result is the same for every model.
 """
 
 from __future__ import annotations

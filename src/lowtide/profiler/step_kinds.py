@@ -1,4 +1,4 @@
-"""Kinds of training steps, such as those of losses that alternate, and the rule by which they take turns."""
+"""Kinds of training steps, such as steps with alternating losses, and the rule by which the kinds take turns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 N_DRAWS: Final = 8
-"""Number of steps from which the one with most calls is chosen, where modules are skipped at random."""
+"""Number of steps among which the step with most calls is chosen, where modules are skipped at random."""
 
 
 class StepKinds:
@@ -60,7 +60,9 @@ class StepKinds:
         return max(audited, key=lambda step: len(step.kind.calls), default=None)
 
     def expect_skips(self, form: str) -> None:
-        """Expect that steps on batches of this form skip modules at random: the one with most calls is waited for."""
+        """Record that steps on batches of this form skip modules at random: `expected` then waits for the step with the
+        most calls.
+        """
         self._drawn.add(form)
 
     @property
@@ -94,20 +96,21 @@ class StepKinds:
         return max(rounds, default=1)
 
     def is_early(self, form: str, kind: Kind) -> bool:
-        """Return True if the last step of this kind came before all other kinds with its calls: optimizers had no state
-        then for parameters that only these update.
+        """Return True if steps of this kind came only among the first steps, as many as there are kinds with its calls.
+
+        Optimizers may have had no state then for parameters that only steps of the other kinds update.
         """
         kinds = self._kinds[form]
         n_alike = len({other for other in kinds if other.calls == kind.calls})
         return n_alike > 1 and len(kinds) < N_DRAWS and len(kinds) - kinds[::-1].index(kind) <= n_alike
 
     def several(self) -> list[list[Kind]]:
-        """Return the kinds of the steps on batches of one form, for each form with several kinds."""
+        """Return, for each form of batch on which steps of several kinds ran, the kinds of these steps in order."""
         return [kinds for kinds in self._kinds.values() if len({*kinds}) > 1]
 
 
 def take_turns(kinds: list[Kind], n_rounds: int = 2) -> bool:
-    """Return True if steps of several kinds follow a rule: one kind after the other, or `n_rounds` of the same ones.
+    """Return True if steps of several kinds follow a rule: all steps of a kind in a row, or `n_rounds` equal rounds.
 
     Steps that follow no rule may draw their work at random.
     """
@@ -116,10 +119,12 @@ def take_turns(kinds: list[Kind], n_rounds: int = 2) -> bool:
 
 
 def follow_rule(kinds: list[Kind]) -> bool:
-    """Return True if steps of several kinds take turns: one round tells if they differ only in backward."""
+    """Return True if steps of several kinds take turns. For kinds that differ only in backward, one round is enough
+    evidence, for other kinds two.
+    """
     return take_turns(kinds, n_rounds=1 if len({kind.calls for kind in kinds}) == 1 else 2)
 
 
 def _periods(kinds: list[Kind]) -> Iterator[int]:
-    """Yield, in order, the numbers of steps after which the kinds are the same again."""
+    """Yield, in ascending order, the numbers of steps after which the sequence of kinds repeats itself."""
     return (n for n in range(1, len(kinds)) if kinds[n:] == kinds[:-n])

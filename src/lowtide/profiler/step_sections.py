@@ -1,8 +1,9 @@
 """Time the sections of a plain step on the clocks of host and device, between calls of the model's outer modules.
 
-The step is run twice. One run times the host, which never waits in it. The other times the device: every section is
-queued behind a kernel that sleeps for longer than the host took to launch the section, so that the device never waits
-for a launch within it. A section ends where a module is called in forward, and where backward reaches its result.
+The step is run twice. One run times the host, which never waits for the device. The other run times the device: every
+section is queued behind a kernel that sleeps for longer than the host took to launch the section, so that the device
+never waits for a launch within the section. A section ends where a module is called in forward, and where backward
+reaches a module's result.
 """
 
 from __future__ import annotations
@@ -61,10 +62,10 @@ class TimedSections:
     packed_slot_ms: float = 0.0
 
     def spread(self, positions: Mapping[bool, Mapping[str, list[int]]], end: int) -> StepClocks:
-        """Return the times at each of `end` positions: those of a section are spread evenly over its positions.
+        """Return the times at each of `end` positions: each section's times are spread evenly over its positions.
 
-        `positions` has those at which each call begins, in forward (False) and in backward (True). A section without a
-        known position, or with one before its predecessor's, is counted with its predecessor.
+        `positions` has the positions at which each call begins, in forward (False) and in backward (True). A section
+        without a known position, or with a position before its predecessor's, is counted with its predecessor.
         """
         starts, times = [0], [[0.0, 0.0]]
         for (call, in_backward), *both in zip(self.boundaries, self.host_ms, self.device_ms, strict=True):
@@ -126,7 +127,7 @@ class HostClock:
         self._times = [time.perf_counter()]
 
     def reach(self, boundary: Boundary) -> None:
-        """Begin a section."""
+        """End the current section, and begin the section that starts with `boundary`."""
         self.boundaries.append(boundary)
         self._times.append(time.perf_counter())
 
@@ -147,7 +148,9 @@ class DeviceClock:
         self.reach(START)
 
     def reach(self, boundary: Boundary) -> None:
-        """Begin a section: end the one before, and queue the kernel that gives the host its lead."""
+        """End the current section, and begin the section that starts with `boundary`, behind a kernel that gives the
+        host its lead.
+        """
         if self._events:
             self._events[-1][1].record()
         number = min(len(self.boundaries), len(self._host_ms) - 1)
@@ -166,7 +169,9 @@ class DeviceClock:
 
 @contextmanager
 def boundaries(model: nn.Module, reach: Callable[[Boundary], None]) -> Iterator[None]:
-    """Call `reach` whenever a module is called, and when backward reaches its result, inside this `with` block."""
+    """Call `reach` inside this `with` block whenever an outer module of `model` is called, and when backward reaches
+    its result.
+    """
     numbers: Counter[str] = Counter()
     results: list[Any] = []
 

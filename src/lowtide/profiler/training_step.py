@@ -1,4 +1,4 @@
-"""One step of training that is recorded: audited, or traced under the decisions that free the most memory."""
+"""A recorded step of a training loop: audited, or traced under the decisions that free the most memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ NOT_RUN = "no plain step was run: its peak is predicted"
 
 
 class Kind(NamedTuple):
-    """Kind of a step, such as that of one of several losses that alternate."""
+    """Kind of a training step: the modules that it calls, and the saved tensors that its backward passes read."""
 
     calls: tuple[tuple[str, int | None, int], ...]
     """Calls of modules, each with the call around it and the number of tensors that it saved."""
@@ -55,7 +55,7 @@ def kind_of(calls: Iterable[CallShape], reads: PassReads) -> Kind:
 
 
 class Unusable(Exception):
-    """Signal that a step can't be used; the text is the reason."""
+    """Signal that a recorded step can't be used for a profile; the text is the reason."""
 
 
 class OtherKind(Unusable):
@@ -73,21 +73,25 @@ class RecordedStep:
 
     @property
     def fullness(self) -> tuple[int, int]:
-        """Return the saved bytes, and those of them that backward reads, counted once for each pass."""
+        """Return the bytes that the step saved, and the saved bytes that backward read, added up over its passes."""
         return self.drafts.saved_bytes, sum(self.drafts.bytes_in(slots) for _, slots in self.kind.reads)
 
     def extent(self) -> tuple[int, int, int]:
-        """Return a key that orders steps by size: elements of the inputs, then fullness. Saved bytes alone would
-        mislead: a first call that creates state saves more.
+        """Return a key that orders steps by size: elements of the inputs, then fullness.
+
+        Saved bytes alone would mislead, because a first call that creates state saves more.
         """
         return n_elements(self.inputs), *self.fullness
 
 
 class AuditedTrainingStep(RecordedStep):
-    """The audit of one training step, and what later steps need of it."""
+    """An audited training step: later steps are traced under its decisions, and compared with it."""
 
     def __init__(self, fingerprint: Fingerprint, audit: Audit, recorder: Recorder) -> None:
-        """Complete the audit of a step. Raises Unusable and RehearsalError."""
+        """Complete the audit of a step that has ended.
+
+        Raises Unusable if the step saved or read nothing, and RehearsalError if no step of the model can be used.
+        """
         if len(audit.streams) > 1:
             raise RehearsalError(SEVERAL_STREAMS)
         check_saved(audit.model, audit)
@@ -115,7 +119,7 @@ class TracedTrainingStep(RecordedStep):
         self.drafts = audited.drafts if self._is_alike else resized(audited.drafts, trace.elements)
 
     def profile(self, model: nn.Module, fullest: RecordedStep) -> Profile:
-        """Return the profile of this step. `fullest` is the fullest step, which is noted if it is another one."""
+        """Return this step's profile, with a note if `fullest`, the step that saved and read most, exceeds it."""
         peak_bytes, step_ms = self.plain or (None, 0.0)
         notes = [NOT_RUN] if peak_bytes is None else []
         if fullest.drafts.saved_bytes > self.drafts.saved_bytes:
@@ -152,12 +156,12 @@ class TracedTrainingStep(RecordedStep):
 
 
 def form_of(fingerprint: Fingerprint) -> str:
-    """Describe the batch without its sizes: `[_, _] int64`."""
+    """Describe the batch in a fingerprint without its sizes: `[_, _] int64`."""
     return re.sub(r"\[.*?\]", lambda shape: re.sub(r"\d+", "_", shape[0]), fingerprint.batch)
 
 
 def size_of(fingerprint: Fingerprint) -> int:
-    """Return the number of elements of the batch."""
+    """Return the number of elements of the batch in a fingerprint."""
     return elements(shapes_in(fingerprint.batch))
 
 
@@ -173,7 +177,7 @@ def inputs_in_words(inputs: list[list[str]]) -> str:
 
 
 class TrainingAudit(Audit):
-    """An audit that raises before the update if it has changed the step."""
+    """An audit in a training loop, which raises RehearsalError before the update if a trial replay changed the step."""
 
     def on_exit(self, interceptor: CallInterceptor) -> None:
         super().on_exit(interceptor)
