@@ -114,7 +114,7 @@ def rehearse(
 
 
 def with_mismatch_note(profile: Profile) -> Profile:
-    """Return `profile`, with a note if its peak differs from the plain step's, which draws other random numbers."""
+    """Return `profile`, with a note if its predicted plain peak differs from the plain peak measured in another run."""
     measured, predicted = profile.measured_plain_peak_bytes, predict(profile, Decisions()).peak_bytes
     predicted -= profile.static.margin
     if measured is None or abs(predicted - measured) <= max(DOUBTFUL_BYTES, DOUBTFUL * measured):

@@ -16,7 +16,10 @@ OTHER_NODE = "in another call of the model, the tensor saved there is of another
 
 
 def refuse_other_nodes(values: list[ValueDraft], slots: Collection[SlotDraft]) -> None:
-    """Refuse values whose node is not the main one at their address, or whose address is overwritten in some call."""
+    """Refuse recomputes of values whose node is not the main node at their address, the one with the most bytes.
+
+    If a tensor at an address is computed from overwritten memory in some call, all recomputes there are refused.
+    """
     lost = {slot.address for slot in slots if values[slot.value].refused == OVERWRITTEN}
     for slot in slots:
         if slot.address in lost:

@@ -40,7 +40,7 @@ class TracedStep:
     allows_in_place: bool
     """True if gradients may be written in place."""
     implementations: dict[str, str] = field(default_factory=dict)
-    """Implementations of recipes by kind of node, where the audit has not chosen the first."""
+    """Implementations of recipes by kind of node, where the audit has chosen another one than the first."""
 
 
 def assemble(
@@ -55,8 +55,9 @@ def assemble(
 ) -> Profile:
     """Return the profile of a traced step.
 
-    `plain`: peak in bytes and time in ms of the step without any plan. `sections`: times of its parts on the clocks of
-    host and device; None where they are one resource, or were not measured: then all times add up.
+    `plain` has the peak in bytes and the time in ms of the step without any plan. `sections` has times of that step's
+    sections on the clocks of host and device; None where both are one resource, or were not measured: then all times
+    add up.
     """
     slots, calls = step.drafts.slots, step.drafts.calls
     values = _upstream_first(step.drafts)
@@ -164,7 +165,9 @@ class _Records:
         return sections.spread({False: enter, True: first_read}, len(self.cuts))
 
     def storages(self) -> tuple[Storage, ...]:
-        """Return the storages of blocks, then those of state that is held only to recompute something."""
+        """Return the storages of memory blocks, then those of state (such as RNG state) held only for recomputes and
+        replays.
+        """
         index = self._index
         of_groups = (index.leave[k] for k, group in self._groups.items() if group and k in index.leave)
         last_block = max(of_groups, default=self._end)
@@ -181,8 +184,8 @@ class _Records:
         return (*storages, *(self._state(self._values[i]) for i in self._states))
 
     def _state(self, draft: ValueDraft) -> Storage:
-        """Return the storage of state that is held, from the start of its call, only if a value or call that needs it
-        runs again.
+        """Return the storage of state, such as RNG state, that is held from the start of its call on, but only if a
+        recompute or replay needs the state.
         """
         assert draft.state_of is not None
         at = self.position(self._index.enter[draft.state_of])

@@ -2,9 +2,9 @@
 
 Each result is compared with the original tensor bit by bit; recipes and replays that differ on this model and device
 are not used. The same run counts FLOPs and measures times. All tensors stay in memory during the audit, so it needs the
-memory of the plain step. A frugal audit needs at most that, and less where modules have children: it frees the tensors
-of each block as a trial replay brings them back, and replays the block in backward. Outside blocks it frees tensors
-that kept ones recompute (`released_tensors.py`).
+memory of the plain step. A frugal audit needs at most that, and less where modules have children: it frees the saved
+tensors of a block after a trial replay has reproduced them, and replays the block in backward. Outside blocks it frees
+tensors that are recomputed from kept tensors (`released_tensors.py`).
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ class Audit(SavedTensorPacker, Observer):
     ) -> None:
         """Prepare an audit of `model`.
 
-        `static` has the addresses of memory that is held whatever the plan, and `mark` marks the recording of the step.
-        `refused` maps classes of modules, by id, to the reason not to replay them; classes found not to be replayable
-        are added. Unless `in_place`, no gradient is written over another.
+        `static` has the addresses of memory that every plan holds, and `mark` adds marks to the recording of the step.
+        `refused` maps the id of a module class to the reason not to replay its modules; classes that turn out not to be
+        replayable are added. Unless `in_place`, no gradient is written over another gradient.
         """
         super().__init__(model)
         self.engine = AuditEngine(model, self)
@@ -130,8 +130,8 @@ class Audit(SavedTensorPacker, Observer):
 
     @property
     def leaked(self) -> str | None:
-        """Name of the call whose second run leaked tensors out of it, so that the step differed from the plain step;
-        None without one.
+        """Name of the call whose trial replay left tensors referenced from outside the call, so that the step differed
+        from the plain step; None without such a call.
         """
         return self._replays.leaked
 
@@ -162,8 +162,8 @@ class Audit(SavedTensorPacker, Observer):
             self._recomputes.timings.clear()
 
     def complete_drafts(self, stream: EventStream) -> None:
-        """Complete the drafts after the step, given its recorded events: from then on they tell which decisions are
-        possible.
+        """Complete the drafts after the step, given its recorded events: from then on the drafts tell which decisions
+        are possible.
         """
         step = self.step
         self._partial_reads.shrink_slots()
@@ -179,7 +179,10 @@ class Audit(SavedTensorPacker, Observer):
         return n_computed() - self._units.n_sent
 
     def _checkpoints(self) -> None:
-        """Count a torch.utils.checkpoint call in the call in progress, except in a trial run or in backward."""
+        """Count a call of torch.utils.checkpoint for the module whose call is in progress.
+
+        Calls in a trial run or in backward don't count.
+        """
         if (scope := self.here.scope) is not None:
             self.checkpointed.by_torch[scope.path] += 1
 
@@ -219,7 +222,7 @@ class Audit(SavedTensorPacker, Observer):
         return handle
 
     def argument(self, tensor: Tensor) -> Handle:
-        """Hold an argument of the call that begins as an input slot of that call."""
+        """Record a tensor argument of the call that begins as one of the call's input slots; return its handle."""
         scope, step = self.here.scope, self.step
         assert scope is not None
         value, view = self._recomputes.known(tensor)

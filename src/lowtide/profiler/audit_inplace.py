@@ -59,7 +59,7 @@ class AuditInPlace(InPlacePermission):
         self._refused: set[str] = set()
 
     def run(self, operator: Operator, own: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Return the result of torch's kernel, and try the kernel in place."""
+        """Return the result of torch's kernel, `own`, and compare it with the result of the in-place kernel."""
         key = operator.node, args[0].numel() * args[0].element_size()
         self._mark(TRACE, OwnKernelStarted())
         began = now_ms(self._place)
@@ -97,7 +97,7 @@ class AuditInPlace(InPlacePermission):
 
 
 def _ms(calls: list[float]) -> float:
-    """Return the total ms of calls that do equal work, each counted at the time of the fastest one."""
+    """Return the total ms of calls that do equal work, each counted at the time of the fastest call."""
     return len(calls) * min(calls)
 
 
@@ -110,7 +110,7 @@ def _allocated(stream: EventStream) -> dict[tuple[str, int], int]:
 
 
 def _same(expected: Any, result: Any) -> bool:
-    """Return True if both have the same bits in the same layout."""
+    """Return True if two kernels' results, each a tensor or a tuple, have the same bits in the same layout."""
     both = ((output if isinstance(output, tuple) else (output,)) for output in (expected, result))
     return all(_same_tensor(one, other) for one, other in zip(*both, strict=True))
 
@@ -122,7 +122,9 @@ def _same_tensor(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def with_their_own(groups: Sequence[InPlaceGroup], levels: MemoryLevels) -> tuple[int, ...]:
-    """Return `levels.most` as if the gradients of `groups` had memory of their own."""
+    """Return the most bytes at each position as if the gradients of `groups`, which the traced step wrote in place, had
+    memory of their own.
+    """
     most = list(levels.most)
     for position, level, key in levels.written:
         own_bytes = max((group.own_bytes.get(key, 0) for group in groups), default=0)
@@ -131,7 +133,10 @@ def with_their_own(groups: Sequence[InPlaceGroup], levels: MemoryLevels) -> tupl
 
 
 def in_place(groups: Sequence[InPlaceGroup], levels: MemoryLevels) -> tuple[records.InPlace, ...]:
-    """Return `groups` as records of a profile; `levels` are of a step with all groups in place."""
+    """Return `groups` as records of a profile, with the bytes that each saves at each position.
+
+    `levels` are of a step with all groups in place.
+    """
     base = [with_their_own(groups[n:], levels) for n in range(len(groups) + 1)]
     saved = [tuple(a - b for a, b in zip(*both, strict=True)) for both in itertools.pairwise(base)]
     return tuple(

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lowtide.state.side_effects import CodeState
 
 RAISED = "it raised an exception"
-"""Reason not to replay a call; also its result until it returns."""
+"""Reason not to replay a call. Also stands for the result of a call until the call returns."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -49,8 +49,8 @@ class AuditedStep(StepDrafts):
         self.index: weakref.WeakKeyDictionary[Value, int] = weakref.WeakKeyDictionary()
         """Index of each value's draft."""
         self.saved: set[int] = set()
-        """Indices of values that a slot has saved so far. Others are arguments of calls, which only a replay would
-        hold.
+        """Indices of values that a slot has saved so far. Other values are arguments of calls, which only a replay
+        would hold.
         """
         self.held: dict[int, tuple[Value, Geometry | None]] = {}
         """Value in each slot, and the view of it that was saved."""
@@ -63,20 +63,21 @@ class AuditedStep(StepDrafts):
         return self.values[self.index[value]]
 
     def add(self, value: Value, draft: ValueDraft) -> int:
-        """Add a value and return its index."""
+        """Add `draft`, the draft that describes `value`, and return its index."""
         self.index[value] = len(self.values)
         self.values.append(draft)
         return len(self.values) - 1
 
     def add_state(self, size: int) -> int:
-        """Add a value that represents `size` bytes of state, which a recompute or replay holds from this call on.
-        Return its index.
+        """Add a draft for `size` bytes of state, such as RNG state, and return its index.
+
+        A recompute or replay holds the state from the beginning of the innermost call in progress.
         """
         self.values.append(ValueDraft(bytes=size, node="", state_of=self.open_calls[-1].index))
         return len(self.values) - 1
 
     def add_slot(self, slot: SlotDraft, handle: Handle, value: Value, view: Geometry | None) -> None:
-        """Add a saved tensor, which `handle` refers to."""
+        """Add the slot of a saved tensor. The tensor is the view `view` of `value`, and `handle` refers to it."""
         self.held[len(self.slots)], self.slot_of[handle] = (value, view), len(self.slots)
         self.saved.add(slot.value)
         self.slots.append(slot)
@@ -109,12 +110,14 @@ class AuditedStep(StepDrafts):
         return any(call.is_freed for call in self.open_calls)
 
     def is_made_in_freed_block(self, value: Value) -> bool:
-        """Return True if such a call in progress has computed the value, and was not called with it."""
+        """Return True if the value was computed inside a block in progress whose saved tensors are freed when it has
+        been audited. Arguments of such a block don't count.
+        """
         index, blocks = self.index[value], [call.draft for call in self.open_calls if call.is_freed]
         return bool(blocks) and all(slot.value != index for block in blocks for slot in block.inputs)
 
     def drop_unreferenced(self) -> None:
-        """Release the values of slots whose handles are gone with their graph."""
+        """Release the values of slots whose handles have been freed with their autograd graph."""
         self.held = {n: self.held[n] for n in self.slot_of.values() if n in self.held}
 
     def release(self) -> None:

@@ -1,8 +1,9 @@
 """Backward passes over one graph, where backward runs through it more than once (`retain_graph=True`).
 
 Values that are not kept are recomputed in each pass and freed in between. So a further pass over slots that an earlier
-pass has read is presented to the planner as another call of the model: the same addresses, ids and storages, but values
-of its own, which are read in that pass. A decision about an address holds for all passes; costs count in each.
+pass has read is presented to the planner as another call of the model. That call has the same addresses, ids and
+storages, but values of its own, which are read in that pass. A decision about an address holds for all passes, and its
+costs count in each pass.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ Pass = dict[int, tuple[int, int]]
 
 
 def shared_passes(index: TraceIndex, end: int) -> list[Pass]:
-    """Return the passes that share a slot with another pass, in order; none if each slot is read in one pass.
+    """Return the backward passes that read a slot which another pass reads too, in order of time.
 
-    A tensor read by a node stays until the node releases it; or, if backward is to run again, until another node reads;
-    or as long as a graph that the pass made (`create_graph`) holds it. `end` is the number of events.
+    A tensor that a node reads stays in memory until the node releases it. If backward will run again, it stays until
+    another node reads, or as long as a graph that the pass made (`create_graph`) holds it. `end` is the number of
+    events.
     """
     by_number: dict[int, Pass] = {}
     over = following = end
@@ -45,7 +47,10 @@ def shared_passes(index: TraceIndex, end: int) -> list[Pass]:
 
 
 def with_passes(profile: Profile, several: Sequence[Pass], position: Callable[[int], int]) -> Profile:
-    """Return `profile`, whose first slots are the saved tensors in order, with values for each of `several` passes."""
+    """Return `profile` with values, slots and calls of their own for each of `several` backward passes.
+
+    The first slots of `profile` must be the saved tensors in order. `position` maps an event to its position.
+    """
     if not several:
         return profile
     in_any = {slot for read in several for slot in read}

@@ -19,19 +19,17 @@ if TYPE_CHECKING:
 
 
 class BackwardTimings:
-    """Recomputes of the values that one forward pass saves, by value."""
+    """Recomputes of the values that one forward pass saves, to be timed in backward."""
 
     def __init__(self, step: AuditedStep, meter: Meter) -> None:
-        """Start without recomputes; times in backward are written into the drafts of `step`, as `meter` measures
-        them.
-        """
+        """Start without recomputes. The times that `meter` measures in backward are written into drafts of `step`."""
         self._step, self._meter = step, meter
         self._recomputes: weakref.WeakKeyDictionary[Value, Recompute] = weakref.WeakKeyDictionary()
-        """Recomputes that have not run in backward yet. Each goes with its value: the graph may be dropped without a
-        backward.
+        """Recomputes that have not run in backward yet. Each is dropped with its value, because the graph may be freed
+        without a backward.
         """
         self._indices: weakref.WeakKeyDictionary[Recompute, int] = weakref.WeakKeyDictionary()
-        """Index of the value of each recompute, and of those that it passes through."""
+        """Index of the value that each recompute computes, also for intermediate values."""
 
     def add(self, value: Value, maker: Recompute, index: int) -> None:
         """Time `maker`, which computes the value at `index`, when backward is about to read the value."""
@@ -47,7 +45,7 @@ class BackwardTimings:
         return self._recomputes.get(value)
 
     def take(self, value: Value) -> Recompute | None:
-        """Return the recompute of a value that backward reads for the first time, or None without one."""
+        """Remove and return the recompute of a value that backward reads for the first time, or None without one."""
         return self._recomputes.pop(value, None)
 
     def drop_unread(self) -> None:

@@ -60,8 +60,8 @@ class LabelledTrace(Trace):
 def labels(stream: EventStream, trace: LabelledTrace) -> dict[int, Label]:
     """Return the label of each block; blocks without a label are temporaries.
 
-    Activations are blocks of saved tensors, and others of forward that are alive when backward begins, such as outputs
-    that selective checkpointing keeps.
+    Activations are blocks of saved tensors, and other blocks allocated in forward that are alive when backward begins,
+    such as outputs that selective checkpointing keeps.
     """
     label_of: dict[int, Label] = {}
     of_forward: set[int] | None = None

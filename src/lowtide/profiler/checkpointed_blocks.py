@@ -1,7 +1,8 @@
 """Blocks that checkpoint themselves: plans leave them unchanged, and a note states the cost of that.
 
-Most use `torch.utils.checkpoint`, which can be disabled to find that cost. Others have a `torch.autograd.Function` of
-their own that calls modules again in its backward, as models derived from OpenAI's guided-diffusion do.
+Most blocks use `torch.utils.checkpoint`, which can be disabled to find that cost. Other blocks have a
+`torch.autograd.Function` of their own that calls modules again in its backward, as in models derived from OpenAI's
+guided-diffusion.
 """
 
 from __future__ import annotations

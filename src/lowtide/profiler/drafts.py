@@ -20,7 +20,7 @@ OVERWRITTEN = "it is computed from a tensor that is overwritten before backward"
 
 @dataclass(slots=True, kw_only=True)
 class ValueDraft:
-    """Output of one autograd node."""
+    """Draft of a value: one output of one autograd node."""
 
     bytes: int
     node: str
@@ -36,10 +36,10 @@ class ValueDraft:
     flops: int = 0
     transient_bytes: int = 0
     spent: int | None = None
-    """Number of the measured run of its recipe, which marks in the recording name."""
+    """Number of the measured run of its recipe, by which marks in the recording refer to the run."""
     other_runs: tuple[int, ...] = ()
-    """Numbers of the runs of other exact implementations. The most memory of all runs counts, so that it does not
-    depend on which is chosen by time.
+    """Numbers of the runs of other exact implementations. The most memory of all runs counts, because the
+    implementation is chosen by measured time.
     """
     state_of: int | None = None
     """For state without node or slot, such as random numbers or the bits of a mask: the call from whose beginning it is
@@ -50,18 +50,18 @@ class ValueDraft:
 
     @property
     def is_seed(self) -> bool:
-        """Return True if replays leave the value alone."""
+        """True for a saved tensor of a few bytes without a node, such as a kernel's seed: replays don't restore it."""
         is_saved = self.state_of is None and self.captured_number is None
         return not self.node and is_saved and 0 < self.bytes <= SEED_BYTES
 
     def refuse(self, why: str) -> None:
-        """Keep the value whenever it is saved."""
+        """Refuse to recompute the value, for the reason `why`: plans keep or replay it."""
         self.recipe, self.refused = None, why
 
 
 @dataclass(slots=True, kw_only=True)
 class SlotDraft:
-    """One tensor saved for backward, or one tensor argument of a call."""
+    """Draft of a slot: one tensor saved for backward, or one tensor argument of a call."""
 
     address: str
     label: str
@@ -73,7 +73,7 @@ class SlotDraft:
 
 @dataclass(slots=True, kw_only=True)
 class CallDraft:
-    """One call of one module."""
+    """Draft of one call of one module."""
 
     id: str
     cls: str
@@ -115,7 +115,7 @@ class StepDrafts:
         return self.bytes_in(range(len(self.slots)))
 
     def bytes_in(self, slots: Iterable[int]) -> int:
-        """Return the bytes of the values in these slots, given by number."""
+        """Return the bytes of the values in the slots with these numbers; each value counts once."""
         return sum(self.values[index].bytes for index in {self.slots[n].value for n in slots})
 
 

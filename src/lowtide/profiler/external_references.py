@@ -118,7 +118,8 @@ class ExternalReferences:
             everything: Check all entries.
 
         Returns:
-            Address of each such memory, once, with the number of searches since one last found outside references.
+            Address of each such memory, reported once, and the number of searches since references from outside the
+            rehearsal were last found.
         """
         self._looks += 1
         self._due += RECENT

@@ -15,8 +15,9 @@ from lowtide.profiler.trace_reader import TraceIndex
 
 
 def reject_unavailable(values: list[ValueDraft], slots: list[SlotDraft], trace: TraceIndex) -> None:
-    """Keep values whose operands have been freed when the value is saved. In `values`, operands come before the values
-    computed from them.
+    """Refuse recomputes of values whose operands have been freed when the value is saved.
+
+    In `values`, operands come before the values computed from them.
     """
     saved: dict[int, list[int]] = {}
     for n, slot in enumerate(slots):

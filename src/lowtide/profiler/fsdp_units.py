@@ -33,7 +33,7 @@ AROUND_UNITS = "the sharded modules in it are run again instead, one at a time"
 
 
 class FsdpUnits:
-    """Units of an audited model that are resharded between their forward and their backward."""
+    """Units (sharded modules) of an audited model that free their gathered parameters between forward and backward."""
 
     def __init__(self, model: nn.Module) -> None:
         all_units = units_in(model.modules())
@@ -115,33 +115,36 @@ class _Counted:
 
 
 class FsdpScopes:
-    """Record of each unit's calls, and of the call that made each value."""
+    """Record of the calls of each unit (sharded module), and of the autograd node that computed each value."""
 
     def __init__(self) -> None:
         self.allocated_at: dict[int, int] = {}
-        """Number of the autograd node that made each value."""
+        """Sequence number of the autograd node that computed each value."""
         self.spans: dict[int, tuple[int, int]] = {}
-        """First number of a node made inside each call of a unit, and the first number after the call."""
+        """First sequence number of a node inside each call of a unit, and the first number after the call."""
         self.not_gathered: set[int] = set()
         """Calls of units that are not gathered for their backward."""
 
     def begin(self, call: int, *, is_gathered: bool = True) -> None:
-        """Observe that a unit's call begins. Unless `is_gathered`, the unit is not gathered for its backward."""
+        """Record that the call with index `call`, of a unit, begins.
+
+        Unless `is_gathered`, the unit's parameters are not gathered for its backward.
+        """
         self.spans[call] = next_sequence_number(), sys.maxsize
         if not is_gathered:
             self.not_gathered.add(call)
 
     def end(self, call: int) -> None:
-        """Observe that a unit's call has ended."""
+        """Record that the call with index `call`, of a unit, has ended."""
         self.spans[call] = self.spans[call][0], next_sequence_number()
 
     def of(self, index: int) -> int | None:
-        """Return the innermost call of a unit inside which a value was made, or None."""
+        """Return the innermost call of a unit inside which the value at `index` was computed, or None."""
         number = self.allocated_at.get(index)
         return None if number is None else self.around(number)
 
     def around(self, number: int) -> int | None:
-        """Return the innermost call of a unit inside which the node of this number was made, or None."""
+        """Return the innermost call of a unit in which the node with sequence number `number` was made, or None."""
         enclosing = [(first, call) for call, (first, stop) in self.spans.items() if first <= number < stop]
         return max(enclosing)[1] if enclosing else None
 
@@ -162,7 +165,7 @@ class ValueNumbering(Builder):
 
 
 def refuse_ungathered(step: StepDrafts, homes: FsdpScopes) -> None:
-    """Refuse values whose recompute would run where the parameters of their unit are not gathered."""
+    """Refuse recomputes and replays that would run while parameters of their unit (sharded module) are not gathered."""
     values, slots, calls = step.values, step.slots, step.calls
     if not homes.spans:
         return
@@ -191,8 +194,8 @@ def refuse_ungathered(step: StepDrafts, homes: FsdpScopes) -> None:
 
 
 def _upstream(index: int, values: Sequence[ValueDraft], home: Collection[int], held: Collection[int]) -> set[int]:
-    """Return the units' values that a recompute of value `index` may compute: that value, and its operands that are not
-    held.
+    """Return the values computed in units that a recompute of value `index` may compute: that value, and operands
+    upstream that are not held.
     """
     reached: set[int] = set()
     pending = [index]

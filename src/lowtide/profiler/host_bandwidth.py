@@ -33,7 +33,7 @@ def host_bandwidth(device: torch.device | str) -> float | None:
 
 
 def _took_ms(to: torch.Tensor, source: torch.Tensor) -> float:
-    """Return the shortest time of `RUNS` copies in ms; the first one pays for setup."""
+    """Return the shortest time of `RUNS` copies in ms; the first copy pays for setup."""
     took = list[float]()
     for _ in range(RUNS):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]

@@ -1,8 +1,9 @@
 """Choose, for each kind of autograd node, the fastest implementation of its recipe that gives the same bits.
 
-Every implementation is run in the audit, on each saved tensor that the first one recomputes exactly. One that differs
-in a single bit, or fails, at any of them is dropped for this kind of node. The fastest remaining one, over all of
-them, is used in the engine for the whole model. A recompute that only passes through such a node runs the first one.
+Every implementation is run in the audit, on each saved tensor that the first implementation recomputes exactly. An
+implementation that fails, or differs in a single bit, for any of these tensors is dropped for this kind of node. The
+engine uses the implementation with the least total time for the whole model. Where such a node is only an intermediate
+of another recompute, the first implementation runs.
 """
 
 from __future__ import annotations
@@ -19,12 +20,12 @@ if TYPE_CHECKING:
     from lowtide.runtime.recompute_builder import Builder
 
 CLEARLY = 0.8
-"""Largest share of the first implementation's time at which another one is chosen; less gain is not worth it."""
+"""Largest share of the first implementation's time at which another implementation is chosen."""
 
 
 @dataclass(frozen=True, slots=True)
 class ExactRun:
-    """An exact run of an implementation."""
+    """A run of an implementation that gave the original bits: its costs and its operands."""
 
     spent: ValueDraft
     operands: tuple[int, ...]
@@ -36,7 +37,7 @@ class ExactRun:
 
 @dataclass(slots=True)
 class ImplementationTrials:
-    """Trials of one audit, by value and by the implementation's name; the first one has an empty name."""
+    """Trials of implementations in one audit, by value and name; the first implementation has an empty name."""
 
     by_value: dict[int, dict[str, ExactRun]] = field(default_factory=dict)
     kinds: dict[int, str] = field(default_factory=dict)
@@ -48,8 +49,10 @@ class ImplementationTrials:
         self.by_value.setdefault(value, {})[name] = run
 
     def choose(self, values: list[ValueDraft]) -> dict[str, str]:
-        """Return the chosen implementation for each kind of node for which it is not the first, and set its costs in
+        """Choose an implementation for each kind of node, and set the costs of those that are not the first in
         `values`.
+
+        Returns these implementations by kind of node.
         """
         chosen: dict[str, str] = {}
         for kind in dict.fromkeys(self.kinds.values()):

@@ -90,8 +90,10 @@ class Meter:
         self._watch.start()
 
     def stop(self, maker: Recompute, result: Tensor) -> None:
-        """Record a run. A recompute that runs several times counts with its least time and its most FLOPs: some runs
-        count none.
+        """Record the run of `maker` that has computed `result`.
+
+        A recompute that runs several times counts with its least time and its most FLOPs, because not all runs count
+        FLOPs.
         """
         host_ms, cost_ms = self._watch.stop()
         flops = self.flops.total - self._flops_before
@@ -122,7 +124,7 @@ class Meter:
         excluded_ms: Callable[[], float] = lambda: 0.0,
         quietly: Callable[[], object] | None = None,
     ) -> tuple[T, Times, int]:
-        """Return the result of `run`, its times and its FLOPs. Short runs are run twice: counting takes time.
+        """Call `run`; return its result, times and FLOPs. A short run is repeated, because counting FLOPs takes time.
 
         `excluded_ms` returns the time so far that does not count as time of `run`. Where host and device have separate
         clocks, `quietly` is timed: the same work without the instrumentation of `run`; by default `run` itself.
@@ -154,9 +156,10 @@ class Meter:
 
 
 def advance(frame: ReplayFrame, returned: Any, meter: Meter) -> tuple[Tensor, Times, int] | None:
-    """Advance the call of `frame`. Return the result tensor in `returned`, and the times and FLOPs of the advance.
+    """Run the call of `frame` forward again, only for its result, and compare the result with the original.
 
-    None if the advance gives other bits or is not possible.
+    Returns the original result tensor in `returned`, and the times and FLOPs of the second run; None if that run gives
+    other bits or is not possible.
     """
     node = result_node(frame, returned)
     if node is None:

@@ -1,4 +1,4 @@
-"""Operands that the recomputes of an audit read, and which recomputes can't be used because an operand has changed."""
+"""Operands that the recomputes of an audit read, and a search for recomputes that an overwritten operand rules out."""
 
 from __future__ import annotations
 
@@ -19,15 +19,14 @@ class OperandChanges:
     """Operands of the recomputes of one forward and backward pass, by the index of the value that they compute."""
 
     def __init__(self, static: frozenset[int]) -> None:
-        """Start without operands; `static` has the addresses of memory that is held whatever the plan."""
+        """Start without operands; `static` has the addresses of memory that every plan holds."""
         self.captured = Unrecorded(static)
         self.sites: dict[int, set[CaptureSite]] = {}
         """Sites at which operands of each value were captured. A plan captures them only in the call that saves the
         value.
         """
         self._memory: dict[int, set[int]] = {}
-        """For each value the memory of those operands that no recompute produces: parameters and other existing
-        tensors.
+        """For each value, the storages of operands that no recompute produces: parameters and other existing tensors.
         """
         self._versions: list[tuple[Tensor, int]] = []
         """Versions of parameters when forward began. DistributedDataParallel writes to all buffers in each forward."""
@@ -38,16 +37,16 @@ class OperandChanges:
             self._versions = [(p, p._version) for p in parameters if not p.is_inference()]
 
     def reads(self, index: int, maker: Recompute) -> None:
-        """Record that `maker` computes the value at `index`."""
+        """Record the storages that `maker`, the recompute of the value at `index`, reads."""
         self._memory[index] = _memory_of(maker)
 
     def written_in_forward(self) -> set[int]:
-        """Return the memory of parameters that were written to since forward began, for example by `max_norm`."""
+        """Return the storages of parameters that were written to since forward began, for example by `max_norm`."""
         return {storage_id(p) for p, version in self._versions if p._version != version} - {0}
 
     def take_overwritten(self) -> set[int]:
-        """Return the indices of values with an operand that has changed since the audit recorded it, and forget all
-        operands but the sites.
+        """Return the indices of values with an operand that has changed since the audit recorded it. Then forget all
+        operands, except the sites of captured ones.
         """
         lost, written = self.captured.overwritten(), self.written_in_forward()
         indices = {index for index, sites in self.sites.items() if sites & lost}

@@ -30,7 +30,10 @@ NOTEWORTHY: Final = 0.01
 
 
 def with_others(static: Static, addresses: frozenset[int], recorder: Recorder) -> Static:
-    """Return `static` of a recorded step with other memory added; `addresses` are those of `static`."""
+    """Add to `static` all other memory that existed when the recorded step began.
+
+    `addresses` are the addresses of memory that `static` counts already.
+    """
     entry = recorder.entry_addresses
     freed = (event for event in recorder.stream if type(event) is Free and event.block in entry)
     left_bytes = sum(event.bytes for event in freed if entry[event.block] not in addresses)
@@ -51,8 +54,8 @@ def in_words(model: nn.Module, static: Static) -> tuple[str, ...]:
 def other_models(model: nn.Module) -> dict[str, int]:
     """Return the bytes of parameters, gradients and buffers of other live models on the model's device, by class.
 
-    A module inside another one is part of the outer one. Memory shared with `model`, or with a model that was already
-    counted, is left out.
+    A module inside another module is part of the outer module. Memory shared with `model`, or with a model that was
+    already counted, is left out.
     """
     alive = [module for module in live_objects(nn.Module) if "_modules" in vars(module)]
     inside = {id(child) for module in alive for child in module._modules.values()}

@@ -1,7 +1,8 @@
-"""Find, during the audit, saved tensors whose shape or signs are all that backward reads.
+"""Find, during the audit, saved tensors of which backward reads only the shape or the signs.
 
-If no other slot saves the tensor, the slot gets its own value: nothing for a shape, one bit per element for signs.
-An input saved for its shape is released also if other slots save it and recomputes can find their value: those hold it.
+If no other slot saves the tensor, the slot gets its own value: nothing for a shape, one bit per element for signs. If
+other slots save a tensor, a slot that needs only its shape releases it, provided that recomputes can find the value of
+the other slots.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class PartialReads:
     def __init__(self, recomputes: RecomputeTrials) -> None:
         self._step, self._recomputes, self._meter = recomputes.step, recomputes, recomputes.meter
         self._part_of_slot: dict[int, PartialRead] = {}
-        """The part that is enough, by slot."""
+        """The part of the saved tensor that is enough, by slot."""
 
     def try_signs(self, known: Value, tensor: Tensor) -> None:
         """Measure the cost of keeping one bit per element of a tensor that is about to be saved for its signs."""
@@ -76,7 +77,7 @@ class PartialReads:
         self._part_of_slot[len(self._step.slots)] = PartialRead(draft, bits, is_passable)
 
     def try_shape(self, call: int, result: Any) -> None:
-        """Record the tensor that a call, which has just returned `result`, has itself saved for its shape, if any."""
+        """Record the slot of the tensor that `call`, which returned `result`, has saved only for its shape, if any."""
         held, step = saved_for_shape(result), self._step
         # several slots of the call may have saved the same tensor
         n = None if held is None else step.slot_of.get(held)
@@ -118,7 +119,10 @@ def _add(values: list[ValueDraft], read: PartialRead) -> int:
 
 
 def _refuse(values: list[ValueDraft], lost: list[int], held: Collection[int]) -> None:
-    """Refuse recomputes that need a value in `lost`, which is neither held nor recomputable as an intermediate."""
+    """Refuse recomputes that need a value in `lost`: values that are neither held nor computable as intermediates.
+
+    `held` has the values that slots hold.
+    """
     for index in lost:  # grows while it runs
         for place, draft in enumerate(values):
             if index in draft.operands and draft.recipe is not None:

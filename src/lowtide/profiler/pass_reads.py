@@ -30,5 +30,5 @@ class PassReads:
         self._passes[number][1].add(slot)
 
     def slots(self) -> ReadSlots:
-        """Return the slots that were read in each pass."""
+        """Return, for each backward pass, True if it builds a graph itself, and the slots that it has read."""
         return tuple((creates_graph, frozenset(slots)) for creates_graph, slots in self._passes.values())

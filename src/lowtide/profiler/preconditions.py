@@ -138,7 +138,7 @@ def nondeterminism_notes(model: torch.nn.Module, place: torch.device) -> tuple[s
 
 
 def by_contents(audit: Audit) -> tuple[str, ...]:
-    """Return a note for the profile of a step whose memory depends on the contents of tensors, if it does."""
+    """Return a note on operators of the audited step whose memory depends on the contents of tensors, if any."""
     if not audit.by_contents:
         return ()
     where = ", ".join(f"{operator} in {path or 'the model'}" for operator, path in audit.by_contents.items())
@@ -250,7 +250,7 @@ def did_same_work(audit: Audit, trace: Trace) -> bool:
 
 
 def is_specialised(model: torch.nn.Module) -> bool:
-    """Return True if parts of the model are compiled or TorchScript: these save other tensors after their first run."""
+    """Return True if parts of the model are compiled or TorchScript: these save different tensors in later runs."""
     return has_torchscript(model) or has_compiled_modules(model)
 
 

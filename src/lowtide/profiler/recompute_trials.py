@@ -66,8 +66,8 @@ class RecomputeTrials:
     ) -> None:
         """Begin without trials of `step`, which runs on the device `place` and whose recording is marked by `mark`.
 
-        `static` has the addresses of memory that is held whatever the plan. Unless `has_contents`, tensors are fake,
-        and nothing that depends on their contents is tried.
+        `static` has the addresses of memory that every plan holds. Unless `has_contents`, tensors are fake, and nothing
+        that depends on their contents is tried.
         """
         self.step, self.meter = step, Meter(mark, place)
         self.timings = BackwardTimings(step, self.meter)
@@ -79,7 +79,10 @@ class RecomputeTrials:
         self._implementations = ImplementationTrials()
 
     def value_of(self, tensor: Tensor) -> tuple[Value, Geometry | None]:
-        """Return the kept value of a tensor and the tensor's view of it. A value is tried when it is first seen."""
+        """Return the value (output of an autograd node) of a tensor, and the tensor's geometry if it is a view of it.
+
+        The recipe of a value is tried when the value is first seen.
+        """
         step = self.step
         base, node, output, view = base_node_and_view(tensor)
         if node is None:
@@ -107,8 +110,10 @@ class RecomputeTrials:
         return value, view
 
     def known(self, tensor: Tensor) -> tuple[Value, Geometry | None]:
-        """Return the same as `value_of`. In a block that is to be freed, a freed value is kept again: the trial of the
-        block compares it in another slot.
+        """Return a tensor's value and geometry as `value_of` does.
+
+        Inside a block whose saved tensors will be freed, a freed value is kept again, because the trial of the block
+        compares the value in another slot.
         """
         value, view = self.value_of(tensor)
         if value in self.freed and self.step.is_in_freed_block:
@@ -116,13 +121,13 @@ class RecomputeTrials:
         return value, view
 
     def _add(self, value: Value, base: Tensor, node: str) -> int:
-        """Add a value, of 0 bytes if its memory is held whatever the plan, and return its index."""
+        """Add `value` to the drafts, without the bytes of memory that every plan holds, and return its index."""
         is_gathered = self.builder.owners.is_gathered(value, base)  # then it is not kept for backward
         parts = [p for p in parts_of(base) if not is_gathered and p.untyped_storage().data_ptr() not in self._static]
         return self.step.add(value, ValueDraft(bytes=sum(p.numel() * p.element_size() for p in parts), node=node))
 
     def begin_forward(self, model: nn.Module) -> None:
-        """Record the versions of parameters, and release the tensors of earlier calls whose graphs are gone since."""
+        """Record the versions of parameters, and release tensors of earlier calls whose graphs have been freed."""
         self.step.drop_unreferenced()
         if not self.step.held:
             self.step.passed_through.clear()
@@ -130,7 +135,7 @@ class RecomputeTrials:
         self.operand_changes.begin_forward(model.parameters())
 
     def begin_backward(self) -> None:
-        """Keep values with an operand that has changed since the audit recorded it, and release all tensors."""
+        """Refuse recomputes with an operand that has changed since the audit recorded it, and release all tensors."""
         for index in self.operand_changes.take_overwritten():
             self.step.values[index].refuse(OVERWRITTEN)
         if self.step.held:
@@ -139,7 +144,7 @@ class RecomputeTrials:
         self.meter.forget()
 
     def refuse_captured_elsewhere(self, value: Value) -> None:
-        """Keep a value that is saved for the first time if an operand was captured in another call."""
+        """Refuse to recompute a value, saved for the first time, if an operand was captured in another call."""
         step, index = self.step, self.step.index[value]
         if index not in step.saved and step.is_captured_elsewhere(self.operand_changes.sites.get(index, ())):
             step.values[index].refuse(CAPTURED_ELSEWHERE)
@@ -161,8 +166,8 @@ class RecomputeTrials:
         self._try_implementations(known, node, output, base)
 
     def _try_implementations(self, known: Value, node: Node, output: int, base: Tensor) -> None:
-        """Run the other implementations of a recipe that is exact for this value, and record those that are exact as
-        well.
+        """Run the other implementations of a recipe that is exact for the value `known`. Record each implementation
+        that is exact as well.
         """
         index, draft, kind = self.step.index[known], self.step.draft(known), node.name()
         others = IMPLEMENTATIONS.get(kind)
@@ -290,7 +295,7 @@ class RecomputeTrials:
             draft.refuse(OVERWRITTEN)
 
     def _sites_of(self, maker: Recompute) -> set[CaptureSite]:
-        """Return the sites of captured operands of a recompute and of the recomputes that it may pass through."""
+        """Return the sites of operands captured for a recompute, and for recomputes of its operands that it may run."""
         sites = set(maker.captured_sites)
         for value in (handle.value for handle in maker.operands if handle is not None):
             index = self.step.index.get(value)
@@ -301,7 +306,7 @@ class RecomputeTrials:
         return sites
 
     def _operands(self, maker: Recompute) -> tuple[int, ...]:
-        """Return the indices of a recompute's operands, except permanent ones; add intermediates to the values."""
+        """Return the indices of a recompute's operands, except tensors that exist anyway; add drafts if needed."""
         step, operands = self.step, []
         for value in (handle.value for handle in maker.operands if handle is not None):
             if value not in step.index and isinstance(value.maker, Recompute):
@@ -313,7 +318,7 @@ class RecomputeTrials:
         return tuple(dict.fromkeys(operands))
 
     def _add_intermediate(self, value: Value, maker: Recompute) -> None:
-        """Add a value that no slot has saved, which recomputes of other values pass through."""
+        """Add a draft for an intermediate value: recomputes of other values compute it, and no slot has saved it."""
         operands, spent = self._operands(maker), self.meter.of(maker)
         draft = replace(spent, operands=operands, overwrites=self._overwritten_by(maker), recipe=spent.node)
         index = self.step.add(value, draft)

@@ -1,4 +1,4 @@
-"""The runs of a rehearsal: the audited step, the traced one and the plain one."""
+"""The runs of a rehearsal: an audited step, a traced step and a plain step."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ NOT_MEASURED: Final = "the plain step ran out of memory: its peak is predicted"
 
 
 class Rehearsal:
-    """Runs of one step from the same state, and the profile that they give."""
+    """Runs of one step from the same state, from which its profile is made."""
 
     def __init__(
         self, model: nn.Module, batch: Any, unchanged: StepSnapshot, updates: Updates, *, in_place: bool
@@ -73,7 +73,7 @@ class Rehearsal:
 
     @property
     def is_random(self) -> bool:
-        """Return True if the step has called other modules, or in another order, when it was run again."""
+        """True if a second run of the step has called other modules than the first run, or in another order."""
         return len(self._orders) > 1
 
     def vary(self) -> None:
@@ -101,7 +101,7 @@ class Rehearsal:
             self._unchanged.restore_for_rerun()
 
     def profiled(self) -> tuple[Attempt, Profile]:
-        """Rehearse the step under the current random numbers, and return its profile."""
+        """Rehearse the step under the current random numbers; return its audit and trace, and its profile."""
         attempt = self._without_mismatch()
         if not did_same_work(attempt.audit, attempt.trace):  # the first run may have filled a cache of the program
             self._unchanged.restore()
@@ -159,7 +159,7 @@ class Rehearsal:
         return Attempt(audit, frugal, static, engine, trace, recorder)
 
     def _audited(self, *, frugal: bool) -> tuple[Audit, bool]:
-        """Return the audit, and True if it is a frugal one, because a full one did not fit."""
+        """Audit the step. Also return True if the audit is frugal, as asked or because a full audit did not fit."""
         try:
             return self._audit_without_leak(frugal=frugal), frugal
         except Exception as error:
@@ -224,8 +224,9 @@ class Rehearsal:
         return recorder, step_ms
 
     def _draw_as_before(self) -> None:
-        """Restore the random numbers of the audited step if the step's work is random; otherwise leave them, to find
-        out if it is.
+        """Restore the random numbers of the audited step if its work is known to be random.
+
+        Otherwise the next run draws other numbers, to find out if the work is random.
         """
         if self.is_random:
             self._unchanged.restore_for_rerun()

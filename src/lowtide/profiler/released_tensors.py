@@ -1,4 +1,4 @@
-"""Tensors that a frugal audit has freed: how they are recomputed, and the memory that trials may use because of it."""
+"""Tensors that a frugal audit frees in forward: their recomputes, and the memory that trials in backward may use."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class FreedValues:
         return value in self._values
 
     def add(self, value: Value, maker: Recomputation | None) -> None:
-        """Free a value, which `maker` recomputes; None if nothing needs it unless it is given back."""
+        """Free a value that `maker` recomputes. Without a `maker`, nothing needs the value unless it is given back."""
         value.tensor, value.maker = None, maker
         self._values.add(value)
 
     def give_back(self, value: Value, tensor: Tensor) -> None:
-        """Keep a value that was to be freed, because it is saved elsewhere or is an argument of a call."""
+        """Keep `tensor` as the contents of a freed value, which is saved elsewhere or is an argument of a call."""
         self._values.discard(value)
         value.keep(tensor.detach())
 
@@ -52,19 +52,19 @@ class FreedValues:
         self.add(self._step.held[n][0], maker)
 
     def leave_to(self, frame: ReplayFrame, freed: dict[Value, int]) -> None:
-        """Leave values, each with a place among the saved tensors, to the replay of a block."""
+        """Let the replay of a block restore the values in `freed`, each with its place among the saved tensors."""
         self._relied_on.add(frame)
         frame.values = {place: weakref.ref(value) for value, place in freed.items()}
 
     def hold_again(self, frame: ReplayFrame, freed: dict[Value, int]) -> None:
-        """Restore the values that a trial of `frame` freed, and keep them: the call can't be replayed after all."""
+        """Restore the values that a trial of `frame` freed, and keep them, because the call can't be replayed."""
         values = {place: value for value, place in freed.items() if value.maker is frame}
         frame.values = {place: weakref.ref(value) for place, value in values.items()}
         if values:
             frame.visit_saved(lambda place, tensor: self.give_back(values[place], tensor))
 
     def free(self) -> None:
-        """Free the values again that a trial in forward has recomputed."""
+        """Free again all values that a trial in forward has recomputed."""
         for value in self._values:
             value.tensor = None
 
@@ -107,11 +107,11 @@ class FreedValues:
         self.add(value, maker)
 
     def _may_go(self, value: Value, maker: Recompute) -> bool:
-        """Return True if the value can be freed: it has one reader, and backward reads the operands of `maker` anyway.
+        """Return True if the value can be freed: backward reads it, and holds the operands of `maker` anyway.
 
-        An operand that backward does not read may be overwritten in between, unnoticed. In a block that will be run
-        again, an operand may be a freed value itself: backward recomputes neither. That is not so for an argument of
-        the block, whose recompute would run the block before it again, and so on.
+        An operand that backward does not read may be overwritten in between, unnoticed. Inside a block that will be
+        replayed, an operand may be a freed value itself, because the replay restores both. An argument of the block may
+        not: its recompute would replay the block before, and so on.
         """
         is_made_here = self._step.is_made_in_freed_block(value)
         operands = [handle.value for handle in maker.operands if handle is not None]

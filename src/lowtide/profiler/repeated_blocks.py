@@ -19,7 +19,7 @@ BARE_LEAVES = (nn.RNNBase, nn.MultiheadAttention, nn.Transformer)
 
 
 class AuditedBlocks:
-    """Modules of an audited model whose calls may be replayed, and those whose saved tensors are freed."""
+    """Modules of an audited model whose calls may be replayed, and modules whose saved tensors the audit frees."""
 
     def __init__(self, model: nn.Module, units: FsdpUnits, place: torch.device, *, frugal: bool) -> None:
         """Find the blocks of `model`, which is on the device `place`. Only a `frugal` audit frees saved tensors."""
@@ -32,18 +32,18 @@ class AuditedBlocks:
         """Blocks whose saved tensors are freed once the block has been audited."""
         self._is_frugal = frugal
         self._called: set[tuple[int, int]] = set()
-        """Calls so far, as `is_freed` knows them: the model's call around each, and the module by its id."""
+        """Calls so far: the index of the model's call around each call, and the id of its module."""
         is_surely_alike = frugal and place.type == "cpu"  # not proven of cuDNN
         self.freed_before = frozenset(m for m in model.modules() if is_surely_alike and is_recurrent(m))
-        """Layers whose saved tensors are freed before the trial: one operator saves them all, and its second run would
-        hold them twice.
+        """Layers whose saved tensors are freed before the trial: one operator saves all of them, and its second run
+        would hold them twice.
         """
 
     def is_freed(self, module: nn.Module, *, in_call: int) -> bool:
-        """Return True if what a call of `module` saves is freed. `in_call` is the index of the model's call around it.
+        """Return True if the audit frees the saved tensors of a call of `module`, inside the model's call `in_call`.
 
-        A module with children that is called again, such as a layer that a model uses several times, is a block like
-        those in a list.
+        A module with children that is called again, such as a layer that a model uses several times, counts as a
+        repeated block. Each call must be asked about once.
         """
         call = in_call, id(module)
         is_called_again = call in self._called
@@ -70,7 +70,7 @@ def has_children(module: nn.Module) -> bool:
 
 
 def is_recurrent(module: nn.Module) -> bool:
-    """Return True for torch's own recurrent layers, as long as nothing runs around their operator."""
+    """Return True for torch's own recurrent layers without forward hooks and with their own forward."""
     return type(module) in (nn.RNN, nn.LSTM, nn.GRU) and not (
         module._forward_hooks or module._forward_pre_hooks or "forward" in module.__dict__
     )
@@ -82,7 +82,7 @@ def is_container(module: nn.Module) -> bool:
 
 
 def repeated_blocks(model: nn.Module) -> frozenset[nn.Module]:
-    """Return the outermost modules that are in a list with others of their class: a transformer's layers."""
+    """Return the outermost modules that are in a list with other modules of their class: a transformer's layers."""
     blocks: set[nn.Module] = set()
 
     def visit(module: nn.Module) -> None:
@@ -101,9 +101,10 @@ def repeated_blocks(model: nn.Module) -> frozenset[nn.Module]:
 def freed_blocks(model: nn.Module) -> frozenset[nn.Module]:
     """Find the modules whose saved tensors a frugal audit frees; none is inside another.
 
-    These are the repeated blocks and, where a child contains none, the child itself if it has children. A child that
-    contains all other such children, or more than a third of the model, is searched first. TorchScript saves other
-    tensors in its first run than in later ones, so nothing that a block with it has saved is freed.
+    These are the repeated blocks, and modules with children in which the search finds no block. A module without
+    repeated blocks counts as a whole, without a search, if it has siblings with children and at most a third of the
+    model's modules. Blocks with TorchScript are left out, because its first run saves different tensors than later
+    runs.
     """
     repeated, n_modules = repeated_blocks(model), sum(1 for _ in model.modules())
 
@@ -124,7 +125,7 @@ def freed_blocks(model: nn.Module) -> frozenset[nn.Module]:
 
 
 def is_list(module: nn.Module) -> bool:
-    """Return True if the module only contains others and is never called itself."""
+    """Return True if the module has no forward: it only contains other modules, and is never called itself."""
     return inspect.getattr_static(type(module), "forward") is nn.Module.forward
 
 

@@ -1,4 +1,4 @@
-"""Check that recomputed tensors match what forward saved, bit for bit.
+"""Check that recomputed tensors have the same bits as the tensors that forward saved.
 
 A replay in backward may read different values than the audit's replay right after the call: an object that the call
 reads has been written to, or a context has ended. A checksum of each tensor is stored, not the tensor.
@@ -33,7 +33,10 @@ if TYPE_CHECKING:
 
 
 class Witness:
-    """Checksums of saved tensors. Its own allocations are left out of recordings by `mark`."""
+    """Checksums of saved tensors, with which recomputed tensors are compared.
+
+    By `mark`, allocations for the checksums are left out of the recording.
+    """
 
     def __init__(self, mark: Callable[[str, object], None]) -> None:
         self._mark = mark
@@ -41,17 +44,17 @@ class Witness:
         self._is_working = False
 
     def saved(self, key: int, tensor: Tensor) -> None:
-        """Store the checksum of a tensor that will be recomputed."""
+        """Store, under `key`, the checksum of a saved tensor that will be recomputed."""
         if not is_fake(tensor):
             self._saved[key] = self._sum(tensor)
 
     def differs(self, key: int, tensor: Tensor) -> bool:
-        """Return True if the bits of `tensor` surely differ from those stored for `key`, if any."""
+        """Return True if a checksum is stored for `key`, and that of `tensor` differs: so do the bits."""
         known = self._saved.get(key)
         return known is not None and self._sum(tensor) != known
 
     def read(self, key: int, handle: Handle, tensor: Tensor) -> None:
-        """Check `tensor`, which backward reads. Raises ReplayMismatch if its bits surely differ from the saved ones.
+        """Compare `tensor`, which backward reads, with the checksum for `key`. Raises ReplayMismatch if they differ.
 
         If a second replay gives different bits again, an operator is nondeterministic (sums in any order), and the
         plain step's bits vary, too.
@@ -79,7 +82,7 @@ class Witness:
 
     @contextlib.contextmanager
     def _own_work(self) -> Iterator[None]:
-        """Leave out what is allocated and freed inside this `with` block; blocks inside it are a part of it."""
+        """Leave allocations inside this `with` block out of the recording. Nested blocks are part of the outer one."""
         if self._is_working:  # a replay reads other recomputed tensors
             yield
             return
@@ -101,7 +104,7 @@ class ReplayChecker(Observer):
         self._slots: weakref.WeakKeyDictionary[Handle, int] = weakref.WeakKeyDictionary()
         self._numbers = itertools.count()
         self.creates_graph = False
-        """True once backward has read such a tensor in a pass that builds a graph itself."""
+        """True once backward has read a recomputed tensor in a pass that builds a graph itself."""
 
     @contextlib.contextmanager
     def running(self) -> Iterator[ReplayChecker]:
@@ -132,6 +135,6 @@ def _checksum(tensor: Tensor) -> int:
 
 
 def _once_more(frame: ReplayFrame, value: Value) -> Tensor:
-    """Return the value's tensor from one more replay."""
+    """Replay the call of `frame` once more, and return the tensor of `value` from this replay."""
     tensors = frame.collect_saved()
     return next(tensor for place, tensor in tensors.items() if frame.values[place]() is value)

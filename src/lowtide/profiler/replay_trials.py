@@ -49,22 +49,22 @@ class ReplayTrials:
         *,
         frugal: bool,
     ) -> None:
-        """Begin without trials. `refused` maps classes of modules, by id, to the reason not to replay them; classes
-        found not to be replayable are added.
+        """Begin without trials. `refused` maps the id of a module class to the reason not to replay its modules;
+        classes that turn out not to be replayable are added.
         """
         self._recomputes, self._step = recomputes, recomputes.step
         self._meter, self._freed = recomputes.meter, recomputes.freed
         self._blocks, self._units, self._refused, self._frugal = blocks, units, refused, frugal
         self.leaked: str | None = None
-        """Name of the call whose second run leaked tensors out of it, so that the step differed from the plain step;
-        None without one.
+        """Name of the call whose trial replay left tensors referenced from outside the call, so that the step differed
+        from the plain step; None without such a call.
         """
         self._own_draws = OwnGenerators(model)
         self._read: list[tuple[CallDraft, list[tuple[Tensor, int]]]] = []
         """Tensors that a replay of each call would read, with the versions that it needs."""
 
     def begin(self, opened: OpenCall, frame: ReplayFrame) -> None:
-        """Record the state in which a call begins that may be replayed by `frame`."""
+        """Record the state at the beginning of a call that may be replayed, by `frame`."""
         module, step = frame.interceptor.module, self._step
         is_block = self._blocks.is_freed(module, in_call=step.open_calls[0].index)
         opened.frame, opened.is_freed = frame, is_block and not step.is_in_freed_block
@@ -72,7 +72,10 @@ class ReplayTrials:
             opened.own_state = CodeState(module, frame.call_context)
 
     def try_call(self, opened: OpenCall) -> None:
-        """Replay a call that has just ended, and advance a block to its result."""
+        """Try to replay a call that has just ended, and to advance it if it is a repeated block.
+
+        The outcome and the costs go into the call's draft.
+        """
         call, frame = opened.draft, opened.frame
         assert frame is not None
         call.refused = self._why_not(opened, frame)
@@ -135,9 +138,9 @@ class ReplayTrials:
     def _try_replay(self, call: CallDraft, frame: ReplayFrame, freed: dict[Value, int]) -> str | None:
         """Replay a call and compare all tensors that it saves. Return the reason why it can't be replayed, or None.
 
-        Values in `freed`, each with a place among the saved tensors, are freed as soon as the replay has brought them
-        back: so a trial takes little more memory than the call. Raises ReplayMismatch if they are freed before, and the
-        trial gives other bits.
+        Values in `freed`, each with a place among the saved tensors, are freed as soon as the replay has reproduced
+        them, so that a trial takes little more memory than the call. Values of modules in `AuditedBlocks.freed_before`
+        are freed before the replay. If their trial fails, ReplayMismatch is raised.
         """
         step, meter = self._step, self._meter
         inside = {slot.value for slot in step.slots_of(call)} - {slot.value for slot in call.inputs}
@@ -182,7 +185,7 @@ class ReplayTrials:
         return wrong[0] if wrong else None
 
     def _differs(self, n: int, tensor: Tensor, frame: ReplayFrame) -> str | None:
-        """Compare slot `n` with the tensor that a run of `frame` saves there. Return why the two differ, or None."""
+        """Compare slot `n` with `tensor`, which a replay of `frame` saves there. Return why the two differ, or None."""
         step = self._step
         (value, view), label = step.held[n], step.slots[n].label
         if n and is_workspace(tensor, step.values[step.slots[n - 1].value].node):
@@ -204,7 +207,7 @@ class ReplayTrials:
         return None if identical(tensor, saved, view) else f"running it again gives other bits for {label}"
 
     def _try_advance(self, call: CallDraft, frame: ReplayFrame, returned: Any) -> None:
-        """Advance a call to its result and compare the result."""
+        """Run a call forward again for its result alone. If the result has the same bits, record it and the costs."""
         if (advanced := advance(frame, returned, self._meter)) is not None:
             result, (call.advance_host_ms, call.advance_ms), call.advance_flops = advanced
             value, _ = self._recomputes.value_of(result)  # it was compared and freed, and stays freed

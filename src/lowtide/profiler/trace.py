@@ -1,7 +1,7 @@
 """Trace one step under the decisions that free the most memory: every allocation, with marks of its causes.
 
-Because nearly every saved tensor is freed as early as possible, this one run shows how long the memory of each would
-live by itself, and when backward needs it; the memory under any other decisions follows from that.
+Because nearly every saved tensor is freed as early as possible, this one run shows how long the memory of each tensor
+would live by itself, and when backward needs it. The memory under any other decisions follows from these times.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ class MaxSavingEngine(Engine):
     def __init__(self, model: nn.Module, audit: Audit, *, in_place: bool = True) -> None:
         """Take the decisions of `audit` that free the most memory.
 
-        Unless `in_place`, no gradient is written over: a batch of another size than the audited one may allow other
-        writes.
+        Unless `in_place`, no gradient is written in place, because a batch of another size than the audited batch may
+        allow other writes.
         """
         self.decisions = decisions = most_saving(audit.step)
         nodes = nodes_at(audit.step.values, audit.step.slots)
@@ -90,7 +90,7 @@ class MaxSavingEngine(Engine):
 
 
 class Trace(Observer):
-    """The observer that marks the events of a step (`profiler/trace_marks.py`) between its allocations."""
+    """The observer that marks the events of a step (`profiler/trace_marks.py`) among its recorded allocations."""
 
     def __init__(self, engine: Engine, mark: Mark) -> None:
         self.engine = engine
@@ -139,7 +139,10 @@ class Trace(Observer):
                 hook.remove()
 
     def mark(self, mark: TraceMark, *, since: int | None = None, everything: bool = False) -> None:
-        """Mark memory that only the rehearsal holds now (`ExternalReferences.find_unreferenced`), then `mark`."""
+        """Add to the recording the memory that only the rehearsal still holds, and then `mark`.
+
+        `since` and `everything` are as for `ExternalReferences.find_unreferenced`.
+        """
         self._mark_unreferenced(since=since, everything=everything)
         self._mark(TRACE, mark)
 
@@ -226,7 +229,7 @@ class Trace(Observer):
 
 
 def states_of(maker: Recomputation | None) -> Iterable[Tensor]:
-    """Return the tensors that only the recompute or replay of a value holds."""
+    """Return the tensors that only a recompute or replay holds: RNG state and buffers, or the bits of a mask."""
     if isinstance(maker, ReplayFrame):
         return maker.call_context.tensors
     return [maker.constants["bits"]] if isinstance(maker, Recompute) and "bits" in maker.constants else []
@@ -243,8 +246,8 @@ def address(tensor: Tensor) -> int:
 def most_saving(step: StepDrafts) -> Decisions:
     """Return the decisions that free the most memory.
 
-    Blocks of at most half of the saved bytes are replayed, and most of the rest is recomputed. Tensors that only a
-    replay can help to recompute are kept: chains of these would bring every block back at once.
+    Blocks of at most half of the saved bytes are replayed, and most tensors outside these blocks are recomputed.
+    Tensors whose recompute would need a replay are kept: chains of such recomputes would restore all blocks at once.
     """
     values, slots, calls = step.values, step.slots, step.calls
     total = [sum(values[index].bytes for index in {slot.value for slot in step.slots_of(call)}) for call in calls]

@@ -1,6 +1,7 @@
 """Marks between the allocations of a traced step, which `profiler/trace_reader.py` reads.
 
-Each is the data of a `memory.events.Mark` with the label TRACE. Memory is named by its address at the time of the mark.
+Each mark is the data of a `memory.events.Mark` with the label TRACE. Memory is named by its address at the time of the
+mark.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ class Exited(NamedTuple):
 
 
 class ArgumentFreed(NamedTuple):
-    """End of a tensor that a module call got."""
+    """End of the lifetime of a tensor that was an argument of a module call."""
 
 
 class Packed(NamedTuple):
-    """Packing of a saved tensor."""
+    """Packing of a saved tensor: the number of its slot, and the address of its memory."""
 
     slot: int
     address: int
@@ -64,7 +65,7 @@ class ReadInBackward(NamedTuple):
 
 
 class GivenAway(NamedTuple):
-    """Tensor that a graph made by backward, or compiled code, was given and may hold from then on."""
+    """Saved tensor that a graph made by backward, or compiled code, has read and may hold from then on."""
 
     slot: int
     backward: int
@@ -72,7 +73,7 @@ class GivenAway(NamedTuple):
 
 
 class Released(NamedTuple):
-    """End of the handle of a saved tensor."""
+    """End of the lifetime of a saved tensor's handle."""
 
     slot: int
 
@@ -107,7 +108,7 @@ class OptimizerState(NamedTuple):
 
 
 class WrittenInPlace(NamedTuple):
-    """Gradient that was written over another one: the kind of its node, and its bytes."""
+    """Gradient that was written over the incoming gradient: the kind of its node, and its bytes."""
 
     node: str
     bytes: int

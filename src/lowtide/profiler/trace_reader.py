@@ -61,7 +61,7 @@ class TraceIndex:
     """Blocks that a recompute or replay has allocated, or holds until it runs."""
     gradients: set[int] = field(default_factory=set)
     in_place: list[tuple[int, str, int]] = field(default_factory=list)
-    """Event, kind of node and bytes of each gradient that was written over another one."""
+    """Event, kind of node and bytes of each gradient that was written over the incoming gradient."""
 
 
 def index_trace(stream: EventStream, entry: Mapping[int, int]) -> TraceIndex:
@@ -159,11 +159,11 @@ class _IndexBuilder:
 
 
 def lifetimes_without_trace(index: TraceIndex, slots: list[SlotDraft], kept: set[int], replayed: set[int]) -> None:
-    """Set the end of blocks that only the trace kept alive to where they would have been freed without it.
+    """Set the end of memory blocks that only the trace kept alive to the event that would free them without the trace.
 
-    External references are checked only at marks. If the last call that got a block ended between two marks, the block
-    is taken to end then. A block that backward passes on, such as the indices of a sparse gradient, ends when the last
-    reference to it is dropped.
+    References from outside the rehearsal are checked only at marks. If the last call with the block as an argument
+    ended between two marks, the block is assumed to end then. A block that backward passes on, such as the indices of a
+    sparse gradient, ends when the last reference to it is dropped.
     """
     over = max(index.release.values(), default=0)
     after_backward = min(
@@ -202,7 +202,7 @@ class MemoryLevels:
 
 
 def memory_levels(stream: EventStream, cuts: list[int], storages: set[int], index: TraceIndex) -> MemoryLevels:
-    """Return the levels of memory that no decision affects."""
+    """Return the bytes outside `storages` and recomputed copies, for the positions that begin at the events `cuts`."""
     in_place = {i: (node, n_bytes) for i, node, n_bytes in index.in_place}
     written = []
     level = gradients = 0

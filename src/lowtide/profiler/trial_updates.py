@@ -50,9 +50,7 @@ class Update:
 
     @classmethod
     def tried(cls, model: nn.Module, optimizers: Sequence[Optimizer]) -> Update:
-        """Measure an update by updating `model` twice with `optimizers`, with zeros for missing gradients, and undoing
-        it.
-        """
+        """Measure an update: update `model` twice with `optimizers`, and restore it. Missing gradients are zeros."""
         place = place_of(model)
         with (
             StepSnapshot(model, step=lambda _: None) as unchanged,
@@ -69,8 +67,8 @@ class Update:
         return cls(names, made_bytes, Timeline(recorder.stream).peak_bytes, updates.untried)
 
     def counted(self, profile: Profile) -> Profile:
-        """Return `profile` with the optimizer state counted from the beginning of the step on, and with an update after
-        the step.
+        """Return `profile` with the memory of the update: the optimizer state counts from the step's beginning on, and
+        the update comes after the step.
         """
         base, most_bytes = list(profile.base_bytes), max(profile.gradient_bytes) + self.transient_bytes
         level, in_place = base[-1], []
@@ -84,7 +82,7 @@ class Update:
         return replace(profile, static=static, base_bytes=tuple(base), in_place=tuple(in_place))
 
     def notes(self) -> tuple[str, ...]:
-        """Return notes on updates that follow the step: those that are counted, and those that are not."""
+        """Return notes for a profile: on updates whose memory is counted, and on updates that could not be tried."""
         if not self.names:
             return _not_tried(self.untried)
         made = (
@@ -139,7 +137,7 @@ class Updates:
         return self._unchanged.run(batch)
 
     def follow(self) -> None:
-        """Step each optimizer that the last step has not called."""
+        """Call `step()` of each optimizer that the last training step has not called."""
         for optimizer in [o for o in self.following if id(o) not in self._stepped and self._can_update(o)]:
             self._followed.append(optimizer)
             try:
@@ -155,7 +153,7 @@ class Updates:
         self._followed.clear()
 
     def notes(self) -> tuple[str, ...]:
-        """Return notes on updates of unknown memory."""
+        """Return notes for a profile on updates whose memory is unknown."""
         if not (self.following or self._has_stepped or self.untried):
             return (NO_OPTIMIZER,) if any(p.requires_grad for p in self._model.parameters()) else ()
         return _not_tried(self.untried)

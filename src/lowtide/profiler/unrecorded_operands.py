@@ -24,7 +24,7 @@ class Unrecorded:
     """Operands that were captured in one run of the model."""
 
     def __init__(self, static: frozenset[int]) -> None:
-        """Start without operands; `static` has the addresses of memory that is held whatever the plan."""
+        """Start without operands; `static` has the addresses of memory that every plan holds."""
         self._static = static
         self._count = 0
         self._operands: dict[Value, tuple[CaptureSite, Tensor]] = {}
@@ -33,15 +33,15 @@ class Unrecorded:
         """Number of each operand within the step."""
 
     def take(self, place: CaptureSite, operand: Tensor) -> Value:
-        """Return a value that holds an operand."""
+        """Record an operand captured at `place`; return a value that holds it."""
         value = Value(operand.detach())
         self._operands[value], self._number[value] = (place, operand.detach().clone()), self._count
         self._count += 1
         return value
 
     def draft(self, value: Value) -> ValueDraft | None:
-        """Return a draft of the memory that holding a value takes; None if it is no captured operand, or its memory is
-        held anyway.
+        """Return a draft for the memory of a captured operand, given its value; None if `value` is no captured operand,
+        or if every plan holds its memory.
         """
         if value not in self._operands or value.tensor is None:
             return None
@@ -67,9 +67,9 @@ class Unrecorded:
 
 
 def blocks_of(values: list[ValueDraft], trace: TraceIndex) -> dict[int, int]:
-    """Return the block in a trace of each value that is an unrecorded operand.
+    """Map the index of each value that is an unrecorded operand to the operand's memory block in the trace.
 
-    Memory allocated before the step stays allocated and needs no holder. Operands missing from the trace can't be held:
+    Memory allocated before the step stays allocated, and is not mapped. Operands missing from the trace can't be held:
     recomputes that need them are refused.
     """
     blocks = {}
