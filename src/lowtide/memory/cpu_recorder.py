@@ -7,7 +7,7 @@ thread and the backward threads that it starts.
 Frees are exact too. The profiler reports the free of a block that it saw allocated. For a block that existed at entry
 it reports nothing or a wrong size, because it keeps sizes by address and forgets none that is freed while no profiler
 runs (torch 2.13). So its reports of such blocks are ignored, and the storages that exist at entry are watched through
-weak references instead. Only the end of a storage is noticed: if an existing one is resized, that goes unrecorded.
+weak references instead. Only the end of a storage is noticed: if a storage from entry is resized, nothing is recorded.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ NOISE = (
     b"Memory block of unknown size was allocated before the profiling started",
 )
 """Lines of torch that are kept off the terminal. The profiler prints the first each time it starts or stops (torch
-2.13), the second if torch is built for CUDA and there is no GPU, and the third if a process starts its first one in a
-thread that did not import torch. The allocator prints the fourth at the first block, and then at each thousandth, that
-is freed under a profiler without having been allocated under one.
+2.13), the second if torch is built for CUDA and there is no GPU, and the third if a process starts its first profiler
+in a thread that did not import torch. The allocator prints the fourth at the first block, and then at each thousandth,
+that is freed under a profiler without having been allocated under one.
 """
 _MARK = "lowtide#"  # first part of the name of each annotation, before its number
 _SPARE_BLOCKS = 4000
@@ -68,8 +68,8 @@ _unfinished: list[profile] = []
 class CpuRecorder(Recorder):
     """Recorder of CPU allocations in this thread, and in the backward threads it starts, while the `with` block runs.
 
-    `watch` are the tensors whose end during the recording lowers the level; by default all that exist, up to 100 ms to
-    find. Garbage is collected first, unless `has_garbage` says that none holds memory. A mark costs 1.5 us, and the end
+    `watch` are the tensors whose end during the recording lowers the level; by default all that exist, which takes up
+    to 100 ms to find. Garbage is collected first, unless `has_garbage` returns False. A mark costs 1.5 us, and the end
     of the recording about 10 us per allocation or free.
 
     Entering raises RehearsalError while any profiler runs or warms up, and inside a backward pass.
@@ -214,7 +214,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def _begun() -> profile:
-    """Return a profile that records from here on."""
+    """Start and return a session of torch's profiler that records CPU memory."""
     session = profile(profile_memory=True, use_cpu=True)
     try:
         session.__enter__()  # type: ignore[no-untyped-call]
@@ -228,7 +228,8 @@ def _begun() -> profile:
 def _silence_allocator(held_back: Callable[[], int]) -> None:
     """Free unknown blocks until the allocator has warned, so that it is silent for the next thousand.
 
-    A profile of its own sees that: blocks that are left are freed before a recording begins, and in none of its peaks.
+    This takes a profiler session of its own. Blocks that are left are freed before the recording begins, so that they
+    are in none of its peaks.
     """
     # Storages, not tensors: inspections during the recording look at all tensors that exist.
     spare = [torch.UntypedStorage(1) for _ in range(_SPARE_BLOCKS)]  # type: ignore[no-untyped-call]
@@ -265,7 +266,7 @@ def running() -> CpuRecorder | None:
 
 
 def _other_profiler() -> str | None:
-    """Describe the profiler that is active, of which torch has one at a time; None without one."""
+    """Describe the active profiler, which prevents a recording because torch can run only one; None without one."""
     if _recording is not None:
         return "Lowtide itself records already"
     if profiler_running():

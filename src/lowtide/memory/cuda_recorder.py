@@ -160,7 +160,8 @@ def parse_trace(
     """Return the events in one list of a snapshot's "device_traces", with `marks` put in their places.
 
     `key` begins the texts that the recording attached; the rest is "<thread> <marks made so far>". Actions on segments,
-    snapshots and failed allocations move no block and are ignored. `entry_addresses` is filled in.
+    snapshots and failed allocations move no block and are ignored. `entry_addresses` gets the address of each freed
+    block from entry, by the block's number.
     """
     events: list[Event] = []
     alive: dict[int, Allocate] = {}

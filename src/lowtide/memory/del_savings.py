@@ -73,9 +73,9 @@ class _Inspection:
 
 @dataclass(slots=True)
 class DelObserver:
-    """Inspections of the variables of `frame` from `begin` to `end`; `mark` puts a mark among the events recorded.
+    """Observer of a function's variables: it inspects those of `frame` at several moments between `begin` and `end`.
 
-    Without a frame, only the moments are marked.
+    `mark` puts a mark among the recorded events. Without a frame, only the moments are marked.
     """
 
     frame: FrameType | None
@@ -116,7 +116,7 @@ class DelObserver:
         self._undo = [replace_function(torch.autograd, ENGINE, wrap_engine), hook.remove]
 
     def end(self, *, has_failed: bool) -> None:
-        """Restore torch, and inspect the variables a last time, unless an exception has ended the block."""
+        """Remove the patches of torch; inspect the variables a last time, unless an exception has ended the block."""
         while self._undo:
             self._undo.pop()()
         if not has_failed:
@@ -207,7 +207,7 @@ class DelObserver:
                 yield self._del(group, moment, looks, levels, ends)
 
     def _names_of(self, look: _Inspection) -> Iterable[str]:
-        """Return the variables of an inspection; of the first one, only those left from an earlier step and rebound."""
+        """Return the variables of an inspection; of the first inspection, only variables that the step rebinds."""
         return [name for name in look.names if name in self._rebound] if look.is_first else look.names
 
     def _del(
@@ -235,9 +235,7 @@ class DelObserver:
 
 
 def living_blocks(stream: EventStream) -> tuple[set[int], list[Allocate]]:
-    """Return the blocks that forward has left alive when a backward pass begins, and the allocations of those that are
-    alive at the end.
-    """
+    """Return the numbers of blocks that are alive when a backward pass begins, and the allocations alive at the end."""
     alive: dict[int, Allocate] = {}
     blocks: set[int] = set()
     for event in stream.events:
@@ -261,7 +259,7 @@ def without_marks(stream: EventStream) -> EventStream:
 
 
 def table(dels: Iterable[Del], peak_bytes: int) -> Iterator[str]:
-    """Yield lines for `print`: variables by the saved bytes of the peak; then those that save less than 0.1 % of it."""
+    """Yield lines of text: each `del` that lowers the peak, best first, then variables that save less than 0.1 %."""
     rows = sorted(dels, key=lambda row: -row.saved_bytes)
     useful = [row for row in rows if row.saved_bytes and row.saved_bytes * 1000 >= peak_bytes]
     if useful:

@@ -1,4 +1,4 @@
-"""Budgets that need a GPU: "auto", "90% of gpu", and those in bytes that the GPU's allocator reserves."""
+"""Budgets that need a GPU: "auto", "90% of gpu", and budgets for the bytes that the GPU's allocator reserves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def check_on_device(budget: int | str, device: torch.device | None, budget_for: 
         budget_for: The bytes that the budget bounds.
 
     Raises:
-        BudgetError: If this is not a budget for the device; the error names the nearest one that is.
+        BudgetError: If this is not a budget for the device; the error names the nearest valid budget.
     """
     if budget_for not in get_args(BudgetFor):
         raise LowtideError(f'budget_for is {budget_for!r}; it takes "requested" or "reserved".')
@@ -66,7 +66,7 @@ def on_device(budget: int | str, device: torch.device, say: Callable[[str], obje
 
 
 def automatic_budget(free_bytes: int, total_bytes: int, reserved_bytes: int) -> tuple[int, str]:
-    """Return the bytes that "auto" stands for on this device, and their derivation in words."""
+    """Return the budget in bytes that "auto" stands for on a GPU with these amounts, and its derivation in words."""
     ours = free_bytes + reserved_bytes
     margin = int(ours * MARGIN)
     others = total_bytes - ours

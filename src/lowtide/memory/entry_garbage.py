@@ -19,11 +19,11 @@ _NOT_ENTERED = (ModuleType, type, CodeType, FrameType, str, bytes)
 
 
 def may_hold_memory(frame: FrameType, others: Iterable[object]) -> bool:
-    """Return False if it is sure that no storage in CPU memory waits for a collection of garbage.
+    """Return True if a storage in CPU memory may be garbage that waits for a collection.
 
-    A storage is safe if only variables of `frame`, a running function, hold it, or if it is reachable from `others`,
-    from the function's other variables (models and other objects, closures) or from the variables of its module. True
-    as soon as one is neither, or if more than 20,000 objects would have to be searched.
+    A storage is no garbage if only variables of `frame`, a running function, hold it, or if it is reachable from
+    `others`, from the function's other variables (models and other objects, closures) or from the variables of its
+    module. Return True also if more than 20,000 objects would have to be searched.
     """
     doubtful = {storage_number(storage) for storage in entry.storages_of(entry.existing_tensors())}
     doubtful.difference_update(storage_number(storage) for storage, _ in held_by_variables(frame).storages)
@@ -37,7 +37,7 @@ def may_hold_memory(frame: FrameType, others: Iterable[object]) -> bool:
 
 
 def _other_variables(frame: FrameType) -> list[object]:
-    """Return the values of the variables whose holders `held_by_variables` does not judge."""
+    """Return the values of the variables that `held_by_variables` does not search, and of the module's variables."""
     closure = frame.f_code.co_freevars
     with local_variables(frame) as variables:
         is_module = variables is frame.f_globals
@@ -46,8 +46,8 @@ def _other_variables(frame: FrameType) -> list[object]:
 
 
 def _reachable_tensors(roots: list[Any]) -> Iterator[list[Tensor]]:
-    """Yield tensors that are reachable from `roots`, the nearest first; with their gradients, and at last what their
-    graphs save.
+    """Yield lists of tensors reachable from `roots`: the nearest first, then their gradients; at last saved tensors of
+    their graphs.
     """
     seen: dict[int, Any] = {}
     tensors: list[Tensor] = []

@@ -87,7 +87,7 @@ def living_tensors() -> list[Tensor]:
 
 
 def living_profilers() -> list[Any]:
-    """Return torch's profiler objects that Python holds; as quick as `living_tensors`."""
+    """Return torch's profiler objects that Python holds; quick if called soon after `existing_tensors`."""
     return _living()[2]
 
 

@@ -83,8 +83,8 @@ class Label(NamedTuple):
 
 
 def without_own_work(events: Sequence[Event]) -> tuple[Event, ...]:
-    """Return the events without OWN_WORK marks, and without blocks that are both allocated and freed between two of
-    these.
+    """Return the events without OWN_WORK marks, and without blocks that are both allocated and freed between two such
+    marks.
     """
     if not any(isinstance(event, Mark) and event.label == OWN_WORK for event in events):
         return tuple(events)
@@ -163,7 +163,7 @@ class Recorder(ABC):
     def beside_bytes(self, addresses: Collection[int], n_bytes: int) -> int:
         """Return the bytes in memory at entry outside the blocks at `addresses`, which have `n_bytes` together.
 
-        0 for a recorder that does not know it.
+        A recorder that does not know them returns 0.
         """
         return 0
 

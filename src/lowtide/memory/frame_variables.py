@@ -35,8 +35,8 @@ _OTHERS = 1  # the bit of all holders other than the variables
 
 
 class Held:
-    """Storages, and the variables that hold each, at one moment. Drop the object before user code continues: it refers
-    to them.
+    """Storages that a function's variables hold at one moment. Drop this object before user code continues, because it
+    keeps the storages alive.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class Held:
         self.tensors: dict[str, list[Tensor]] = {}
         """The tensors that each variable leads to without a graph in between."""
         self.storages: list[tuple[UntypedStorage, frozenset[str]]] = []
-        """Storages that only variables hold, each with all variables that hold it: deleting those together frees it."""
+        """Storages that only variables hold, each with all its variables: deleting these together frees the storage."""
 
 
 def held_by_variables(frame: FrameType) -> Held:
@@ -84,7 +84,7 @@ def held_by_variables(frame: FrameType) -> Held:
 
 
 def is_searched(value: object) -> bool:
-    """Return True if a variable of this value is searched for tensors."""
+    """Return True if a variable with this value is searched for tensors."""
     is_container = isinstance(value, _CONTAINERS) or (is_dataclass(value) and not isinstance(value, type))
     return is_container and not isinstance(value, _NOT_ENTERED)
 
@@ -122,7 +122,7 @@ class _Owners:
         return {name: inside for name, inside in tensors.items() if inside}
 
     def _gather(self, variables: dict[str, Any], n_references: int, of_others: tuple[str, ...]) -> None:
-        """Find the objects; `of_others` are variables of enclosing functions, which this one cannot delete."""
+        """Collect the objects behind `variables`, except `of_others`, which belong to enclosing functions."""
         for name, value in variables.items():
             if name not in of_others and is_searched(value):
                 self._first[name] = self._add(value)
@@ -170,8 +170,9 @@ class _Owners:
 
 
 def _spread(roots: list[tuple[Tensor, int]], marks: dict[int, int], kept: dict[int, Tensor]) -> None:
-    """Set in `marks` the bits of the tensors' holders, for the tensors' storages and for those that their graphs
-    keep.
+    """Add the holders' bits of each root tensor to `marks`, for its storage and for storages that its graph keeps.
+
+    `kept` gets one tensor of each storage.
     """
 
     def mark(tensor: Tensor, bits: int) -> None:

@@ -21,7 +21,7 @@ _KIB = 2**10
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuSpec:
-    """One kind of GPU."""
+    """Name, memory and compute capability of one kind of GPU."""
 
     name: str
     total_bytes: int

@@ -91,14 +91,14 @@ class Memory(Displayed):
         return self._known("stream").stream
 
     def dels(self) -> tuple[Del, ...]:
-        """Freed and saved bytes of a `del` of each variable of the measuring function: CPU only, else empty.
+        """Return freed and saved bytes of a `del` of each variable of the measuring function: CPU only, else empty.
 
         Variables that hold tensors, model outputs or containers of them are inspected at three moments: before
         backward, after it (when the optimizer steps) and at the end of the block. The last also counts leftovers of the
         previous step in variables that the block rebinds. Variables that free memory only together share a row. Bytes
         are exact; in a block of many short steps, where the inspections would take a fifth of the time, there are none.
-        Memory held by a checkpoint or another saved-tensor hook is not counted. It is for the reader to judge if the
-        code still needs a variable.
+        Memory held by a checkpoint or another saved-tensor hook is not counted. The reader has to judge if the code
+        still needs a variable.
         """
         self._known("dels")
         return self._dels
@@ -142,7 +142,7 @@ def measure(
             CPU.
 
     Returns:
-        The block to enter; it gives the memory, which is complete when the block ends.
+        A context manager that gives the `Memory`, which is complete when the block ends.
 
     Raises:
         RehearsalError: While another profiler runs, and for a `measure` inside another one: on CUDA, since torch keeps

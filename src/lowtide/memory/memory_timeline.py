@@ -58,7 +58,7 @@ class Block(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """The events `first <= index < stop`, and the highest level over entry that they reach, first at `peak_index`."""
+    """The events `first <= index < stop` of a phase, and their highest level over entry, reached at `peak_index`."""
 
     name: str
     first: int
@@ -109,13 +109,13 @@ class Timeline(Displayed):
         return tuple(sorted(alive, key=lambda block: -block.bytes))
 
     def alive_at_peak(self) -> dict[Category, tuple[Block, ...]]:
-        """The blocks alive at the peak, by category, in the order of CATEGORIES, without empty categories."""
+        """Return the blocks alive at the peak, by category, in the order of CATEGORIES, without empty categories."""
         alive = self.alive_at(self.peak_index)
         groups = {category: tuple(b for b in alive if b.category == category) for category in CATEGORIES}
         return {category: blocks for category, blocks in groups.items() if blocks}
 
     def freed_from_entry(self, index: int) -> int:
-        """Return the bytes that existed at entry and are freed after event `index`: level = bytes alive - these."""
+        """Return the bytes of blocks from entry freed up to event `index`: the level is the bytes alive less these."""
         events = self.stream.events[: index + 1]
         return sum(event.bytes for event in events if type(event) is Free and event.block not in self.blocks)
 

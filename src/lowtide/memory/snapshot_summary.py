@@ -1,4 +1,4 @@
-"""Summarize a snapshot: the peak and the blocks alive there, and the use of reserved memory at the end."""
+"""Summarize a memory snapshot: the peak, the blocks alive at the peak, and the use of reserved memory at the end."""
 
 from __future__ import annotations
 
@@ -51,10 +51,10 @@ class State:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary:
-    """One device of a snapshot. `peak_bytes` is the peak of the requested bytes while the history was recorded.
+    """Summary of one device in a snapshot. `peak_bytes` is the peak of requested bytes while the history was recorded.
 
-    `categories` is empty if the blocks have no labels. `under` holds the peak of reserved bytes of the same requests
-    under other settings, if some were given, one request after the other on one stream.
+    `categories` is empty if the blocks have no labels. `under` holds, for each other allocator setting that was given,
+    the peak of reserved bytes to which the same requests lead in the simulated allocator, all on one stream.
     """
 
     device: int
@@ -75,7 +75,10 @@ class Summary:
 
 
 def summarize(snapshot: Snapshot, device: int | None = None, others: Iterable[AllocatorConfig] = ()) -> Summary:
-    """Summarize one device, by default the only one. Raises LowtideError as `Snapshot.history` does."""
+    """Summarize one device, by default the only one; simulate its requests under the settings `others`, too.
+
+    Raises LowtideError if the snapshot has no history of the device.
+    """
     history = snapshot.history(device)
     timeline = Timeline(history.stream, history.labels)
     at_peak = timeline.alive_at(timeline.peak_index)
@@ -96,7 +99,7 @@ def summarize(snapshot: Snapshot, device: int | None = None, others: Iterable[Al
 
 
 def _during(history: History) -> str | None:
-    """Return the phase at the peak, or else the last annotation that began before it, even if it has ended."""
+    """Return the name of the phase at the peak, or else of the last annotation that began before the peak."""
     timeline = Timeline(history.stream, history.labels)
     phase = next((p.name for p in timeline.phases if p.first <= timeline.peak_index < p.stop), None)
     if phase is not None:

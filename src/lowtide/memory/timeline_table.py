@@ -17,7 +17,7 @@ TOP_BLOCKS = 5
 def table(
     timeline: Timeline, *, peak_bytes: int | None = None, entry: Mapping[str, int] | None = None
 ) -> Iterator[str]:
-    """Yield the peak and its phase, the memory alive there, the peak of each phase, the largest blocks of 1 % and more.
+    """Yield lines of text: the peak and its phase, the memory alive there, the peak of each phase, the largest blocks.
 
     `entry` is the memory that existed before, in bytes; without it, levels are over entry. `peak_bytes`, over entry, is
     the timeline's by default.

@@ -1,4 +1,4 @@
-"""Read untrusted files: their contents are checked while reading, and refused in one line."""
+"""Read untrusted files: their contents are checked while reading, and an error about them fits on one line."""
 
 from __future__ import annotations
 

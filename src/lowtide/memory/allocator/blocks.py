@@ -1,4 +1,4 @@
-"""Blocks of device memory, and the free ones in search order."""
+"""Blocks of device memory, and lists of free blocks in search order."""
 
 from __future__ import annotations
 

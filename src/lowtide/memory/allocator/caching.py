@@ -47,7 +47,7 @@ class OutOfMemory(LowtideError, RuntimeError):
 
 
 class CachingAllocator:
-    """One device's memory under an AllocatorConfig; `allocator_for` also handles expandable segments.
+    """Simulated allocator of one device under an AllocatorConfig; `allocator_for` also handles expandable segments.
 
     `capacity` is the memory that the device can give to the allocator: its memory less the CUDA context and other
     processes; None for no limit. `total` is all of its memory, to which `per_process_memory_fraction` applies; by
@@ -188,8 +188,8 @@ class CachingAllocator:
         return at if self._max_split == UNLIMITED or self._may_have(free.blocks[at], size) else -1
 
     def _may_have(self, block: Block, size: int) -> bool:
-        """Return True if `max_split_size` allows serving the request from the block, without waste or a split of a huge
-        block.
+        """Return True if `max_split_size` allows serving a request of `size` bytes from the block, without waste or a
+        split of a huge block.
         """
         if size < self.config.max_split_size:
             return block.size < self.config.max_split_size
@@ -219,7 +219,7 @@ class CachingAllocator:
             block.free.unmapped.remove(block)
 
     def _grow(self, free: FreeBlocks, size: int, n_bytes: int) -> Block:
-        """Return an unlisted free block of at least `size` bytes from the device; malloc found none in the cache."""
+        """Return a free block of at least `size` bytes that is new from the device and not in `free` yet."""
         self._collect_garbage()
         block = self._from_device(free, size)
         if block is None and self._release_oversize(free, size):

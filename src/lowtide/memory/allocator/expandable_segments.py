@@ -127,10 +127,10 @@ class ExpandableAllocator(CachingAllocator):
             free.add_unmapped(block)
 
     def _release_oversize(self, free: FreeBlocks, size: int) -> bool:
-        return False  # expandable segments are ignored here
+        return False  # torch leaves expandable segments alone here
 
     def _collect_garbage(self) -> None:
-        pass  # ignored here too
+        pass  # torch leaves expandable segments alone here, too
 
     def _page(self, free: FreeBlocks) -> int:
         return SMALL_SEGMENT if free.is_small else self.config.large_segment_size
@@ -151,7 +151,7 @@ def allocator_for(
 
 
 def _reach(block: Block) -> int:
-    """Return the size that a block can grow to: its own and that of the unmapped memory behind it."""
+    """Return the size to which a block can grow: its own size plus the unmapped memory behind it."""
     after = block.next
     return block.size + (after.size if after is not None and not after.mapped else 0)
 

@@ -24,7 +24,7 @@ _MANY = 2**28
 
 
 class DriverAddresses:
-    """Addresses from the top downwards in whole chunks; the remainders of earlier chunks are used first.
+    """Segment addresses as a driver gives them: from the top downwards in whole chunks, remainders of chunks first.
 
     The most recent remainder is tried first, from its low end. Share of pairs of new segments, up to the first release,
     that these rules put into their recorded order, and the share for simply descending addresses:

@@ -1,4 +1,4 @@
-"""Run an event stream through the allocator: the memory that its blocks would make a GPU reserve."""
+"""Run an event stream through the simulated allocator, to compute the memory that a GPU would reserve."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Reserved:
 
 
 class Requests:
-    """The requests of a stream to the allocator, which are worth keeping where a stream is simulated repeatedly."""
+    """The requests of a stream to the allocator, computed once for repeated simulations of the stream."""
 
     __slots__ = ("at_entry", "rows")
 
@@ -84,11 +84,12 @@ def simulate(
     at_entry: Iterable[int] = (),
     addresses: Addresses | None = None,
 ) -> Reserved:
-    """Return the memory that `stream` makes the caching allocator reserve. Each CUDA stream has blocks of its own.
+    """Simulate the memory that `stream` makes the caching allocator reserve. Each CUDA stream has blocks of its own.
 
-    `capacity` is the bytes that the device can give, None for no limit, and `total` those to which a memory fraction
-    applies. `at_entry` are the sizes of the blocks that exist when the stream begins and stay; blocks from entry that
-    the stream frees are added to them, with their sizes from the stream. `addresses` are those of new segments.
+    `capacity` is the bytes that the device can give, None for no limit; `total` is the device's memory, to which a
+    memory fraction applies. `at_entry` are the sizes of the blocks that exist when the stream begins and stay; blocks
+    from entry that the stream frees are added to them, with their sizes from the stream. `addresses` gives the
+    addresses of new segments.
     """
     requests = Requests(stream) if isinstance(stream, EventStream) else stream
     allocator = allocator_for(config, capacity, total=total, addresses=addresses)

@@ -1,4 +1,4 @@
-"""Check an untrusted snapshot once: every field that is read later exists and has its type."""
+"""Check an untrusted snapshot once: fields that are read later must have the right types, and sizes within limits."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _TEXTS = ("action", "state", "segment_type", "stage", "name", "filename", "categ
 
 
 def check(record: Mapping[str, Any], n_bytes: int | None = None) -> None:
-    """Raise LowtideError unless all entries of `record` have the fields that are read; its file has `n_bytes`."""
+    """Raise LowtideError if a field of `record` has a wrong type or size, or it can't be from a file of `n_bytes`."""
     traces = _list(record.get("device_traces", []), "device_traces")
     if len(traces) > MOST_DEVICES:
         raise _other(f"it has {len(traces)} devices, of at most {MOST_DEVICES}")
@@ -60,7 +60,7 @@ def check(record: Mapping[str, Any], n_bytes: int | None = None) -> None:
 
 
 def _check_all(entries: Iterable[Any], kind: str, known: set[int]) -> None:
-    """Check entries; `known` are the stacks checked already, which many entries may share."""
+    """Check the fields of entries and of their stacks; `known` are the ids of stacks that were checked already."""
     for entry in entries:
         _check_fields(entry, kind)
         frames = entry.get("frames") or ()

@@ -2,8 +2,8 @@
 
 Python's unpickler trusts a file: an index or a length in nine bytes makes it allocate gigabytes, and nested tuples
 crash the process if one of them is a key. So a pickle is scanned first, with a regular expression that matches the
-opcodes of a fixed number of bytes. Loading the rest then needs a small multiple of the file. The opcodes are those of
-Lib/pickletools.py in Python 3.14.
+opcodes of a fixed number of bytes. Loading a pickle that passes takes memory of at most a small multiple of its file.
+The opcodes are those of Lib/pickletools.py in Python 3.14.
 """
 
 from __future__ import annotations

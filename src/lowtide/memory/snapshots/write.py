@@ -33,7 +33,7 @@ _PROTOCOL = 4
 def write_snapshot(
     timeline: Timeline, path: str | Path, config: AllocatorConfig | None = None, *, at_entry: Iterable[int] = ()
 ) -> None:
-    """Write `snapshot_of` the same arguments to a file."""
+    """Write `timeline` to a file as a memory snapshot, which `snapshot_of` makes from the other arguments."""
     record = snapshot_of(timeline, config, at_entry=at_entry)
     Path(path).write_bytes(pickle.dumps(record, protocol=_PROTOCOL))
 
@@ -44,8 +44,8 @@ def snapshot_of(
     """Return `timeline` in the form of `torch.cuda.memory._snapshot()`, for device 0 with allocator `config`.
 
     `at_entry` are the sizes of blocks that exist all the time; blocks from entry that the timeline frees are added to
-    them. Sizes and order are kept, so reading it back gives the same curve. Phases become annotations; other marks and
-    blocks of no bytes are left out, since the format has no place for them. Times are event numbers.
+    them. Sizes and order are kept, so reading the snapshot back gives the same curve. Phases become annotations; other
+    marks and blocks of no bytes are left out, because the format has no place for them. Times are event numbers.
     """
     writer = _Writer(config or AllocatorConfig())
     for n_bytes in at_entry:
