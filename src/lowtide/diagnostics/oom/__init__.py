@@ -1,6 +1,4 @@
-"""`lowtide explain`: reads the numbers of an out-of-memory message of any version and library, and finds cause and
-remedy.
-"""
+"""`lowtide explain`: cause and remedy of out-of-memory errors, from the numbers in messages of many programs."""
 
 from lowtide.diagnostics.oom.explanation import Explanation as Explanation
 from lowtide.diagnostics.oom.explanation import explain as explain

@@ -167,7 +167,7 @@ def _not_pytorch(m: Message, f: Facts) -> Advice:
             )
     if m.kind.startswith("mps"):
         yield "call torch.mps.empty_cache() between training and evaluation; pad inputs to a few shapes"
-        if m.outside_bytes is None:  # a watermark counts what is outside PyTorch, too: a lower one fails earlier
+        if m.outside_bytes is None:  # a watermark counts all memory: a lower one fails earlier
             yield (
                 "leave room for memory outside PyTorch: PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.9, with "
                 "PYTORCH_MPS_LOW_WATERMARK_RATIO=0.8 (torch refuses a high ratio below the default low ratio)"
@@ -211,7 +211,7 @@ def _expandable(m: Message, f: Facts) -> str:
 
 
 def _setting_of(m: Message) -> str:
-    """Return the environment variable of the allocator's settings: the message's own, else the oldest of its kind."""
+    """Return the environment variable of the allocator's settings: the message's, else the oldest of its kind."""
     return m.setting or ("PYTORCH_HIP_ALLOC_CONF" if m.kind == "hip" else "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -354,7 +354,7 @@ def _true_need(m: Message, f: Facts) -> Advice:
 
 
 def _fit(m: Message, f: Facts) -> Advice:
-    """Advise a plan within the available memory; if even the smallest peak is above it, smaller pieces of the batch."""
+    """Advise a plan within the available memory; if even the smallest peak exceeds it, smaller pieces of the batch."""
     if program := runs_only(m, f):
         yield from INFERENCE[program]
         return
@@ -393,7 +393,7 @@ def _fit(m: Message, f: Facts) -> Advice:
 
 
 _WITHOUT_TORCH = frozenset({"jax", "xla", "neuron", "directml", "hpu"})
-"""Kinds of memory in which Lowtide cannot plan a step."""
+"""Kinds of memory (`Message.kind`) for which Lowtide cannot plan a step."""
 
 
 def _is_of_torch(m: Message) -> bool:
@@ -401,7 +401,7 @@ def _is_of_torch(m: Message) -> bool:
 
 
 def _typed(n_bytes: int | None, *, round_up: bool = False) -> str:
-    """Return a budget in the form that users type, such as `"22GiB"`; a percentage if the amount is not known."""
+    """Format a budget as users type it, such as `"22GiB"`; a percentage if the number of bytes is not known."""
     return "90%" if n_bytes is None else format_bytes(n_bytes, round_up=round_up).replace(" ", "")
 
 

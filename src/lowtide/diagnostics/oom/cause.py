@@ -1,4 +1,4 @@
-"""The record of a cause, and readings of a message that several causes share."""
+"""The record of a cause, and tests of a message that several causes share."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ _MIB = 1 << 20
 SHARE = 0.1
 """Smallest share of the device's capacity that counts as a cause."""
 _IMPOSSIBLE_BYTES = 1 << 50
-"""Smallest request that must be a wrong size: a PiB."""
+"""Smallest request that must be a wrong size: one PiB."""
 _ROWS_OF_A_SET = 1000
 """Smallest number of rows, and of columns, of an array that is taken for the logits of a whole evaluation set."""
 HOST = frozenset({"cpu", "numpy", "system", "shared memory"})
-"""Kinds of host memory."""
+"""Kinds of host memory (`Message.kind`)."""
 _CACHING = frozenset({"cuda", "hip", "xpu", "npu", "musa", "mlu", "gcu"})
-"""Kinds whose allocator requests whole segments."""
+"""Kinds of memory (`Message.kind`) whose allocator requests whole segments from the driver."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Cause(Record):
     """Cause of an out-of-memory error."""
 
     code: str
-    """Stable: `cap`, `huge-tensor`, `other-process`, `not-pytorch`, `private-pools`, `fragmentation`, `driver`,
+    """Stable name: `cap`, `huge-tensor`, `other-process`, `not-pytorch`, `private-pools`, `fragmentation`, `driver`,
     `evaluation-with-gradients`, `evaluation-gathers`, `leak`, `optimizer-first-step`, `optimizer-temporaries`,
     `loading`, `model-copy`, `engine-buffers`, `pinned-memory`, `host-memory`, `true-need`.
     """
@@ -36,7 +36,7 @@ class Cause(Record):
 
 
 def needed_bytes(m: Message) -> int:
-    """Return the memory that PyTorch's allocator asks the driver for to serve the request: a whole segment."""
+    """Return the bytes that PyTorch's allocator asks the driver for to serve the failed request: whole segments."""
     tried = m.tried_bytes or 0
     if m.kind not in _CACHING or m.form == "async":
         return tried

@@ -18,11 +18,11 @@ from lowtide.diagnostics.oom.message import Message
 from lowtide.units import format_bytes
 
 _DIVISIBLE_SHARE = 0.02
-"""Smallest share of the device of logits or attention scores that are named."""
+"""Smallest share of the device that logits or attention scores must take for the evidence to name them."""
 
 
 def find_cause(message: Message, facts: Facts) -> Cause:
-    """Return the first cause whose conditions hold."""
+    """Return the first cause whose conditions hold; true need if none does."""
     causes = (cause(message, facts) for cause in CAUSES)
     return next((cause for cause in causes if cause is not None), None) or _true_need(message, facts)
 
@@ -33,7 +33,7 @@ def runs_only(m: Message, f: Facts) -> str:
 
 
 def _true_need(m: Message, f: Facts) -> Cause:
-    """Return the cause that remains if no other holds."""
+    """Make the cause that remains if no other holds: the step needs more memory than is available."""
     evidence = [
         _held_or_planned(m) if m.allocated_bytes else "",
         f"failed in the forward of {f.inside}" if f.inside else "",

@@ -22,26 +22,26 @@ from lowtide.units import format_bytes, format_ratio
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 
 _ONE_TENSOR_SHARE = 0.25
-"""Smallest share of the device's capacity of a request that is itself the cause."""
+"""Smallest share of the device's capacity that makes a single request the cause."""
 _GAPS_SHARE = 0.05
-"""Smallest share of the device that is unused in PyTorch's cache if fragmentation is the cause."""
+"""Smallest share of the device that PyTorch's cache must hold unused for fragmentation to be the cause."""
 _POOLS_SHARE = 0.25
-"""Smallest share of the device in private pools that counts as a cause."""
+"""Smallest share of the device that private pools must hold to be the cause."""
 _FULL_SHARE = 0.05
 """Largest free share of a device that counts as full."""
 _HOST_TENSOR_BYTES = 16 * _GIB
-"""Smallest request that is blamed on a single huge tensor where the capacity is unknown."""
+"""Smallest request that is blamed on a single huge tensor if the capacity is unknown."""
 _ONE_PROGRAM_BYTES = 512 * _GIB
-"""Smallest such request of XLA, which requests all temporaries of a compiled function in one piece."""
+"""Smallest request of XLA that is blamed on a huge tensor: a program's temporaries are one request."""
 TINY_BYTES = 64 * _KIB
-"""Host request below which a limit is the cause, not the size."""
+"""Largest request of host memory that cannot fail because of its size, so that a limit is the cause."""
 _ONE_ALLOCATION_BYTES = 4 * _GIB
 """Largest single allocation of Intel GPUs without relaxed limits."""
 _LIBRARIES = frozenset({"cublas", "cudnn", "cusolver", "cusparse", "cufft", "curand", "hipblas", "rocblas", "miopen"})
 
 
 def device_limit(m: Message, _: Facts) -> Cause | None:
-    """Return the cause if the memory fraction that is set for the process is used up."""
+    """Return the cause if the process has used up its memory fraction, a limit below the device's capacity."""
     held = m.held_bytes
     if m.allowed_bytes is None or held is None or m.tried_bytes is None or m.kind in (*HOST, "mps"):
         return None
@@ -62,7 +62,7 @@ def mps_limit(m: Message, _: Facts) -> Cause | None:
     if m.kind != "mps" or m.allowed_bytes is None or m.tried_bytes is None or held is None:
         return None
     if (m.elsewhere_bytes or 0) > max(_GIB, held // 2):
-        return None  # not PyTorch's doing
+        return None  # memory outside PyTorch is the cause
     if held + m.tried_bytes <= m.allowed_bytes - 2 * _rounding(m.allowed_bytes):
         return None
     if m.tried_bytes > _ONE_TENSOR_SHARE * m.allowed_bytes:
@@ -148,7 +148,7 @@ def driver(m: Message, f: Facts) -> Cause | None:
     if has_room(m):
         is_full = (m.free_bytes or 0) <= _FULL_SHARE * (m.total_bytes or 0)
         if is_full and other_process(m, f) is not None:
-            return None  # what is free beside a busy neighbour was taken a moment ago
+            return None  # another process may have freed that memory since
         free = format_bytes(m.free_bytes or 0)
         return Cause(
             code="driver",
@@ -207,7 +207,7 @@ def huge_tensor(m: Message, f: Facts) -> Cause | None:
 def other_process(m: Message, f: Facts) -> Cause | None:
     """Return the cause if other processes hold much of the device."""
     total = m.total_bytes
-    if total is None or device_limit(m, f) is not None:  # the device has the memory, whatever others hold
+    if total is None or device_limit(m, f) is not None:  # the process's own limit is the cause
         return None
     if m.others_bytes > SHARE * total:
         largest = sorted(m.others, key=lambda other: -other.bytes)[:5]
@@ -233,7 +233,7 @@ def other_process(m: Message, f: Facts) -> Cause | None:
 
 
 def not_pytorch(m: Message, f: Facts) -> Cause | None:
-    """Return the cause if the memory was requested, or is held, outside PyTorch's allocator."""
+    """Return the cause if the memory was requested, or is held, outside PyTorch's allocator, as by a library."""
     if m.form == "Triton" or (m.kind.endswith(" driver") and f.shows(Sign.IN_TRITON)):
         return Cause(
             code="not-pytorch",
@@ -325,12 +325,12 @@ def host(m: Message, f: Facts) -> Cause | None:
 
 
 def _is_in_pieces(m: Message, total: int) -> bool:
-    """Return True if PyTorch's cache has more unused memory than was requested, and much for the device."""
+    """Return True if PyTorch's cache has more unused memory than was requested, and a sizable share of the device."""
     return (m.unallocated_bytes or 0) >= max(m.tried_bytes or 0, _GAPS_SHARE * total)
 
 
 def _reported(m: Message) -> str:
-    """Describe what a library or the driver reports."""
+    """Describe the report of a library or driver, with the free memory if the message states it."""
     free = "without numbers" if m.free_bytes is None else f"with {format_bytes(m.free_bytes)} free"
     return f"{m.kind} reports it, {free}"
 

@@ -18,7 +18,7 @@ _OF_OLLAMA = {"llama.cpp": "Ollama's runner", "llama.cpp on the host": "Ollama's
 
 
 def source_of(m: Message, f: Facts) -> Source | None:
-    """Return the source whose messages have one cause, whatever their numbers; None if the numbers decide."""
+    """Return the known program whose message states its cause, whatever its numbers; None if the numbers decide."""
     if has_overflowed(m):
         return None
     if m.form == "Errno 28" and f.shows(Sign.SHARES_MEMORY):
@@ -192,7 +192,5 @@ def leak(m: Message, f: Facts) -> Cause | None:
 
 
 def _would_do(n_bytes: int, m: Message) -> bool:
-    """Return True if the request would have fitted without these bytes, and they are a sizable share of the GPU's
-    memory.
-    """
+    """Return True if the request would have fitted without these bytes, a sizable share of the memory in use."""
     return n_bytes > 0 and n_bytes >= (m.tried_bytes or 0) and n_bytes >= SHARE * (m.allocated_bytes or 0)

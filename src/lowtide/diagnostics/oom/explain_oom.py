@@ -1,4 +1,4 @@
-"""`lowtide.explain_oom`: adds the explanation as a note to the exception when it happens."""
+"""`lowtide.explain_oom`: adds an explanation, as a note, to an out-of-memory exception when it is raised."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class explain_oom(AbstractContextManager[None, Literal[False]], ContextDecorator
 
 
 def _address_space() -> mmap.mmap | None:
-    """Return the reserved address space in bytes; None if it can't be read either."""
+    """Reserve address space for the explanation, to be freed when memory runs out; None if there is none to reserve."""
     with contextlib.suppress(OSError, ValueError, MemoryError):
         return mmap.mmap(-1, _RESERVED_BYTES)
     return None

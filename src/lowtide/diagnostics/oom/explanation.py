@@ -43,7 +43,7 @@ def explain(text: str | Iterable[str], facts: Facts | None = None) -> Explanatio
 
     Args:
         text: A message or a log, whole or in pieces; pieces are never in memory all at once.
-        facts: Replaces the facts read from the text around the message.
+        facts: Facts about the failure, in place of those read from the text around the message.
 
     Returns:
         The explanation; None if the text has no known message.
@@ -122,7 +122,7 @@ def _lines(e: Explanation) -> Iterator[str]:
 
 
 _IN_USE = {"system": "in use", "xla": "needed by the program"}
-"""Name of the memory in use, by kind; that of tensors elsewhere."""
+"""Words for the memory in use, by kind of memory; for all other kinds the memory is in use by tensors."""
 
 
 def _numbers(m: Message) -> Iterator[tuple[str, int]]:

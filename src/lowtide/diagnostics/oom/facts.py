@@ -1,4 +1,4 @@
-"""Facts in addition to the message: from the traceback in a log, or from the process at the moment of failure."""
+"""Facts about a failure that its message lacks: from a log's traceback, or from the process when memory runs out."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Place(Record):
 
 @dataclass(frozen=True, slots=True)
 class _Pattern:
-    """Pattern of a line of a traceback: its file and function match, or its statement does.
+    """Pattern of a traceback line: the line's file and function match, or its statement does.
 
-    Beside a file an empty `function` stands for any, and the other way round.
+    An empty `file` stands for any file if there is a `function`, and the other way round.
     """
 
     file: str = ""
@@ -43,7 +43,7 @@ class _Pattern:
     code: str = ""
 
     def matches(self, place: Place) -> bool:
-        """Return True if `place` matches."""
+        """Return True if the traceback line `place` matches the pattern."""
         has_place = bool(self.file or self.function) and re.search(self.file, place.file)
         has_function = has_place and (not self.function or re.fullmatch(self.function, place.function))
         return bool(has_function or (self.code and re.search(self.code, place.code)))
@@ -94,7 +94,7 @@ class Sign(Enum):
     )
     """A model was being moved to a device."""
     LOADS_WEIGHTS = _Pattern(function=r"from_pretrained|_load_pretrained_model|caching_allocator_warmup")
-    """A model was being made with its weights."""
+    """A model was being created with its weights."""
     PINS_MEMORY = _Pattern(
         function=r"pin_memory",
         code=r"\.pin_memory\(|HostRegister\(|torch\.(?:empty|zeros|ones|full|rand|randn|tensor)(?:_like)?\(.{0,200}\bpin_memory=True",
@@ -148,7 +148,7 @@ class Sign(Enum):
     """A function under `torch.no_grad` or `torch.inference_mode` was running."""
 
     def matches(self, place: Place) -> bool:
-        """Return True if `place` shows the sign."""
+        """Return True if the traceback line `place` shows this sign."""
         return self.value.matches(place)
 
 
@@ -211,7 +211,7 @@ class Facts(Record):
 
     @property
     def divisible_tensor(self) -> str:
-        """A key of DIVISIBLE_TENSORS, if the innermost lines make such a tensor; else empty."""
+        """A key of DIVISIBLE_TENSORS, if the innermost traceback lines make such a tensor; else empty."""
         innermost = self.places[-2:]
         return next((name for name, sign in _DIVISIBLE_TENSORS.items() if any(map(sign.matches, innermost))), "")
 
@@ -236,7 +236,7 @@ class Facts(Record):
         return is_off and any(place.function == "_call_impl" for place in places)
 
     def of_process(self, process: str | None) -> Facts:
-        """Return the facts about one process: places in the lines of others are left out."""
+        """Return the facts about one process: without traceback lines of other processes."""
         return replace(self, places=tuple(place for place in self.places if place.process in (None, process)))
 
 
@@ -405,7 +405,7 @@ class FactReader:
             traceback.add(_place(kind, match, process))
 
     def _process(self, position: int) -> str | None:
-        """Return the process that the line of `position` begins with, if it begins at most _LINE characters before."""
+        """Return the process that the line of `position` names at its beginning; None for lines that are too long."""
         begin = self._window.rfind("\n", max(0, position - _LINE), position) + 1
         if begin == 0 and (self._has_moved or position > _LINE):
             return None
@@ -429,7 +429,7 @@ def _place(kind: str, match: re.Match[str], process: str | None) -> Place:
 
 
 def _informative(places: list[Place]) -> list[Place]:
-    """Return the last of many places, and the earlier ones that show a fact."""
+    """Return the last of many places, and of the earlier places those that show a fact."""
     if len(places) < 2 * MOST_PLACES:
         return places
     before, last = places[:-MOST_PLACES], places[-MOST_PLACES:]

@@ -1,4 +1,4 @@
-"""First words of messages about host memory, and of those that report a process that was ended for its memory."""
+"""First words of messages that host memory ran out, or that a process was ended for its memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lowtide.diagnostics.oom.message_head import MessageHead, head
 _SHELLS = "shells, torchrun and containers"
 _SHM = "shared memory of workers"
 _KILLED = "Getötet|Ucciso|Morto|Убито|已杀死|已殺死|已砍掉|強制終了|죽었음|Processus arrêté|Terminado (killed)"
-"""Names of SIGKILL in shells of other languages."""
+"""The shells' word for a process ended by SIGKILL, in several languages."""
 _ENOMEM = (
     "(?:Cannot allocate memory|Nicht genügend Hauptspeicher|Kann (?:nicht genügend )?Speicher nicht"
     "|Impossible d'allouer de la mémoire|No se pudo asignar memoria|Impossibile allocare memoria"

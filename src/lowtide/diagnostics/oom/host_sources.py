@@ -1,4 +1,4 @@
-"""Messages by which programs and systems say that host memory ran out, each with its meaning and the remedy."""
+"""Messages by which programs and systems say that host memory ran out, each with its meaning and remedy."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LESS_HOST_MEMORY = (
 
 
 def host_memory(claim: str, evidence: str, *actions: str) -> Source:
-    """Return a source that ran out of host memory: it gets `actions`, and the advice to use less."""
+    """Return a source for a program that ran out of host memory: its own `actions` first, then advice to use less."""
     return source("host-memory", claim, evidence, *actions, *_LESS_HOST_MEMORY)
 
 

@@ -1,4 +1,4 @@
-"""Programs with a fixed message when they end a process for its memory, and advice for tensors known to be large."""
+"""Programs with a fixed message for lack of memory, and advice for large tensors and for inference programs."""
 
 from __future__ import annotations
 
@@ -26,10 +26,7 @@ DIVISIBLE_TENSORS: dict[str, str] = {
     "for rows that have a label",
     "attention scores": 'do not compute all scores: F.scaled_dot_product_attention, attn_implementation="sdpa"',
 }
-"""Advice for tensors that a training step need not have whole, by the place that makes them.
-
-See `Facts.divisible_tensor`.
-"""
+"""Advice for tensors that a training step needs only in pieces, by name (`Facts.divisible_tensor`)."""
 
 INFERENCE: dict[str, tuple[str, ...]] = {
     "vLLM": (

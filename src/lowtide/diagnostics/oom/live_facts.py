@@ -1,4 +1,4 @@
-"""Facts available in the process when memory runs out: from frames, graphs and the system."""
+"""Facts that the process itself has when memory runs out: from frames, graphs and the system."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ _MOST_HOLDERS = 8
 
 
 def facts_now(error: BaseException, model: nn.Module | None, optimizer: Optimizer | None) -> Facts:
-    """Return the facts of this process. `model` and `optimizer` are looked for in the frames if not given."""
+    """Collect the facts about this process after `error`.
+
+    `model` and `optimizer` are searched for in the frames of the traceback if they are not given.
+    """
     frames = list(_frames(error.__traceback__))
     if model is None:
         model = next((instance for _, instance in _selves(frames, nn.Module)), None)
@@ -72,7 +75,7 @@ def _frames(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
 
 
 def _selves(frames: list[tuple[FrameType, int]], kind: type[Any]) -> list[tuple[FrameType, Any]]:
-    """Return the frames of methods of instances of `kind`, outermost first, each with its instance."""
+    """Return the frames of methods of instances of `kind`, outermost first, each with the instance."""
     candidates = ((frame, _self(frame)) for frame, _ in frames)
     return [(frame, instance) for frame, instance in candidates if isinstance(instance, kind)]
 
@@ -87,14 +90,14 @@ def _self(frame: FrameType) -> object:
 
 
 def _inside(frames: list[tuple[FrameType, int]], model: nn.Module | None) -> str:
-    """Return the path of the innermost module with a running method; "" for the model itself, or without any."""
+    """Return the path in `model` of the innermost module with a running method; "" for the model, or for none."""
     paths = {} if model is None else {module: path for path, module in model.named_modules()}
     running = [paths[module] for _, module in _selves(frames, nn.Module) if module in paths]
     return running[-1] if running else ""
 
 
 def _leftover(graphs: list[LiveGraph]) -> tuple[int, int]:
-    """Return the number of graphs that hold memory, without the newest one, and the bytes that only they hold."""
+    """Count the graphs, except the newest, that hold memory; return their number and the bytes that only they hold."""
     if len(graphs) < 2:
         return 0, 0
     counted = set(_storages(graphs[-1]))
@@ -114,10 +117,10 @@ def _storages(graph: LiveGraph) -> dict[int, int]:
 
 
 def _evaluated(graphs: list[LiveGraph], model: nn.Module | None) -> list[LiveGraph]:
-    """Return the graphs that hold memory and go through a model in evaluation mode: the newest, and those of kept
-    outputs.
+    """Return the graphs of a model in evaluation mode that hold memory: the newest graph, and those of kept outputs.
 
-    Frozen parts of a model in training do not count. Trained graphs hold nothing after their backward.
+    Empty if any module of the model is in training mode, or if the newest graph does not go through the model. Graphs
+    from training hold nothing after their backward pass.
     """
     if model is None or any(module.training for module in model.modules()):
         return []
@@ -146,7 +149,7 @@ def _new_state_bytes(optimizer: Optimizer | None) -> int:
 
 
 def _holders(graphs: list[LiveGraph], model: nn.Module | None, optimizer: Optimizer | None) -> tuple[Holder, ...]:
-    """Return the largest holders of memory: kinds of tensors, with activations by module."""
+    """Return the largest holders of memory: parameters, gradients, optimizer state, and activations by module."""
     totals: dict[str, int] = defaultdict(int)
     counted: set[int] = set()
 
@@ -175,7 +178,7 @@ def _holders(graphs: list[LiveGraph], model: nn.Module | None, optimizer: Optimi
 
 
 def _merged(totals: dict[str, int]) -> dict[str, int]:
-    """Merge `of h.0.mlp` and `of h.1.mlp` into `of h.{0,1}.mlp`, so that the same part of every block is one line."""
+    """Merge names such as `of h.0.mlp` and `of h.1.mlp` into `of h.{0,1}.mlp`, and add up their bytes."""
     families: dict[str, list[str]] = defaultdict(list)
     for name in totals:
         families[_NUMBER.sub("{}", name, count=1)].append(name)
@@ -188,7 +191,7 @@ def _merged(totals: dict[str, int]) -> dict[str, int]:
 
 
 _NUMBER = re.compile(r"(?<=[. ])\d+(?=\.|$)")
-"""A number as part of a path."""
+"""Pattern of a number that is a part of a module's path."""
 
 
 def _numbers(numbers: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""Autograd graphs alive at this moment. Nothing is unpacked."""
+"""Autograd graphs that are alive at this moment. No saved tensor is unpacked."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LiveGraph:
-    """One connected graph, by the tensors that end in it."""
+    """One connected graph, by the tensors whose `grad_fn` is in it."""
 
     roots: tuple[Tensor, ...]
     newest: int
-    """Largest sequence number in it: larger for younger graphs."""
+    """Largest sequence number of the graph's nodes, larger for younger graphs."""
 
 
 def tensors_with_graphs() -> list[Tensor]:
@@ -41,7 +41,7 @@ def tensors_with_graphs() -> list[Tensor]:
 
 
 def separate_graphs(tensors: Iterable[Tensor]) -> list[LiveGraph]:
-    """Return the graphs behind `tensors`, merging those that share a computed value; the newest last."""
+    """Return the graphs behind `tensors`, the newest last; tensors that share a computed value share a graph."""
     ends = [(tensor, tensor.grad_fn) for tensor in tensors if tensor.grad_fn is not None]
     graphs = [
         LiveGraph(tuple(ends[number][0] for number in part.roots), max(map(sequence_number, part.nodes)))
@@ -51,7 +51,7 @@ def separate_graphs(tensors: Iterable[Tensor]) -> list[LiveGraph]:
 
 
 def graph_behind(tensors: Iterable[Tensor], model: nn.Module | None) -> Graph:
-    """Return the graph behind several tensors at once, with the model's names."""
+    """Return the graph behind several tensors at once; with `model`, parameters and nodes have names of its modules."""
     names = {} if model is None else parameter_names(model)
     graph = GraphBuilder(tensors, names, names.values()).graph()
     if model is not None:

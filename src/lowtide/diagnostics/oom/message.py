@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from lowtide.planner.serialization import Record
 
 USUAL_CONTEXT_BYTES = 1 << 30
-"""Assumed for the context and libraries of a process on a device."""
+"""Memory that the context and libraries of a process are assumed to take on a device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,18 +20,18 @@ class Holder(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message(Record):
-    """One message. Amounts are None where the message does not state them, else exact to its digits.
+    """One out-of-memory message. Amounts are None where the message does not state them, else exact to its digits.
 
     On the device: `total = free + process + others + unnamed`; in this process
     `process = allocated + unallocated + outside PyTorch`.
     """
 
     process: str | None = None
-    """Process that wrote it, if the log's lines begin with it: `rank 0`, `pid 3959`."""
+    """Process that wrote the message, if the log's lines begin with it: `rank 0`, `pid 3959`."""
     kind: str
     """The memory that ran out: `cuda`, `hip`, `xpu`, `npu`, `mps`, `cpu`, or a library: `cublas`, `cudnn`, `nccl`."""
     form: str
-    """Versions that print this wording: `torch 1.4 to 2.0`."""
+    """Versions that print this wording, or the program: `torch 1.4 to 2.0`, `vLLM`."""
     text: str
     """The message itself, on one line."""
     certain: bool = True
@@ -56,8 +56,8 @@ class Message(Record):
     others: tuple[Holder, ...] = ()
     """Other processes on the device."""
     maybe_own: tuple[str, ...] = ()
-    """Processes that may be this one, where the message leaves that open. If `process_bytes` is set as well, it is that
-    of the process with the usual size.
+    """Processes that may be this one, where the message leaves that open. If `process_bytes` is set as well, it is the
+    memory of the process with the usual size.
     """
     allowed_bytes: int | None = None
     """A limit below the capacity: `set_per_process_memory_fraction`, MPS's watermark."""
@@ -111,7 +111,7 @@ class Message(Record):
     def hidden_bytes(self) -> int | None:
         """Memory on the device of processes that the message does not list.
 
-        If it does not state this process's total, the size of a usual CUDA context is subtracted.
+        If the message does not state this process's total, the size of a usual CUDA context is subtracted.
         """
         unnamed = self.unnamed_bytes
         if unnamed is None or self.process_bytes is not None:

@@ -1,4 +1,4 @@
-"""The beginning of an out-of-memory message, by which it is found in a text."""
+"""The beginning of an out-of-memory message, by which the message is found in a text."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class MessageHead:
-    """Beginning of a message, and its source. `kind` is "" if the first group of the pattern states it.
+    """Beginning of a kind of message, and the program that prints it.
 
-    No pattern matches more characters than `text_stream.LONGEST`.
+    `kind` is "" if the first group of the pattern states the kind of memory. No pattern matches more characters than
+    `text_stream.LONGEST`.
     """
 
     words: tuple[str, ...]
-    """Every match of the pattern contains one of them."""
+    """Every match of the pattern contains one of these words."""
     pattern: re.Pattern[str]
     kind: str
     form: str = ""
-    """Versions that print it, or the program: a key of `known_sources.SOURCES`."""
+    """Versions that print the message, or the program: a key of `known_sources.SOURCES`."""
     certain: bool = True
 
 
 def head(words: str, pattern: str, kind: str, form: str = "", *, certain: bool = True) -> MessageHead:
-    """Return a head; `words` are separated by bars."""
+    """Make a head; bars separate the `words`, of which every match of the pattern contains one."""
     return MessageHead(tuple(words.split("|")), re.compile(pattern), kind, form, certain)

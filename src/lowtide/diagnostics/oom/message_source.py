@@ -1,4 +1,4 @@
-"""A program that states its memory's end in a fixed message: what the message means, and the remedy."""
+"""A program that reports lack of memory by a fixed message: the meaning of the message, and the remedy."""
 
 from __future__ import annotations
 
@@ -16,5 +16,5 @@ class Source:
 
 
 def source(code: str, claim: str, evidence: str, *actions: str) -> Source:
-    """Return a source, its `actions` best first."""
+    """Make the record of a program's fixed message; `actions` are the advice, best first."""
     return Source(code=code, claim=claim, evidence=evidence, actions=actions)

@@ -64,7 +64,7 @@ MOST_KNOWN = 1 << 18
 _USUAL_OVERHEAD_BYTES = 2 << 30
 """Usual upper bound of a context and its libraries."""
 _MOST_BYTES = 1 << 60
-"""Largest amount: larger ones, of sizes that have overflowed, are read as this one."""
+"""Largest amount. Larger amounts, which come from sizes that have overflowed, are read as this one."""
 _SLACK_BYTES = 1 << 26
 """Tolerance for rounded amounts."""
 
@@ -85,7 +85,7 @@ class Messages:
         self._known: set[int] = set()
 
     def read(self, piece: str, *, is_last: bool) -> Iterator[Message]:
-        """Yield the new messages that end with `piece`; beyond MOST_KNOWN none counts as new."""
+        """Yield the new messages that are complete once `piece`, the next part, is read; at most MOST_KNOWN."""
         self._window += self._line.cleaned(piece, is_last=is_last)
         for number, finder in enumerate(self._finders):
             matches = finder.new_matches(self._window, is_last=is_last)
@@ -266,6 +266,6 @@ _NEXT = re.compile(r"(?:\s+[\w.]*(?:Error|Exception):)+\s*$")
 
 
 def _sentences(text: str) -> str:
-    """Return the message without torch's own advice; a message without numbers is cut after its first sentence."""
+    """Return the first 600 characters of the message, without torch's own advice and the name of the next error."""
     text = re.split(r" If reserved | Please use | Use PYTORCH_| Buy new RAM", text)[0]
     return _NEXT.sub("", text[:600]).strip()

@@ -1,4 +1,4 @@
-"""Text read in chunks: searched and cleaned with a few thousand characters in memory.
+"""Text read in pieces: searched and cleaned with one piece, and some thousand characters before it, in memory.
 
 Every pattern searched for here matches a bounded number of characters, so matches do not depend on where the pieces
 end. The work is linear in the text.
@@ -41,7 +41,7 @@ _LONGEST_LINE = 1 << 16
 
 
 class PatternFinder:
-    """Matches of a pattern, as `finditer` finds them, in a text read through a moving window.
+    """Finder of a pattern's matches, the same as by `finditer`, in a text read through a moving window.
 
     Every match contains one of `words`: a window without them is not searched.
     """
@@ -68,7 +68,7 @@ class PatternFinder:
 
 
 class LineJoiner:
-    """Cleaner of text that is read in chunks: removes colours, process prefixes and line breaks."""
+    """Cleaner of text that is read in pieces: removes colours, process prefixes and line breaks."""
 
     def __init__(self) -> None:
         self.processes: list[tuple[int, str]] = []
@@ -80,7 +80,7 @@ class LineJoiner:
         self._has_begun = self._needs_space = False
 
     def cleaned(self, piece: str, *, is_last: bool) -> str:
-        """Return the part of the text that `piece` completes."""
+        """Return the cleaned text that is complete with `piece`, the next part of the text."""
         text = self._rest + piece.replace("\0", "")
         end = len(text) if is_last else self._end(text)
         text, self._rest = text[:end], text[end:]

@@ -1,4 +1,4 @@
-"""Each device vendor's own tools and settings, by the kind of memory that ran out."""
+"""The tools and settings of each device vendor, by the kind of memory that ran out."""
 
 from __future__ import annotations
 
@@ -99,6 +99,6 @@ _LIBRARIES = {"hipblas": "hip", "rocblas": "hip", "miopen": "hip", "rccl": "hip"
 
 
 def vendor_of(kind: str) -> Vendor:
-    """Return the vendor of a message's kind: `hip`, `hip driver`, a library; CUDA's where nothing else is known."""
+    """Return the vendor's words for a message's kind (`hip`, `hip driver`, a library); CUDA's for unknown kinds."""
     name = kind.removesuffix(" driver")
     return _VENDORS.get(_LIBRARIES.get(name, name), _CUDA)
