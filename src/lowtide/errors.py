@@ -22,7 +22,9 @@ from lowtide import units
 
 
 def summarize(error: BaseException) -> str:
-    """Return an error's type and the first line of its message: "ValueError: no closure"; the type if it has none."""
+    """Return an error's type and its message's first line: "ValueError: no closure"; only the type if it has no
+    message.
+    """
     lines = str(error).splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 

@@ -122,10 +122,10 @@ class AllocationTracker(TorchDispatchMode):
         self.n_flops = 0
 
     def adopt(self, tensor: Tensor) -> Tensor:
-        """Track a tensor that exists before the step, without an allocation event; return its fake counterpart, or
-        itself if fake.
+        """Track a tensor that exists before the step, without an allocation event; return its fake counterpart.
 
-        Of a distributed tensor, the local shard is tracked, and the tensor itself is returned.
+        A fake tensor is its own counterpart. Of a distributed tensor the local shard is tracked, and the tensor is
+        returned.
         """
         if is_wrapping(type(tensor)):
             for part in parts_of(tensor):
@@ -167,7 +167,7 @@ class AllocationTracker(TorchDispatchMode):
             return self._handle(func, args, kwargs or {})
 
     def _handle(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator on fakes, record what it allocates, and return its result."""
+        """Run an operator on fake tensors, record what it allocates, and return its result."""
         if func is _ASKED_OF_RESULTS:
             self._asked.add(id(args[0]))
         else:

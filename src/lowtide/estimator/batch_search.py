@@ -195,7 +195,10 @@ def _largest_within(peak: Callable[[int], int], budget: int, *, start: int, most
 
 
 def size_of(batch: Any, dim: int) -> int:
-    """Return the size of the first tensor or array that has dimension `dim`. Raises RehearsalError without one."""
+    """Return the size along `dim` of the batch's first tensor or array that has this dimension.
+
+    Raises RehearsalError without such a tensor or array.
+    """
     for obj in tensors_in(tree_map(_tensor, batch)):
         if obj.is_nested:
             raise RehearsalError("the batch has a nested tensor (torch.nested), which can't be resized: pad it.")
@@ -241,7 +244,7 @@ def _is_long(obj: Any, given: int) -> bool:
 
 
 def resized(tensor: Tensor, dim: int, given: int, size: int) -> Tensor:
-    """Resize a tensor whose size along `dim` is `given`; return any other unchanged."""
+    """Return a tensor of size `size` along `dim` if its size there is `given`; return any other tensor unchanged."""
     if tensor.dim() <= dim or tensor.shape[dim] != given or given == size:
         return tensor
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:

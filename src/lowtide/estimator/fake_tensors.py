@@ -23,8 +23,7 @@ if TYPE_CHECKING:
 
 
 class FakeTensors:
-    """Fake counterparts of the real tensors that a rehearsed step uses; counterparts share memory as the real tensors
-    do.
+    """Fake counterparts of the real tensors that a rehearsed step uses, with the same sharing of memory.
 
     No real tensor is ever written to: operators see only the counterpart. Counterparts are on their tensor's device, or
     all on `device`.
@@ -120,7 +119,7 @@ def placed(tensors: Iterable[Tensor], device: str, mode: FakeTensorMode) -> Iter
 
 
 def swap(tensor: Tensor, fake: Tensor) -> None:
-    """Exchange two tensors, each Python object keeping its identity. Raises RehearsalError where torch can't."""
+    """Exchange two tensors, each Python object keeping its identity. Raises RehearsalError if torch refuses."""
     try:
         exchange(tensor, fake)
     except (RuntimeError, TypeError) as error:

@@ -150,7 +150,7 @@ class TwoStepRun:
         return bool(self._state.optimizers)
 
     def switch_model(self, model: nn.Module, in_use: Iterable[Any], engine: Engine | None = None) -> None:
-        """Switch to training another, possibly new, model. A call of `second` must follow.
+        """Continue with steps that train `model`, which may be a new one. The caller must call `second` next.
 
         Objects that neither this model nor `in_use` reaches are released, and their memory no longer counts.
         """

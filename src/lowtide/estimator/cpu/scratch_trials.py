@@ -215,7 +215,7 @@ def _between_marks(stream: EventStream) -> list[tuple[int, ...]]:
 
 
 def _real(leaf: Any, rows: int = 0) -> Any:
-    """Return a tensor for a geometry, and a private clone of a generator."""
+    """Return a real tensor for a geometry, a private clone for a generator, and any other leaf unchanged."""
     if isinstance(leaf, torch.Generator):
         return leaf.clone_state()
     return leaf.real(rows) if isinstance(leaf, Geometry) else leaf

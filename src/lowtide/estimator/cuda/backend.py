@@ -44,7 +44,7 @@ class Stream(NullStream):
 
 
 class _Module(DeviceModule):
-    """Module that torch queries as `torch.cudalike`."""
+    """Module `torch.cudalike`, which torch queries about the stand-in device."""
 
     Stream, Event = Stream, NullStream
 
@@ -74,7 +74,7 @@ class _Module(DeviceModule):
 
 
 class _Hook(DeviceHook):
-    """Hook for torch's C++ code: an accelerator only while a rehearsal runs."""
+    """Hook through which torch's C++ code queries the stand-in device: available only while a rehearsal runs."""
 
     def is_available(self) -> bool:
         return bool(in_use)
@@ -88,7 +88,10 @@ class _Hook(DeviceHook):
 
 @contextlib.contextmanager
 def gpu_in_use(gpu: GpuSpec) -> Iterator[None]:
-    """Make `NAME` a device like `gpu` in this block, which one thread enters at a time, after `take_place`."""
+    """Make the device type `NAME` behave like `gpu` in this block.
+
+    The caller has called `take_place`, and lets only one thread enter at a time.
+    """
     if in_use:
         raise RehearsalError("an estimate for a GPU was started inside another one. Let the first one end.")
     in_use.append(gpu)
@@ -106,10 +109,10 @@ def gpu_in_use(gpu: GpuSpec) -> Iterator[None]:
 
 
 def take_place(*, alone: bool = False) -> None:
-    """Register `NAME` as a device for the rest of the process.
+    """Register the device type `NAME`, which stands for an absent GPU, for the rest of the process.
 
-    Raises RehearsalError if another package has taken torch's one custom backend, and if a GPU is available, unless the
-    process runs only the rehearsal: torch knows one accelerator, and from then on that is this device.
+    Raises RehearsalError if another package has taken torch's only custom backend. Raises it too if a GPU is available,
+    unless the process runs only the rehearsal (`alone`): torch knows one accelerator, from then on the stand-in.
     """
     if torch.cuda.is_available() and not alone:
         raise RehearsalError(

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class DeferredCudaModule(CudaRedirect):
-    """Function mode for the time before a GPU is rehearsed: "cuda" means the CPU, and tensors requested there are
+    """Function mode for the time before a GPU is rehearsed: "cuda" means the CPU, and tensors requested on CUDA are
     remembered.
     """
 

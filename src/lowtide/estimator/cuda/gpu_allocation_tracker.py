@@ -54,7 +54,7 @@ class _AtHome(FakeTensors):
 
 
 class GpuAllocationTracker(AllocationTracker):
-    """An allocation tracker that also knows the CPU, whose memory it does not count.
+    """Allocation tracker for a step on an absent GPU. CPU tensors may occur too, but their memory does not count.
 
     A script written for a machine without a GPU has put its tensors on the CPU. A CPU tensor that meets tensors on the
     GPU is assumed to be there as well, as long as it lives.
@@ -106,7 +106,7 @@ class GpuAllocationTracker(AllocationTracker):
             self.ledger.free(block, inside.bytes)
 
     def _open(self, inside: ScratchBlock, op: str) -> int:
-        """Allocate a scratch block; return its number."""
+        """Record the allocation of a scratch block, with its bounds; return the block's number."""
         block = self.ledger.allocate(inside.bytes, op)
         if inside.least < inside.most:
             self.bounds[block] = inside
@@ -120,7 +120,7 @@ class GpuAllocationTracker(AllocationTracker):
         return args, kwargs, tensors_of(args, kwargs)[0]
 
     def put_on_gpu(self, tensor: Tensor) -> None:
-        """Move a leaf tensor that the step created on the CPU to the GPU from here on."""
+        """Move a leaf tensor that the step created on the CPU to the GPU; the Python object keeps its identity."""
         if tensor.is_leaf and is_fake(tensor) and (on_gpu := self.on_gpu(tensor)) is not tensor:
             del self._moved[tensor]
             on_gpu.requires_grad_(tensor.requires_grad)

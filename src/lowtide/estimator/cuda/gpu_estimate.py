@@ -101,7 +101,9 @@ class GpuMemoryEstimate(MemoryEstimate):
 
     @property
     def is_sure(self) -> bool:
-        """Return True if the step fits without relying on memory measured on a single GPU, or reported of NCCL."""
+        """Return True if the step fits without relying on memory measured on a single GPU, or on reports of NCCL's
+        memory.
+        """
         return self.fits and not self.measured and self.processes is None
 
     @property
@@ -244,7 +246,7 @@ class Outcome:
         return expected, (min(peaks), max(peaks))
 
     def on(self, gpu: GpuSpec) -> Verdict:
-        """Return the verdict for a GPU, over all contexts, unknown memory and driver addresses."""
+        """Return the verdict for a GPU; "unknown" if it depends on context size, unknown memory or driver addresses."""
         if gpu not in self._verdicts:
             self._verdicts[gpu] = self._judge(gpu)
         return self._verdicts[gpu]
@@ -291,20 +293,20 @@ class Outcome:
         return simulate(self._of(stream), self._config, capacity, total=gpu.total_bytes, addresses=addresses).fits
 
     def _without_end(self, stream: EventStream, order: int) -> Reserved:
-        """Return the peaks of one of the streams on a GPU of unlimited memory."""
+        """Return the peaks of one of the event streams on a GPU of unlimited memory, with one of the address orders."""
         key = id(stream), order
         if key not in self._endless:
             self._endless[key] = simulate(self._of(stream), self._config, addresses=self._orders[order]())
         return self._endless[key]
 
     def _of(self, stream: EventStream) -> Requests:
-        """Return the requests of one of the streams."""
+        """Return the allocator requests of one of the event streams."""
         if id(stream) not in self._requests:
             self._requests[id(stream)] = Requests(stream)
         return self._requests[id(stream)]
 
     def _on_gpu(self, name: str, workspace: int) -> EventStream:
-        """Return a stream with the cuBLAS workspaces of a GPU."""
+        """Return the event stream `name`, with cuBLAS workspaces of `workspace` bytes, as a GPU has them."""
         if (name, workspace) not in self._by_workspace:
             stream = self._streams[name]
             self._by_workspace[name, workspace] = _resized(stream, _workspaces(stream, workspace))
@@ -337,7 +339,7 @@ def _workspaces(stream: EventStream, n_bytes: int) -> dict[int, int]:
 
 
 def _resized(stream: EventStream, sizes: Mapping[int, int]) -> EventStream:
-    """Return the stream with other sizes for some blocks."""
+    """Return the stream with the bytes in `sizes`, by block, instead of the recorded bytes."""
     if not sizes:
         return stream
 

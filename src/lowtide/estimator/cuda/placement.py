@@ -143,14 +143,16 @@ def is_given(tensor: Tensor) -> bool:
 
 
 def _module(module: nn.Module, tensors: list[Tensor]) -> None:
-    """Collect a module's tensors in `tensors`, in the order of `module.cuda()`: those of children before its own."""
+    """Append a module's tensors to `tensors`, in the order of `module.cuda()`: tensors of children before its own."""
     for child in module.children():
         _module(child, tensors)
     tensors += [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
 
 
 def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Return the optimizer's state on the GPU: step counters stay on the CPU, unless it is fused or capturable."""
+    """Yield the optimizer's state on the GPU; step counters stay on the CPU unless the optimizer is fused or
+    capturable.
+    """
     on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     for entry in optimizer.state.values():
         for name, tensor in entry.items() if isinstance(entry, dict) else ():

@@ -145,7 +145,7 @@ def _gathered(obj: Any, object_gather_list: list[Any] | None = None, *args: Any,
 
 
 def _kept(object_list: list[Any], src: int | None = None, *args: Any, group_src: int | None = 0, **kwargs: Any) -> None:
-    """Stand in for a broadcast of objects: each process keeps its own."""
+    """Stand in for a broadcast of objects: each process keeps its own objects."""
     if torch.distributed.get_rank() != (group_src if src is None else src):
         _take_own("broadcast_object_list")
 

@@ -58,7 +58,7 @@ class Source:
         self._read: dict[tuple[ast.AST, bool], set[str]] = {}
 
     def branch(self, node: ast.If) -> Taken | None:
-        """Return the branch taken if the condition is unknown; None if it decides about memory."""
+        """Return the value assumed for the unknown condition of an `if` statement; None if it decides about memory."""
         if _ends(node.body):
             return Taken(False, _CHECK)
         if _ends(node.orelse):

@@ -97,7 +97,7 @@ def writable(tensor: Tensor, assumed: str = "") -> Tensor | None:
 
 
 def borrow(fake: Tensor, real: Tensor) -> None:
-    """Let a fake tensor's storage borrow the contents of the real one's, which has the same size."""
+    """Use the memory of `real`, without a copy, as the contents of `fake`, whose storage has the same size."""
     if is_strided(fake) and is_strided(real):
         _put(fake, _Contents(real.untyped_storage(), ""))
 

@@ -65,9 +65,9 @@ class _Places(NamedTuple):
 
 
 def passing() -> Taken | None:
-    """Return the value assumed for the query, as a part of a condition; None outside conditions.
+    """Return the value assumed for the part of a condition that is being evaluated.
 
-    None too if the condition decides about memory.
+    Return None outside conditions, and for a condition that decides about memory.
     """
     frame = _asking()
     if frame is None:

@@ -107,7 +107,10 @@ class ValueOracle(Assumptions):
             self.learn(fake, real.detach().cpu())
 
     def array(self, tensor: Tensor, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return a fake tensor's contents as an array, which Python code may write to."""
+        """Return a fake tensor's contents as an array, made by `func`; an array of unknown numbers if they are unknown.
+
+        An array is read-only if its memory is too large to be copied.
+        """
         with on_real_tensors():
             value = contents.writable(tensor)
             if value is None and not contents.is_known(tensor):
@@ -128,7 +131,7 @@ class ValueOracle(Assumptions):
             return array
 
     def numbers(self, tensor: Tensor) -> Any:
-        """Return a fake tensor's contents as nested lists."""
+        """Return a fake tensor's contents as nested lists; lists of unknown numbers if they are unknown."""
         value = self.value(tensor)
         if value is None:
             return _nested(tuple(tensor.shape), Unknown(self))
@@ -426,7 +429,7 @@ def _candidates(func: Any, args: Any) -> int:
 
 
 def _assume_balanced(choices: Tensor, count: int) -> Tensor:
-    """Return a balanced assignment of `count` choices in this shape."""
+    """Return indices, in the shape of `choices`, that choose each of `count` candidates equally often."""
     return (torch.arange(choices.numel()) % count).view(choices.shape)
 
 
@@ -447,7 +450,7 @@ def _has_mask(indices: Any) -> bool:
 
 
 def _nested(shape: tuple[int, ...], number: Any) -> Any:
-    """Return nested lists with one number everywhere."""
+    """Return nested lists of this shape, with `number` as each element."""
     return [_nested(shape[1:], number) for _ in range(shape[0])] if shape else number
 
 

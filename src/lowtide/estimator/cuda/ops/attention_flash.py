@@ -97,7 +97,7 @@ def forward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]
 
 
 def _widths(head: int) -> tuple[int, int]:
-    """Return bounds of a head's padded size, in float32 elements: newer versions have no kernel for 224."""
+    """Return the least and the most elements of a padded head; newer versions have no kernel for 224."""
     width = -(-head // 32) * 32
     return width, 256 if width == 224 else width
 

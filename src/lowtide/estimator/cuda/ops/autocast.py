@@ -76,12 +76,12 @@ _casts: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 def forget_casts() -> None:
-    """Clear the cache when the outermost autocast ends."""
+    """Clear the cache of cast parameters, as torch does when the outermost autocast ends."""
     _casts.clear()
 
 
 def kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Return a kernel for each operator of the lists."""
+    """Yield the name and the kernel of each operator that autocast casts."""
     for names, make in ((_LOWER, _lower), (_SINGLE, _single), (_SINGLE_RESULT, _single_result), (_WIDEST, _widest)):
         for name in names.split():
             packet, _, overload = name.partition(".")

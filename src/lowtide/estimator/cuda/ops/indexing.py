@@ -96,7 +96,10 @@ def _sorting(n: int, itemsize: int) -> ScratchBlock:
 
 @cuda_op(aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default, of=_INDEXING)
 def _index_put(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
-    """Return the blocks of `index_put(into, indices, values, accumulate)`, see `_INDEXING`."""
+    """Return the scratch blocks of `index_put(into, indices, values, accumulate)`: sorted indices and copied values.
+
+    Without accumulation there are no blocks.
+    """
     if len(args) < 4 or not args[3]:  # without accumulation rows are written unsorted
         return []
     into, indices, values = args[:3]

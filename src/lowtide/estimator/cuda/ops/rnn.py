@@ -69,7 +69,7 @@ def reserve_bytes(kind: str, rows: int, settings: dict[str, Any], itemsize: int)
 
 
 def workspace_bytes(kind: str, rows: int, settings: dict[str, Any], itemsize: int) -> int:
-    """Return the bytes of the workspace of a pass over all steps."""
+    """Return the bytes of cuDNN's workspace for one pass; `rows` counts the steps of all sequences."""
     layers, directions, hidden = settings["layers"], settings["directions"], settings["hidden"]
     gates, n_bytes = _GATES[kind], 768
     for layer in range(layers):

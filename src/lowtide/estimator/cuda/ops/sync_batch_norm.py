@@ -79,7 +79,7 @@ def _reduced_scratch(args: Any, kwargs: Any, results: list[Tensor]) -> list[Scra
 
 
 def _partial(x: Tensor, n_each: int) -> list[ScratchBlock]:
-    """Return the block of `n_each` numbers for each channel and thread block."""
+    """Return the block of partial statistics for channels-last: `n_each` numbers per channel and thread block."""
     if is_channels_last(x) is None:
         return []
     most = n_each * x.shape[1] * _MOST_BLOCKS * _statistics(x).element_size()
