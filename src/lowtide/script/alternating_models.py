@@ -23,7 +23,7 @@ _Gradient = tuple[weakref.ref[Tensor], int]
 
 
 class AlternatingModels:
-    """Models that take turns with the model, held by weak references."""
+    """Weak references to models that are trained in turns with the detected model, such as a GAN's two models."""
 
     def __init__(self) -> None:
         self._called: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
@@ -41,7 +41,7 @@ class AlternatingModels:
         self._awaited[id(module)] = [_gradient(p) for p in module.parameters()]
 
     def join(self, models: Iterable[nn.Module]) -> None:
-        """Treat `models` as one from now on. A step begins when no backward pass through earlier calls is awaited."""
+        """Treat `models` as one model from now on; a step then begins only after backward passes through all calls."""
         self._joined.update(models)
         self._n_waits = PATIENCE if self._awaits_backward() else 0
 
@@ -98,7 +98,7 @@ def ids(objects: Iterable[object]) -> set[int]:
 
 
 def parameter_ids(model: nn.Module) -> set[int]:
-    """Return the ids of the model's parameters, in the form in which optimizers hold them."""
+    """Return the ids of the model's parameters as optimizers hold them: of a sharded parameter, its shard."""
     return ids(own_parameters(model))
 
 

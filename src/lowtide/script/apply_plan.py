@@ -62,7 +62,7 @@ class PlanApplier(PlanMonitor):
         return self._plan
 
     def on_step_begin(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
-        """Put the plan in force if `model` is the plan's; measure the step if its batch is no larger than planned."""
+        """Put the plan in force if it is for `model`; measure the step if its batch is no larger than planned."""
         planned, current = self._plan.fingerprint, fingerprint(model, batch)
         super().on_step_begin(model, batch, optimizers)
         if self._in_force.applied is None:
@@ -127,7 +127,7 @@ class PlanApplier(PlanMonitor):
         self._leave_in_force()
 
     def on_release(self) -> None:
-        """Release the model; the plan stays in force."""
+        """Drop the references to the model; the plan stays in force."""
         super().on_release()
         self._model = None
 

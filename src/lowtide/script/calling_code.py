@@ -42,8 +42,8 @@ def end_search_here() -> Iterator[None]:
 def caller_variables() -> Iterator[Any]:
     """Yield the values of variables in calling functions, innermost first; functions of torch and Lowtide are skipped.
 
-    The pieces of a batch that `accumulate` runs count as the caller's. The search ends at the script, or at the
-    function with the detected block: variables of callers beyond it, such as a test, are not searched.
+    Variables of Lowtide's `accumulate` are included, because they hold the pieces of the caller's batch. The search
+    ends at the script, or at the function with the detected block: callers beyond it, such as a test, are not searched.
     """
     for frame in frames_from(sys._getframe(1)):
         if module_name(frame) == Script.__module__:

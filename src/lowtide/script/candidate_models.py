@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class CandidateModels:
-    """Other modules called in training since the model's last call, held by weak references."""
+    """Weak references to modules that were called in training since the model's last call, and may replace it."""
 
     def __init__(self) -> None:
         self._called: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()

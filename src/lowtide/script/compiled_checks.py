@@ -51,7 +51,7 @@ class CompiledChecks:
         self._n_compiled = n_compiled()
 
     def can_judge(self, plan: Plan) -> bool:
-        """Return True unless this step compiled code, which takes memory; at most `PATIENCE` such steps are skipped."""
+        """Return True if this step's peak can be judged: it compiled no code, or is the `PATIENCE`-th that did."""
         is_compiling = bool(plan.graphs) and n_compiled() != self._n_compiled
         self._n_compiling += is_compiling
         return not is_compiling or self._n_compiling >= PATIENCE

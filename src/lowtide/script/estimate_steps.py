@@ -380,7 +380,7 @@ def estimate_script(
     under that plan.
 
     Raises the errors of a rehearsal, with the line of the script that caused them, RehearsalError for a script that
-    failed after it had saved, and StalePlan for a plan of another model or a smaller batch.
+    failed after a save was skipped, and StalePlan for a plan of another model or a smaller batch.
     """
     listener = StepEstimator(gpu, size, on_entered, processes, how=how, plan=plan)
     return run_on_fakes(script, listener, gpu, processes), listener.estimate

@@ -139,7 +139,7 @@ class StepFitter(PlanMonitor):
         return "took a step under its plan"
 
     def on_earlier_call(self, module: nn.Module) -> None:
-        """Count a model called between steps: its memory is outside all steps."""
+        """Count a model that is called between steps: no step counts its memory."""
         self.plans.preceding[name_of(module)] += 1
 
     # --- a step begins
@@ -205,7 +205,7 @@ class StepFitter(PlanMonitor):
 
     @contextlib.contextmanager
     def _may_go_on_plain(self) -> Iterator[None]:
-        """Continue without a plan if a model that is not the first one can't be rehearsed inside this block."""
+        """Within this block, continue without a plan if a rehearsal fails, unless the model is the first one."""
         try:
             yield
         except RehearsalError as why:
@@ -411,7 +411,9 @@ class StepFitter(PlanMonitor):
 
     @property
     def plans_next(self) -> bool:  # type: ignore[override]
-        """True unless models are trained for a few steps each, or several processes train: one would plan alone."""
+        """True if the next trained model gets a plan, too. It gets none if models are trained for a few steps each, or
+        in several processes, because one process would plan alone.
+        """
         return self._n_short < MOST_SHORT and not several_processes()
 
     def on_next_model(self) -> None:
@@ -426,12 +428,12 @@ class StepFitter(PlanMonitor):
         self._say(NEXT_REHEARSED)
 
     def on_release(self) -> None:
-        """Release the model; the plan stays in force."""
+        """Drop the references to the model; the plan stays in force."""
         self.plans.release()
 
     def wants_more(self) -> bool:
-        """Return True if a batch exceeded all planned sizes, so that the next one of such a size is rehearsed, or if
-        steps are to be measured or rehearsed again.
+        """Return True if more steps have to be observed: because a batch exceeded all planned sizes, or to measure or
+        rehearse later steps.
         """
         plans = self.plans
         plans.later.n_updates += 1  # this runs in every step, so it makes few calls

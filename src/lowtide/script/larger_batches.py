@@ -33,12 +33,12 @@ class LargerBatches:
 
     @property
     def is_awaited(self) -> bool:
-        """Return True if another batch of the outgrown size is waited for, to be rehearsed."""
+        """Return True if another batch larger than all planned ones is waited for, to be rehearsed."""
         return self._n_looked is not None
 
     @property
     def has_waited_enough(self) -> bool:
-        """Return True if many steps have passed without another batch of the outgrown size."""
+        """Return True if many steps have passed without another batch larger than all planned ones."""
         return self._n_looked is not None and self._n_looked >= PATIENCE
 
     def can_be_planned(self, plan: Plan) -> bool:
@@ -48,7 +48,7 @@ class LargerBatches:
         return is_one_size and self.has_optimizers and not several_processes() and self._n_growths < GROWTHS
 
     def await_next(self) -> None:
-        """Begin to wait for another batch of the outgrown size."""
+        """Begin to wait for another batch larger than all planned ones."""
         self._n_looked = 0
 
     def has_come(self, plan: Plan, batch: Any) -> bool:
@@ -58,11 +58,11 @@ class LargerBatches:
         return elements(shapes_in(in_words(tensors_in(batch)))) > most_elements(plan)
 
     def end_wait(self) -> None:
-        """Stop waiting; the current plan stays."""
+        """Stop waiting for a larger batch; the current plan stays."""
         self._n_looked = None
 
     def count_plan(self) -> None:
-        """Stop waiting, because a batch of the outgrown size was rehearsed."""
+        """Count a plan for a larger batch, which was rehearsed, and stop waiting for the batch."""
         self._n_looked = None
         self._n_growths += 1
 

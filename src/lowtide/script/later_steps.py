@@ -1,4 +1,4 @@
-"""The schedule by which steps are measured, or rehearsed again, after a plan was found to hold.
+"""The schedule by which steps are measured, or rehearsed again, after measured steps have confirmed a plan.
 
 Memory that the program allocates later, such as slow copies of the weights, is noticed in two ways: tensors are counted
 after each of the first updates, then less and less often, and steps are measured now and then. Both take only a small
@@ -45,10 +45,10 @@ MOST_REHEARSALS: Final = 12
 
 
 class LaterSteps:
-    """The schedule of measured and rehearsed steps in a loop whose plan was found to hold."""
+    """The schedule of measured and rehearsed steps in a loop whose plan was confirmed by measured steps."""
 
     def __init__(self) -> None:
-        """Begin without a plan."""
+        """Begin with nothing scheduled, because there is no plan yet."""
         self.n_updates = 0
         """Number of updates since a plan was found to hold, counted by the owner."""
         self.due_at = inf
@@ -83,7 +83,7 @@ class LaterSteps:
         return self._n_to_measure > 0
 
     def count(self) -> None:
-        """Count the bytes of all tensors; schedule a measured step if they grew by more than the budget leaves room."""
+        """Count the bytes of all tensors; schedule a measured step if their growth exceeds the room in the budget."""
         began_s = monotonic()
         self._held_bytes = held_bytes(self._place)
         self.counts_at = self.n_updates + max(1, self.n_updates // COUNTED_UPDATES)
@@ -98,10 +98,10 @@ class LaterSteps:
             self.come_soon()
 
     def plan_holds(self, place: torch.device, room_bytes: int, *, is_sure: bool) -> None:
-        """Schedule the next measured step, because the plan was found to hold.
+        """Schedule the next measured step, because measured steps have confirmed the plan.
 
-        It comes soon if the plan may not hold for later steps (`is_sure` is False), or if steps have changed; else
-        after an interval that grows. Until then tensors on the device `place` are counted, and the budget has room for
+        It comes soon if later steps may need more memory (`is_sure` is False), or if steps have changed; else after an
+        interval that grows. Until then tensors on the device `place` are counted, and the budget has room for
         `room_bytes` more.
         """
         if self.has_begun:
@@ -147,7 +147,7 @@ class LaterSteps:
                 self.due_at = max(self.due_at, self._n_updates_with(MOST_TIME, self._measured_s))
 
     def _n_updates_with(self, most: float, spent_s: float) -> float:
-        """Return the number of updates after which `spent_s` is the share `most` of the other steps' time."""
+        """Return the number of updates at which `spent_s` seconds are the share `most` of ordinary steps' time."""
         others_s = monotonic() - self._held_since_s - self._measured_s - self._counted_s
         return self.n_updates * spent_s / (most * max(others_s, 1e-9))
 

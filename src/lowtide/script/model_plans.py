@@ -169,14 +169,18 @@ class ModelPlans:
         return True
 
     def added_bytes(self, static: Static) -> int:
-        """Return by how many bytes `static`, the memory before a step, exceeds that of the rehearsed step; 0 if few."""
+        """Return by how much `static`, the memory before a step, exceeds the memory before the rehearsed one; 0 if
+        little.
+        """
         if self.profile is None:
             return 0
         before_bytes = self.profile.static.total
         return more if (more := static.total - before_bytes) >= NOTEWORTHY * before_bytes else 0
 
     def plan_or_smallest(self, profile: Profile, current: Plan, otherwise: str) -> Plan:
-        """Return a plan for the budget of `current`; if none fits, report `otherwise` and return the smallest plan."""
+        """Return a plan for the budget of `current`; if none fits, report `otherwise` and return the plan with the
+        smallest peak.
+        """
         try:
             following = plan(profile, current.budget_bytes)
         except Infeasible as why:

@@ -27,7 +27,7 @@ _Kept = tuple[weakref.ref[Any], Any, tuple[torch.device, ...], frozenset[int]]
 
 
 class PartCalls:
-    """Different calls of one step, with copies of their arguments in memory that no recorder counts."""
+    """The different calls in one step, with copies of their arguments in memory that no recorder counts."""
 
     def __init__(self, model: nn.Module) -> None:
         """Begin without calls; `model` has all parameters that the calls train."""

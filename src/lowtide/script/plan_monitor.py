@@ -179,7 +179,7 @@ class PlanMonitor(StepListener):
         self._say(_PASSED_OVER)
 
     def on_release(self) -> None:
-        """Release the model; the plan stays in force."""
+        """Drop the reference to the model; the plan stays in force."""
         self._in_force.release()
 
     def on_stop(self) -> None:

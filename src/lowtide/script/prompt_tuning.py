@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class PromptTuning:
-    """Weak references to modules called before the trained model is known: frozen ones, and some in evaluation mode."""
+    """Weak references to frozen and evaluated modules that were called before the trained model is known."""
 
     def __init__(self) -> None:
         self._frozen: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()

@@ -1,4 +1,4 @@
-"""Plan again for a model whose plan was found to hold: for larger batches, and for steps that need more memory."""
+"""Plan again for a model whose plan was confirmed: for larger batches, and for steps that need more memory."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ class Replanner:
         return None
 
     def judge(self, plan: Plan, step: Measured | None) -> bool:
-        """Compare a later step's peak with the budget; above it, plan again with more memory, or rehearse again.
+        """Compare a later step's peak with the budget; if it is over the budget, plan or rehearse again.
 
-        More memory at the start of the step leads to another plan, more memory of the step itself to a rehearsal.
+        If the step began with more memory, the next plan counts it; if the step itself needs more, steps are rehearsed.
         Returns True if no further step has to be observed for now.
         """
         later = self._plans.later
@@ -127,7 +127,7 @@ class Replanner:
         return not self._plan_for_added(plan, profile, static, measured_bytes)
 
     def _plan_for_added(self, plan: Plan, profile: Profile, static: Static, measured_bytes: int) -> bool:
-        """Plan again with `static`, the memory before a later step, and with the rest of the excess of its peak.
+        """Plan again after a step over the budget: count `static`, the memory before it, and the rest of the excess.
 
         Returns True if `plan` was replaced.
         """

@@ -304,7 +304,7 @@ class StepDetector:
             self._replace(module)  # the first call may have been a trial on a small input
 
     def _begin_step(self, batch: Any) -> None:
-        """Begin a step of the model."""
+        """Begin a step of the model, and report it to the listener."""
         assert self.model is not None
         self._candidates.forget()
         before = None if self._before is None else self._before()
@@ -434,7 +434,7 @@ class StepDetector:
             raise StopScript from self.failed
 
     def _end_late_step(self) -> None:
-        """End the step after a backward pass with updates inside, if no gradients are left.
+        """End a step whose updates ran inside backward, if all its gradients were used.
 
         Some optimizers may not have stepped: each parameter may have its own, and some parameters get no gradient.
         """

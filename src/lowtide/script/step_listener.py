@@ -36,7 +36,7 @@ class StepListener:
 
     @property
     def n_missing(self) -> int:
-        """The number of further steps after which the work is done, if they are like the steps so far."""
+        """The number of further steps that the listener needs, if they are like the steps so far."""
         return 1
 
     @property
@@ -103,8 +103,8 @@ class StepListener:
         """
 
     def on_release(self) -> None:
-        """Release the model: all work is done, and no other model takes turns with it. Hooks must not be changed, as in
-        `on_step_end`.
+        """Drop the references to the model: all work is done, and no other model takes turns with it. Hooks must not be
+        changed, as in `on_step_end`.
         """
 
     def wants_more(self) -> bool:
@@ -112,7 +112,7 @@ class StepListener:
         return False
 
     def finish(self) -> None:
-        """Finish with the recorded steps: the script has ended without an error."""
+        """Finish the work with the steps observed so far, because the script has ended without an error."""
 
     def on_stop(self) -> None:
         """Remove recordings, hooks and other things that serve one step only, because detection is over."""

@@ -13,7 +13,7 @@ _UNTRAINED = "no model was trained: no module with trainable parameters was call
 
 @dataclass(slots=True)
 class UnseenTraining:
-    """Kinds of training in which no steps are detected, as far as the program has shown them."""
+    """Signs, observed in a program, of kinds of training in which no steps can be detected."""
 
     in_other_thread: bool = False
     """True if a model was trained in a thread that had started before the block."""
