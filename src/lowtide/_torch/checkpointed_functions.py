@@ -32,7 +32,7 @@ class Region(Protocol):
 
 def observe_checkpoints(observe: Callable[[Any, tuple[Any, ...], bool], Region | None]) -> Callable[[], None]:
     """Call `observe(function, arguments, is_reentrant)` for each checkpointed call until the returned function is
-    called. If it returns a Region, the function runs in the region's contexts.
+    called. If `observe` returns a Region, the function runs in the region's contexts.
 
     Modules that imported `torch.utils.checkpoint.checkpoint` hold references to it. So the two implementations that it
     calls are replaced, not the function itself. Torch 2.13, since 2.1; 2.15.

@@ -52,7 +52,7 @@ def _compiled_front(module: torch.nn.Module) -> Any:
 
 
 def compiles_nothing(front: object, module: torch.nn.Module) -> bool:
-    """Return True if `module.compile()` has put `front` into CALL of `module`, but compiles nothing.
+    """Return True if `module.compile()` has put `front` into the module's attribute CALL, but compiles nothing.
 
     Torch compiles the frames of forward methods, but not those of torch's own layers and containers, such as
     `nn.Sequential`. Torch 2.13; not so in 2.15.

@@ -252,7 +252,7 @@ _wrapping: dict[type[Any], bool] = {}
 
 
 def is_wrapping(kind: type[Any]) -> bool:
-    """Return True for tensor classes that wrap this process's shard, such as DTensor. Torch 2.13, since 2.0."""
+    """Return True if a tensor class wraps this process's shard, as DTensor does. Torch 2.13, since 2.0."""
     wrapping = _wrapping.get(kind)
     if wrapping is None:
         wrapping = _wrapping[kind] = kind.__module__.startswith("torch.distributed.")
@@ -293,7 +293,8 @@ def start_absent_processes(start: Callable[..., None], rank: int, size: int) -> 
 def keeping_own_state() -> tuple[Any, str, Callable[..., None]]:
     """Return a replacement for the broadcast of rank 0's state dict, as (owner, name, function).
 
-    The replacement keeps this process's own state, and allocates its tensors on the meta device. Torch 2.13, since 2.4.
+    The replacement keeps this process's own state, and gives memory to tensors in it that are on the meta device. Torch
+    2.13, since 2.4.
     """
     from torch.distributed.checkpoint import state_dict
 

@@ -97,7 +97,7 @@ def hindrances() -> Iterator[str]:
 def always_partitioned() -> Iterator[None]:
     """Call the partitioner instead of using caches, and compile backward at once, inside this `with` block.
 
-    A cached partition has the number of another graph.
+    A partition from a cache would have another graph's number (`watched_calls`).
     """
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor

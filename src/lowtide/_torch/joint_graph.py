@@ -53,7 +53,7 @@ class JointNode:
 
     @property
     def is_given(self) -> bool:
-        """Return True for an input of forward that changes from step to step, such as the batch."""
+        """Return True if the node is an input of forward that changes from step to step, such as the batch."""
         return self.kind == "input" and not (self.is_static or self.is_tangent)
 
 

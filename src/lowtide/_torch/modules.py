@@ -79,7 +79,7 @@ CALL_CODE = torch.nn.Module._call_impl.__code__
 
 
 def original_call(module: torch.nn.Module) -> Callable[..., Any]:
-    """Return the module's original `_call_impl` (hooks and forward), bypassing CALL. Torch 2.13."""
+    """Return the module's original `_call_impl` (hooks and forward), bypassing `_compiled_call_impl`. Torch 2.13."""
     call: Callable[..., Any] = module._call_impl
     return call
 

@@ -127,9 +127,9 @@ def has_one_owner(tensor: torch.Tensor) -> bool:
 def references(things: tuple[Any, ...]) -> tuple[int, ...]:
     """Count references to the first item, a tensor, and to its memory; two such counts can be compared. Torch 2.13.
 
-    The last item is an object without other references. References to all items alike cancel out, such as those of
-    callers whose frames are traced or evaluated (Dynamo, debuggers). No local variable may hold an item, because that
-    would be counted.
+    The last item is an object without other references. References to all items alike cancel out, such as references
+    from callers whose frames are traced or evaluated (Dynamo, debuggers). No local variable may hold an item, because
+    that would be counted.
     """
     return (
         things[0]._use_count(),

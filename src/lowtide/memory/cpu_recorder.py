@@ -130,7 +130,7 @@ class CpuRecorder(Recorder):
             _refuse_lost(lost)
 
     def mark(self, label: str, data: object = None) -> None:
-        """Put a mark exactly here. Raises RehearsalError outside the with-block."""
+        """Put a mark between the events so far and the next one. Raises RehearsalError outside the with-block."""
         if self._profile is None:
             raise RehearsalError(f"mark({label!r}): marks can be made only inside the recorder's with block.")
         self._annotate(Mark(label, data))
@@ -301,7 +301,7 @@ class _Reader:
         self._n_marks = 0
 
     def read(self, roots: list[Any], marks: list[Mark | Free]) -> list[Mark]:
-        """Append the events of one session; `marks` are all that were made so far. Return the marks that it lacks."""
+        """Append the events of one profiler session; return the marks that it lacks, of `marks`, all marks so far."""
         rows = _rows(roots)
         rows.sort(key=itemgetter(0))  # a stable sort: the rows of one thread are in order already
         unseen = dict(enumerate(marks[self._n_marks :], self._n_marks))

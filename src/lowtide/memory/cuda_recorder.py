@@ -108,7 +108,7 @@ class CudaRecorder(Recorder):
         self._stream = EventStream(without_own_work(events), self.device)
 
     def mark(self, label: str, data: object = None) -> None:
-        """Put a mark exactly here. Raises RehearsalError outside the with-block."""
+        """Put a mark between the events so far and the next one. Raises RehearsalError outside the with-block."""
         if not self._is_recording:
             raise RehearsalError(f"mark({label!r}): marks can be made only inside the recorder's with block.")
         self._marks.append(PlacedMark(Mark(label, data), threading.get_ident(), time.time_ns() / 1000))

@@ -53,7 +53,7 @@ def missing_history_bytes(optimizer: torch.optim.LBFGS) -> int:
 
 
 def _variables() -> Iterator[object]:
-    """Yield the values of the variables of updates in progress, except those of the closure."""
+    """Yield the values of the local variables of L-BFGS updates in progress, except variables of the closure."""
     for frame in frames_from(sys._getframe(1)):
         if module_name(frame) == torch.optim.LBFGS.__module__:
             with local_variables(frame) as variables:

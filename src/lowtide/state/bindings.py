@@ -104,7 +104,7 @@ class Bindings:
         """Contents in order; for named places each name, followed by its content."""
 
     def current(self) -> list[Any]:
-        """Return the present contents, in the form of `held`."""
+        """Return the present contents of the places; for named places each name, followed by its content."""
         raise NotImplementedError
 
     def store(self, contents: list[Any]) -> None:

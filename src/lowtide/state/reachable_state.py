@@ -205,14 +205,14 @@ def _has_state(kind: type) -> bool:
 
 
 def is_torch_function(function: types.FunctionType) -> bool:
-    """Return True for functions of torch, which have no state."""
+    """Return True if the function is torch's own, which has no state."""
     return (function.__module__ or "").partition(".")[0] == "torch"
 
 
 def referenced_objects(function: types.FunctionType) -> Iterator[Any]:
-    """Yield the objects that a function's code can reach by name; none for torch's own, which have no state.
+    """Yield the objects that a function's code can reach by name: globals, closure and defaults.
 
-    These are globals, closure and defaults.
+    Torch's own functions yield none, because they have no state.
     """
     if is_torch_function(function):
         return
@@ -224,7 +224,7 @@ def referenced_objects(function: types.FunctionType) -> Iterator[Any]:
 
 
 class State:
-    """The `state_dict` of a scheduler or gradient scaler; restored only if it has changed."""
+    """A copy of the `state_dict` of a scheduler or gradient scaler, which is restored only if it has changed."""
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner

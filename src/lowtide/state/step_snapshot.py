@@ -45,9 +45,8 @@ class StepSnapshot:
     `restore()` can be called any number of times inside the block; the end of the block restores too, whatever
     happened. Copies live in host memory. Optimizers need not be named: an optimizer that steps inside the block is
     recorded before its step. Identity is kept as well: parameters, their `.grad` and buffers are the same objects
-    afterwards.
-    Until the block ends no other process of the training takes part (`process_group.py`), and no plan of another model
-    writes gradients in place.
+    afterwards. Until the block ends no other process of the training takes part (`process_group.py`), and no plan of
+    another model writes gradients in place.
     """
 
     def __init__(

@@ -146,7 +146,7 @@ class CachingAllocator:
     def adopt(
         self, address: int, n_bytes: int, used: Sequence[tuple[int, int, int]], *, stream: int, is_small: bool
     ) -> list[Block]:
-        """Begin with an existing segment; return the blocks in it that are `used`, in that order.
+        """Take over an existing segment before any allocation; return its blocks that are `used`, in that order.
 
         Each entry of `used` is an offset, a size and the bytes requested of it, by offset; memory in between is free.
         """

@@ -80,9 +80,7 @@ def rebuild(
 
 
 def held_at_start(segments: Sequence[Entry], actions: Sequence[Entry]) -> dict[int, Held]:
-    """Return the blocks in use before the first action, by address: those in use at the end, with each action
-    undone.
-    """
+    """Return the blocks in use before the first action, by address, from those at the end by undoing each action."""
     held = _held_at_end(segments)
     for action in reversed(actions):
         if action["action"] == "free_completed":
