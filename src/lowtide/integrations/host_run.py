@@ -96,7 +96,7 @@ class BudgetCallback:
 
     @property
     def run(self) -> Run | None:
-        """The block of `lowtide.within` for the last training, with its plan and verdict."""
+        """Return the `lowtide.within` block of the last training, with its plan and verdict; None before training."""
         return self._host.run
 
 

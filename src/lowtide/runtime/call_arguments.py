@@ -262,7 +262,7 @@ class _PartBuilder:
 
 
 class _AsItIs:
-    """Part of the arguments that passes through unchanged."""
+    """Function that returns `thing`, a part of the arguments, unchanged."""
 
     __slots__ = ("thing",)
 

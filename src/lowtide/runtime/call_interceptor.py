@@ -200,7 +200,7 @@ class RemovableInterceptors:
 
 
 class InterceptorsInside:
-    """The interceptors of all modules except the model itself; during a run, those that the run does not need are out.
+    """Interceptors of all modules except the model itself. During a run, those that the run does not need are out.
 
     A run in which all saved tensors are kept needs no interceptors. A run under a plan needs all of them, until earlier
     runs have shown which calls save tensors that the plan needs.

@@ -65,14 +65,14 @@ DEVICES: Final = frozenset({"cpu", "cuda"})
 class InPlacePermission(Removable):
     """Permission, while in force, to write gradients over the gradients that they are computed from.
 
-    It is in force until `remove`, or until it is garbage collected.
+    The permission is in force until `remove`, or until it is garbage collected.
     """
 
     def __init__(self, device: str, on_write: Callable[[str, int], None] | None = None, *, alone: bool = False) -> None:
         """Put the permission in force on the device type `device`.
 
-        `on_write` is called with the node and the bytes before each such write. With `alone`, permissions that were
-        put in force earlier are ignored.
+        `on_write` is called before each write over a gradient, with the node's name and the gradient's bytes. With
+        `alone`, permissions that were put in force earlier are ignored.
         """
         self.device = device
         self.alone = alone
@@ -89,7 +89,7 @@ class InPlacePermission(Removable):
         _IN_FORCE.append(weakref.ref(self, _IN_FORCE.remove))
 
     def wants(self, node: str, n_bytes: int) -> bool:
-        """Return True if the permission is to write over a gradient of `n_bytes` at an autograd node named `node`."""
+        """Return True if the permission covers a gradient of `n_bytes` that arrives at a node named `node`."""
         return node in self.least and n_bytes >= self.least[node]
 
     def of_all(self, least: Mapping[str, int]) -> None:

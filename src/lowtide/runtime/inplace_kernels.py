@@ -45,7 +45,7 @@ class Operator:
 
 
 def _written(name: str, node: str, forward: Callable[[Tensor], Tensor], *, out: str = "grad_input", **more: Any) -> Any:
-    """Return the in-place form of an operator that has an overload with an output argument."""
+    """Return the `Operator` for torch's operator `name`, which has an overload with the output argument `out`."""
     overload = getattr(getattr(aten, name), "out" if name.endswith("_data") else "grad_input")
 
     def write(own: Any, gradient: Tensor, *args: Any, **kwargs: Any) -> Tensor:

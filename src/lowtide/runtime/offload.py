@@ -51,7 +51,7 @@ class Copier(Protocol):
 
 
 class CudaCopier:
-    """Copies on a stream next to the computing stream of a CUDA device."""
+    """Copier that uses a stream next to the computing stream of a CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

@@ -26,8 +26,8 @@ def table_of(decided: Decided) -> dict[str, dict[int, Actions]]:
 
 
 def most_elements(plan: Plan) -> float:
-    """Return the number of elements in the arguments of the largest call that `plan` is for; infinity if it names no
-    shapes.
+    """Return the number of elements in the arguments of the largest call that `plan` is for; infinity if the plan names
+    no shapes.
     """
     return max((elements(shapes_in(words)) for words in plan.input_shapes), default=inf)
 
@@ -35,7 +35,7 @@ def most_elements(plan: Plan) -> float:
 def elements_that_fit(plan: Plan) -> float:
     """Return the number of elements in a call's arguments up to which the step is within the budget without a plan.
 
-    Its held activations are taken to grow with that number, and everything else to be as in a step of full size.
+    The step's held activations are assumed to grow with that number, and all other memory to be as in a full step.
     """
     held_bytes = plan.plain.held_bytes
     room_bytes = plan.budget_bytes - (plan.plain.peak_bytes - held_bytes)

@@ -79,7 +79,7 @@ else:
 
 
 class Recompute(RecomputeFields):
-    """Run of a recipe that is still to come. Until it has run, its handles count as unread readers of its operands."""
+    """Future run of a recipe. Until the recipe has run, its handles count as unread readers of its operands."""
 
     __slots__ = ("__weakref__",)
 

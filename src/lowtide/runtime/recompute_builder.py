@@ -112,8 +112,8 @@ class Builder:
         """Return a value that recomputes an output of `node` by a recipe. Raises CannotRecompute, with the reason.
 
         `like` is the original output, if available: the result gets its strides. Without `like`, the value is only an
-        intermediate of other recomputes, maybe with other strides (see `certain`). `depth` is the number of nodes
-        between this one and the saved tensor.
+        intermediate of other recomputes, maybe with other strides (see `certain`). `depth` is the number of edges from
+        the saved tensor's node to `node`.
         """
         self.length += 1
         kind = node.name()

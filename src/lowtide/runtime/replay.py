@@ -188,9 +188,8 @@ class ReplayFrame:
         return value
 
     def take_over(self, value: Value, tensor: Tensor, base: Tensor, *, is_intermediate: bool) -> None:
-        """Let this replay restore `value`, which this call now saves, if an inner call's replay restored it so far.
-
-        The same holds with `is_intermediate`: only recomputes have read the value so far. Other values stay unchanged.
+        """Let this replay restore `value`, which this call now saves, if so far an inner call's replay was to restore
+        it or (`is_intermediate`) only recomputes have read it. Other values stay unchanged.
         """
         inside = isinstance(value.maker, ReplayFrame) and value.maker is not self and self.encloses(value.maker)
         if is_intermediate or inside:

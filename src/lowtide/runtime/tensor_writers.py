@@ -47,8 +47,8 @@ _overwritten: dict[int, weakref.ref[Tensor]] = {}
 
 
 class Overwritten(RuntimeError):
-    """Error for a write, between forward and backward, to a tensor that a recompute or replay reads, which no earlier
-    step made.
+    """Error for a write that no earlier step made, between forward and backward, to a tensor that a recompute or replay
+    reads.
     """
 
     def __init__(self, tensor: Tensor, version: int, reader: str, module_class: type | None = None) -> None:

@@ -65,7 +65,10 @@ OUTPUT_CONSTANTS: Final = frozenset({"out_shape", "out_dtype", "out_device", "ou
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A recompute of the output of one kind of autograd node. The decorator `recipe` explains the fields."""
+    """A function that recomputes the output of one kind of autograd node, and the places of the function's arguments.
+
+    The decorator `recipe` explains the fields.
+    """
 
     node: str
     function: Function
