@@ -96,7 +96,7 @@ def ranges(numbers: Iterable[int]) -> str:
 
 
 def join(block: str, below: str) -> str:
-    """Return the full address of an entry below a block."""
+    """Return the full address of an entry below a block: `h.3`, `mlp#0:1` -> `h.3.mlp#0:1`."""
     return block + below if not block or below.startswith("#") else f"{block}.{below}"
 
 
@@ -119,7 +119,7 @@ def _expand(block: str) -> Iterator[str]:
 
 
 def _count(block: str) -> int:
-    """Return the number of blocks that a key covers."""
+    """Return the number of blocks that a key covers: `h.{0-7}` -> 8."""
     match = _RANGES.search(block)
     return 1 if match is None else sum(numbers.stop - numbers.start for numbers in _numbers(block, match[1]))
 

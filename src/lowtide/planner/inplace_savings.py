@@ -51,7 +51,7 @@ def extra_ms(profile: Profile, n: int) -> float:
 def with_in_place(profile: Profile, n: int) -> Profile:
     """Return a profile whose plain step writes the first `n` entries of `profile.in_place` in place.
 
-    Their extra time is left out.
+    The extra time of writing these gradients in place is left out.
     """
     base = profile.base_bytes
     for group in profile.in_place[:n]:

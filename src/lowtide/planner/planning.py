@@ -245,7 +245,7 @@ def smallest_peak(
 def _solve_with_in_place(
     simulator: Simulator, allowed: Simulator, budget_bytes: int, n: int, search: Solver
 ) -> Decisions | Infeasible:
-    """Return the decisions that `search` finds with the first `n` gradients in place, or its error if none fit.
+    """Return the decisions that `search` finds with the first `n` gradients in place, or the error if none fit.
 
     `simulator` simulates all decisions, `allowed` only the decisions that the search may use.
     """
@@ -282,8 +282,8 @@ def _bound_ms(
 ) -> float:
     """Return a lower bound on the extra time of plans with just the first `n` gradients in place.
 
-    `result` is what the search found for this `n`. Its time, that of a known plan, tells if raising the bound is worth
-    the effort.
+    `result` is the result of the search for this `n`: if the bound is close to the time of these decisions, or far
+    below, it is not raised further.
     """
     own_ms = extra_ms(simulator.profile, n)
     known_ms = simulator.predict(result).extra_ms - own_ms if isinstance(result, Decisions) else math.inf
@@ -317,10 +317,11 @@ def _find_ambiguous_addresses(profile: Profile) -> set[str]:
 
 
 def with_free_recomputes(simulator: Simulator, decisions: Decisions) -> Decisions:
-    """Add recomputes without cost and operands, as of a tensor whose shape is enough, unless they raise peak or time.
+    """Add recomputes without cost and operands, unless they raise peak or time.
 
-    The solver has no reason to choose such recomputes. Without them the runtime keeps whole tensors, and other
-    recomputes read these kept tensors instead of recomputed operands.
+    An example is the recompute of a tensor of which backward reads only the shape. The solver has no reason to choose
+    such recomputes. Without them the runtime keeps whole tensors, and other recomputes read these kept tensors instead
+    of recomputed operands.
     """
     values = simulator.profile.values
     slots = [slot for slot in simulator.profile.slots if not slot.is_input and slot.storage is not None]

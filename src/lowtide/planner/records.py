@@ -62,7 +62,7 @@ class Static(Record):
     others: int = 0
     """All other memory: other models, weight averages, data; on a CPU every other tensor alive in the process."""
     margin: int = 0
-    """Bytes that a step was measured to need beyond its prediction (`profiler/peak_margin.py`)."""
+    """Bytes that a measured step needed beyond its predicted peak (`profiler/peak_margin.py`)."""
 
     @property
     def total(self) -> int:
@@ -78,9 +78,9 @@ class Storage(Record):
     allocated_at: int
     """First position at which the storage is allocated."""
     freed_at: int
-    """First position at which the storage would be freed if autograd did not hold it."""
+    """First position at which the storage is free if autograd does not hold it."""
     label: str
-    """Module that allocated it, for people: `transformer.h.3.mlp.act`."""
+    """Module that allocated the storage, for people: `transformer.h.3.mlp.act`."""
     category: str = "activations"
     """`activations` or `loss head`."""
 
@@ -103,7 +103,7 @@ class Value(Record):
     """Recipe that recomputes the value, bit-exact in the audit; None if the value can only be kept or replayed."""
     operands: tuple[int, ...] = ()
     overwrites: int | None = None
-    """Index of the operand that the recipe overwrites with the result, if that operand was itself recomputed for it."""
+    """Index of the operand that the recipe overwrites with the result, if the operand was recomputed for it."""
     cost_ms: float = 0.0
     """Time of the recompute: on the device alone if the profile has `clocks`, else of host and device together."""
     host_ms: float = 0.0
@@ -112,7 +112,7 @@ class Value(Record):
     expensive: bool = False
     """True if recomputing runs a matrix product, a convolution or attention."""
     transient_bytes: int = 0
-    """Bytes allocated inside the recompute beyond the result, freed at its end."""
+    """Bytes beyond the result that the recompute allocates, and frees at its end."""
     refused: str | None = None
     """Reason why the value cannot be recomputed."""
 
@@ -125,21 +125,22 @@ class Slot(Record):
     """
 
     address: str
-    """Innermost module call and ordinal in it: `transformer.h.3.mlp.act#0:1`. A replay's input has `@` for `:`."""
+    """Innermost module call, and ordinal in this call: `transformer.h.3.mlp.act#0:1`. A replay's input has `@` for `:`.
+    """
     value: int
     storage: int | None
-    """Index of its storage; None for memory that exists anyway (parameters, buffers, batch), which is always kept."""
+    """Index of the slot's storage; None for memory that exists anyway (parameters, buffers, batch) and is kept."""
     call: int
     """Index of the innermost module call."""
     label: str
     need: int | None = None
-    """Position at which backward first reads it; None if never, and for inputs, which replays read."""
+    """Position at which backward first reads the slot; None if never, and for inputs, which replays read."""
     release: int | None = None
-    """Position at which its node releases it; None if never."""
+    """Position at which the slot's node releases the saved tensor; None if never."""
     is_input: bool = False
     """True for an argument that a replay of `call` holds, not a saved tensor; exists only if `call` is replayed."""
     is_state: bool = False
-    """True for an input without a producer: RNG state and buffers. Every replayed call holds its own."""
+    """True for an input without a producer: RNG state and buffers. Every replayed call holds its own state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +168,7 @@ class Call(Record):
     advance_host_ms: float = 0.0
     advance_flops: int = 0
     state_bytes: int = 0
-    """Bytes of RNG state and buffers that the call holds for its replay; the replay saves the current ones as well."""
+    """Bytes of RNG state and buffers that the call holds for its replay, which saves their current contents as well."""
     begins_at: int | None = None
     """The part of `base_bytes` in use when the call begins; None if not recorded."""
 
@@ -177,13 +178,13 @@ class AppliedLever(Record):
     """A lever that is on: a change of the step itself (`levers/`), applied together with the plan."""
 
     name: str
-    """Its name: `outputs`, `loss head`, ..."""
+    """Name of the lever: `outputs`, `loss head`, ..."""
     what: str
-    """Its effect, in words."""
+    """Effect of the lever, in words."""
     exact: bool
     """True if the step with the lever gives the same bits."""
     settings: dict[str, float] = field(default_factory=dict)
-    """Its parameters, given or derived from the step, for example the number of micro-batches."""
+    """Parameters of the lever, given or derived from the step, for example the number of micro-batches."""
     bytes: int = 0
     """Measured reduction of the plain step's peak, compared with the levers before this one. If the lever does not
     lower that peak, the reduction of the smallest reachable peak.
@@ -217,7 +218,7 @@ class StepClocks(Record):
     kept_slot_ms: float = 0.0
     """Host time for a saved tensor that is kept, in a call for which hooks are pushed."""
     packed_slot_ms: float = 0.0
-    """Host time for a saved tensor that is not kept, in addition to its recipe or replay."""
+    """Host time for a saved tensor that is not kept, in addition to the time of its recompute or replay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,7 +228,7 @@ class Profile(Record):
     fingerprint: Fingerprint
     static: Static
     base_bytes: tuple[int, ...]
-    """For each position, the most bytes live at once beyond `static`, except those of slots and recomputes."""
+    """For each position, the most bytes in use at once beyond `static`, without memory of slots and recomputes."""
     gradient_bytes: tuple[int, ...]
     """The part of `base_bytes` that is gradients: negative where gradients that `static` includes were freed."""
     phases: dict[str, int]
@@ -238,15 +239,15 @@ class Profile(Record):
     calls: tuple[Call, ...]
     step_ms: float
     clocks: StepClocks | None = None
-    """Separate times of host and device; None where they are one resource, as on a CPU: then all times add up."""
+    """Separate times of host and device; None where both are one resource, as on a CPU: then all times add up."""
     measured_plain_peak_bytes: int | None
-    """Peak of the unplanned step, `static` included; None if it did not fit."""
+    """Peak of the unplanned step, `static` included; None if that step ran out of memory, or was not run."""
     input_shapes: tuple[str, ...] = ()
     """Shapes and dtypes of the arguments of the model, or of a part that is called by itself; each listed once."""
     in_place: tuple[InPlace, ...] = ()
-    """Gradients that need no memory of their own; those that cost nothing come first."""
+    """Groups of gradients that need no memory of their own; groups without extra time come first."""
     allows_in_place: bool = True
-    """False if writing gradients in place was not allowed: then no kernel was installed for it, and no plan uses it."""
+    """False if writing gradients in place was not allowed: no in-place kernel was installed, and plans use none."""
     levers: tuple[AppliedLever, ...] = ()
     """Levers that were on during all measurements; the plain step includes them."""
     offload_bytes_per_ms: float | None = None
@@ -261,7 +262,7 @@ class Profile(Record):
     """Paths of modules whose saved tensors differ between steps: these tensors have no slots, and are in `base_bytes`.
     """
     graphs: tuple[str, ...] = ()
-    """Hashes of the joint graphs that torch.compile compiles for the step, whose calls then hold its slots."""
+    """Hashes of the joint graphs that torch.compile compiles for the step; if any, slots are values in them."""
     notes: tuple[str, ...] = ()
     format: int = FORMAT
 
@@ -280,13 +281,13 @@ class Decisions(Record):
 
     recompute: frozenset[str] = frozenset()
     replay: frozenset[str] = frozenset()
-    """Calls that run again for their saved tensors; one may be inside another."""
+    """Calls that run again for their saved tensors; calls may be nested."""
     advance: frozenset[str] = frozenset()
-    """Calls whose result is not kept: forward runs again on their inputs to produce it, and saves nothing."""
+    """Calls whose result is not kept: their forward runs again only to compute the result, and saves nothing."""
     offload: frozenset[str] = frozenset()
-    """Slots whose memory is copied to the host and back before it is read."""
+    """Slots whose memory is copied to the host, and copied back before backward reads the slot."""
     in_place: frozenset[str] = frozenset()
-    """Kinds of nodes whose gradients are written in place: those of the first entries of `Profile.in_place`."""
+    """Kinds of nodes whose gradients are written in place: the nodes in the first entries of `Profile.in_place`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -313,7 +314,7 @@ class Decided(Record):
     """
 
     recompute: dict[str, str]
-    """Slot address -> autograd node whose recipe recomputes it."""
+    """Slot address -> autograd node whose recipe recomputes the saved tensor."""
     replay: tuple[str, ...]
     """Ids of the module calls that run again for their saved tensors."""
     advance: tuple[str, ...] = ()
@@ -321,7 +322,7 @@ class Decided(Record):
     offload: tuple[str, ...] = ()
     """Addresses of slots that are copied to the host and back."""
     in_place: dict[str, int] = field(default_factory=dict)
-    """Kind of autograd node -> least bytes of its gradients that are written over incoming ones."""
+    """Kind of autograd node -> least bytes of its gradients that are written over incoming gradients."""
 
     @property
     def decisions(self) -> Decisions:
@@ -379,8 +380,8 @@ class Plan(Decided):
     plain: Prediction
     step_ms: float
     fallback: Decided | None = None
-    """Decisions with the smallest peak, for batches larger than `input_shapes`. None if they are the plan's own, and
-    for compiled code.
+    """Decisions with the smallest peak, for batches larger than `input_shapes`. None if these are the plan's own
+    decisions, and for compiled code.
     """
     bound_ms: float = 0.0
     """Lower bound on the extra time of plans within the budget, valid if the measured costs are right; 0 if unknown."""
@@ -389,8 +390,8 @@ class Plan(Decided):
     input_shapes: tuple[str, ...] = ()
     """Shapes of the model's arguments in the rehearsal (`Profile.input_shapes`); larger ones may exceed the budget."""
     ambiguous_addresses: tuple[str, ...] = ()
-    """Addresses at which only some calls of the model can recompute the saved tensor, because nodes differ or one has
-    no recipe.
+    """Addresses at which only some calls of the model can recompute the saved tensor, because the calls save outputs of
+    different nodes or some output has no recipe.
     """
     draws: int = 0
     """Number of steps, with other random numbers, in which the plan has to be measured (`Profile.draws`)."""

@@ -36,7 +36,7 @@ __all__ = ["OTHER_WORK", "REPLAYED_WHOLE", "rehearse"]
 Step = Callable[[Any], Any]
 
 RUNS: Final = 3
-"""Number of steps that follow the audit: the traced one, the plain one, and the one under the plan with the smallest
+"""Number of steps that follow the audit: a traced step, a plain step, and a step under the plan with the smallest
 peak.
 """
 

@@ -28,9 +28,8 @@ if TYPE_CHECKING:
     from lowtide.profiler.trace_reader import MemoryLevels
 
 LARGE: Final = 0.5
-"""Smallest size, as a share of the largest gradient, of gradients written in place where that takes extra time.
-
-Only gradients of such sizes are part of a peak.
+"""Smallest size, as a share of the largest gradient, of a gradient that is written in place although that takes extra
+time. Smaller gradients are mostly not part of the peak.
 """
 
 
@@ -78,7 +77,7 @@ class AuditInPlace(InPlacePermission):
         return expected
 
     def find_groups(self, stream: EventStream) -> list[InPlaceGroup]:
-        """Return the groups that can be written in place, those without extra time first.
+        """Return the groups of gradients that can be written in place, groups without extra time first.
 
         `stream` has the events of the whole step.
         """

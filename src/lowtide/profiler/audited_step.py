@@ -92,8 +92,8 @@ class AuditedStep(StepDrafts):
         return self.index.get(value) in self.saved
 
     def only_given(self, index: int) -> bool:
-        """Return True if the value, or one that it is computed from, is held only as a call's argument: no slot has
-        saved it so far.
+        """Return True if the value, or a value from which it is computed, is held only as a call's argument, because no
+        slot has saved it so far.
         """
         draft = self.values[index]
         if index in self.saved or draft.captured_number is not None:
@@ -101,7 +101,7 @@ class AuditedStep(StepDrafts):
         return draft.recipe is None or draft.own_strides or any(map(self.only_given, draft.operands))
 
     def is_captured_elsewhere(self, sites: Iterable[CaptureSite]) -> bool:
-        """Return True if any of `sites` is in another call than the innermost one in progress."""
+        """Return True if any of `sites` is in another call than the innermost call in progress."""
         return any(site.call != self.open_calls[-1].draft.id for site in sites)
 
     @property

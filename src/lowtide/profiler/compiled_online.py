@@ -65,7 +65,7 @@ class _Recorded:
 
 @dataclass(slots=True, kw_only=True)
 class _RunningStep:
-    """A training step that is being recorded, and counts from before it."""
+    """A training step that is being recorded, with the state of the profiler's counters before the step."""
 
     recording: contextlib.ExitStack
     recorder: Recorder
@@ -206,7 +206,7 @@ class OnlineCompiledProfiler:
         self._steps_of.clear()
 
     def give_up(self) -> None:
-        """Stop recording. Hooks of the optimizer may call it; `leave` must still be called afterwards."""
+        """Stop recording. Hooks of the optimizer may call this method; `leave` must still be called afterwards."""
         if self._running is not None:
             running, self._running = self._running, None
             running.recording.close()

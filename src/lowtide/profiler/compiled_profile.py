@@ -187,7 +187,7 @@ def _with_frees(events: Sequence[Event], own: Collection[int], freed: Counter[in
 
 
 def _spans(stream: EventStream) -> list[tuple[object, int, int]]:
-    """Return the span of each compiled call, in order: graph, direction and sizes; first event; event after the last.
+    """Return, for each compiled call in order: graph, direction and sizes; its first event; the event after its last.
 
     Graphs are numbered by their first calls in the stream, because other graphs may have run before the recording.
     """
@@ -393,9 +393,9 @@ class _Records:
     def _storage_of(self, number: int, graph: _Graph, node: int) -> Storage:
         """Return the storage of `node`, a slot of `graph`, in call `number`."""
         value = graph.slots.joint.nodes[node]
-        if value.kind == "input":  # until forward ends, the code that owns it holds it
+        if value.kind == "input":  # until forward ends, the code outside that owns the input holds it
             end = self._end(number, 0)
-            # otherwise it is part of the batch
+            # an input that was not in memory by then is part of the batch
             n_bytes = value.bytes if self._live_bytes[number] >= value.bytes else 0
             return Storage(bytes=n_bytes, allocated_at=end, freed_at=end + 1, label=value.module)
         forward = self._at[number, 0]

@@ -108,8 +108,9 @@ def on_parts_only(model: nn.Module) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def noted_calls(model: nn.Module) -> Iterator[list[str]]:
-    """Collect shapes and dtypes of the model's arguments inside this `with` block; none if compiled code calls the
-    model.
+    """Collect shapes and dtypes of the model's arguments, as text, inside this `with` block.
+
+    The list stays empty if compiled code calls the model.
     """
     calls: list[str] = []
 

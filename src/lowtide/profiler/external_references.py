@@ -70,7 +70,7 @@ class ExternalReferences:
         """Number of entries so far, removed ones included."""
 
     def watch(self, handle: Handle) -> None:
-        """Watch the memory of the value of `handle`, and that of the operands of its recompute."""
+        """Watch the memory of the value of `handle`, or of its recompute's operands if it is recomputed."""
         pending = [handle]
         while pending:
             handle = pending.pop()

@@ -72,14 +72,14 @@ class FsdpUnits:
         return sum(counted.n for counted in self._gathering)
 
     def hold(self, module: nn.Module) -> None:
-        """Keep a unit gathered after its forward, from the beginning of its call on."""
+        """Keep the parameters of `module` gathered after its forward, if it is a unit whose call begins."""
         if module in self.resharded:
             self._held.append(module)
             for group in shard_groups(module):
                 group.keep_gathered()
 
     def reshard(self, module: nn.Module) -> None:
-        """Reshard a unit after its call, when all trials are done."""
+        """Free the gathered parameters of `module`, if it is a unit: its call and all trials are over."""
         if module in self.resharded:
             self._held.remove(module)
             self._reshard(module)

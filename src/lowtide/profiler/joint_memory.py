@@ -316,7 +316,7 @@ def _half(
     order = _lowered(joint, order, outputs)
     nodes, place = joint.nodes, {value: at for at, value in enumerate(order)}
     is_written = written(joint, order, [*outputs, *kept_apart])
-    if any(node.is_half for node in nodes):  # elsewhere matrix products read what many calls read
+    if any(node.is_half for node in nodes):  # in 32 bits, values that many calls read are inputs of matrix products
         is_written |= _reused(joint, order, is_written, is_twice=bool(kept_apart))
     begins, ends = _kernels(joint, order, is_written)
     first, last = _reads(joint, order, is_written, begins, ends)
@@ -327,7 +327,7 @@ def _half(
     own = {*is_written, *(root for root in given if not nodes[root].is_tangent)} - forward_outputs
     for writer in [value for value in order if value in is_written and nodes[value].kind == "pointwise"]:
         reads = _fused_reads(joint, writer, place, is_written) & own
-        for root in sorted(reads):  # the writer goes over an input that nothing reads later
+        for root in sorted(reads):  # the writer overwrites an input that nothing reads later
             is_free = latest.get(root) == place[writer] and last[root] < len(order)
             if is_free and nodes[root].bytes == nodes[writer].bytes:
                 last[root], begins[writer] = place[writer] - 1, place[writer]

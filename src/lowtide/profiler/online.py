@@ -296,7 +296,7 @@ class OnlineProfiler:
         self._patience = 0
 
     def give_up(self) -> None:
-        """Stop recording. Hooks of the optimizer may call it; `leave` must still be called afterwards."""
+        """Stop recording. Hooks of the optimizer may call this method; `leave` must still be called afterwards."""
         if self._recording is not None:
             self._recording.end()
 

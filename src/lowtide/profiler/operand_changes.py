@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class OperandChanges:
-    """Operands of the recomputes of one forward and backward pass, by the index of the value that they compute."""
+    """Operands of the recomputes in one forward and backward pass, by the index of the recomputed value."""
 
     def __init__(self, static: frozenset[int]) -> None:
         """Start without operands; `static` has the addresses of memory that every plan holds."""
@@ -46,7 +46,7 @@ class OperandChanges:
 
     def take_overwritten(self) -> set[int]:
         """Return the indices of values with an operand that has changed since the audit recorded it. Then forget all
-        operands, except the sites of captured ones.
+        operands, except the sites of captured operands.
         """
         lost, written = self.captured.overwritten(), self.written_in_forward()
         indices = {index for index, sites in self.sites.items() if sites & lost}

@@ -134,8 +134,8 @@ def _refuse(values: list[ValueDraft], lost: list[int], held: Collection[int]) ->
 def are_signs_of(signs: Tensor, tensor: Tensor) -> bool:
     """Return True if `signs` is 1 wherever `tensor`, which fills its storage, is above 0 or NaN, and 0 elsewhere.
 
-    The tensors are compared in PIECES, because a step may have no room for another tensor of that size. Fake tensors
-    have no contents to compare.
+    The tensors are compared in PIECES, because a step may have no room for another tensor of that size. Of fake
+    tensors, only the strides are compared.
     """
     if signs.stride() != tensor.stride():
         return False

@@ -49,9 +49,10 @@ def called(model: nn.Module) -> Iterator[list[str]]:
 
 @contextlib.contextmanager
 def drawn_as(share: float | None) -> Iterator[None]:
-    """Set uniform random numbers and choices, drawn few at once, to `share` of their range inside this `with` block.
+    """Set uniform random numbers and choices to `share` of their range inside this `with` block.
 
-    None changes nothing. Methods of NumPy's generators can't be replaced: `fullest` tries seeds for these.
+    Arrays of more than FEW numbers, or of several dimensions, stay as they are. None changes nothing. Methods of
+    NumPy's generators can't be replaced: `fullest` tries seeds for these.
     """
     if share is None:
         yield

@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from lowtide.runtime.saved_fields import Geometry
 
 MIN_BYTES = 4096
-"""Smallest saved tensor that may be recomputed; smaller ones are always kept."""
+"""Bytes of the smallest saved tensor that may be recomputed; smaller tensors are always kept."""
 
 DISTRIBUTED = "it is a distributed tensor, and operators on it may send to other processes"
 CAPTURED_ELSEWHERE = "it takes what an operator was given in another call than the one that saves it"
@@ -197,7 +197,7 @@ class RecomputeTrials:
                 self._implementations.add(index, kind, name, ExactRun(self.meter.of(maker), self._operands(maker)))
 
     def choose_implementations(self) -> dict[str, str]:
-        """Return the implementation chosen for each kind of node, unless it is the first, and set its costs."""
+        """Choose an implementation for each kind of node, and set its costs. Return those that are not the first."""
         return self._implementations.choose(self.step.values)
 
     def try_packing(self, known: Value, tensor: Tensor) -> None:

@@ -109,7 +109,7 @@ class Rehearsal:
         # An audit needs more memory than the plain step, so the plain step may still fit. On a CPU, running out of
         # memory may end the process.
         hopeless = attempt.frugal and place_of(self.model).type == "cpu"
-        # gradients lie at other addresses now
+        # gradients are at other addresses than before the trace
         static, places = static_bytes(self.model, self.batch, self._unchanged.optimizers)
         plain, step_ms = (None, 0.0) if hopeless else self._plain()
         self._draw_as_before()

@@ -29,7 +29,7 @@ class FreedValues:
         self._step, self._timings, self._relied_on, self.witness = step, timings, relied_on, witness
         self._values: weakref.WeakSet[Value] = weakref.WeakSet()
         self._most: int | None = None
-        """Bytes of all saved values when they were first counted."""
+        """Bytes of all saved values, counted at the first recompute in backward."""
         self._results: list[Value] = []
         """Results of the block that was freed last."""
 
@@ -78,7 +78,7 @@ class FreedValues:
             self._recompute_later(value, maker)
 
     def add_result(self, value: Value) -> None:
-        """Add a result of a block, whose saved tensors are about to be freed: it stays until `free_results`."""
+        """Keep a result of a block until `free_results`, while the block's saved tensors are freed."""
         self._results.append(value)
 
     def free_results(self) -> None:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
 
 BARE_LEAVES = (nn.RNNBase, nn.MultiheadAttention, nn.Transformer)
-"""Modules of torch.nn that are worth a replay, unlike its other modules, whose nodes all have recipes."""
+"""Modules of torch.nn that are worth a replay, unlike other modules of torch.nn, whose nodes all have recipes."""
 
 
 class AuditedBlocks:
@@ -33,7 +33,7 @@ class AuditedBlocks:
         self._is_frugal = frugal
         self._called: set[tuple[int, int]] = set()
         """Calls so far: the index of the model's call around each call, and the id of its module."""
-        is_surely_alike = frugal and place.type == "cpu"  # not proven of cuDNN
+        is_surely_alike = frugal and place.type == "cpu"  # that a second run saves the same bits is not proven of cuDNN
         self.freed_before = frozenset(m for m in model.modules() if is_surely_alike and is_recurrent(m))
         """Layers whose saved tensors are freed before the trial: one operator saves all of them, and its second run
         would hold them twice.

@@ -19,7 +19,7 @@ from lowtide.runtime.plan_table import actions_for
 COUNT = 64
 """Number of saved tensors in the measured step."""
 RUNS = 8
-"""Number of timed runs, of which the fastest counts. Two runs before them let the engine learn the plan."""
+"""Number of timed runs, of which the fastest counts. In two untimed runs before, the engine learns the plan."""
 
 
 class SlotCosts(NamedTuple):

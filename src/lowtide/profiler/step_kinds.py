@@ -16,7 +16,7 @@ N_DRAWS: Final = 8
 
 
 class StepKinds:
-    """Kinds of the steps so far, and an audited step of each kind, by the form of their batch."""
+    """Kinds of the steps so far, and an audited step of each kind, by the form (dtypes and dimensions) of the batch."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, list[Kind]] = {}
@@ -29,7 +29,7 @@ class StepKinds:
         return bool(self._audited)
 
     def add_audited(self, form: str, step: AuditedTrainingStep) -> None:
-        """Add an audited step, in place of an earlier one with the same calls."""
+        """Add an audited step. It replaces an earlier audited step with the same calls."""
         others = [audited for audited in self._audited.get(form, []) if audited.kind.calls != step.kind.calls]
         self._audited[form] = [*others, step]
         self.add(form, step.kind)
@@ -47,7 +47,7 @@ class StepKinds:
             return self._with_most_calls(form, kinds[1:])  # only the first step may run modules that set something up
         n = next(_periods(kinds), 1)
         if 2 * n > len(kinds) and kinds[-2:-1] == kinds[-1:]:
-            n = 1  # two steps of one kind tell more than a rule that has not come round twice
+            n = 1  # two steps of one kind in a row say more than a round that has not yet been repeated
         audited = self._audited.get(form, [])
         return next((step for step in audited if kinds and step.kind.calls == kinds[-n].calls), None)
 
@@ -86,7 +86,7 @@ class StepKinds:
         )
 
     def all(self) -> frozenset[Kind]:
-        """Return the kinds of all steps."""
+        """Return the kinds of all steps so far."""
         return frozenset(kind for kinds in self._kinds.values() for kind in kinds)
 
     @property

@@ -119,7 +119,7 @@ def timed_sections(model: nn.Module, updates: Updates, batch: Any) -> TimedSecti
 
 
 class HostClock:
-    """Times of the host between boundaries."""
+    """Times of the host between boundaries, which are module calls in forward or in backward."""
 
     def __init__(self, place: torch.device) -> None:
         self.boundaries = [START]

@@ -228,7 +228,7 @@ def memory_levels(stream: EventStream, cuts: list[int], storages: set[int], inde
 
 
 def phases(index: TraceIndex, at: Callable[[int], int]) -> dict[str, int]:
-    """Return the first position of each phase; `at` gives the position of an event."""
+    """Return the first position of forward, backward and the time after backward; `at` maps events to positions."""
     forward = min(index.enter.values(), default=0)
     backward = min(index.read.values(), default=forward)
     after = max((*index.read.values(), *index.release.values()), default=backward)

@@ -63,7 +63,7 @@ class OtherKind(Unusable):
 
 
 class RecordedStep:
-    """A training step that was audited or traced, and its size."""
+    """A training step that was audited or traced: its batch, its inputs, and the tensors that it saved and read."""
 
     fingerprint: Fingerprint
     kind: Kind
@@ -191,8 +191,8 @@ class TrainingAudit(Audit):
 
 
 class StepRecorder:
-    """Recording of one step, with the engine on the model. The recording ends with the step, and `leave` removes the
-    engine.
+    """Recording of one step, with an engine installed on the model. The recording ends with the step; the engine stays
+    until `installed` is closed.
     """
 
     recorder: Recorder

@@ -42,7 +42,7 @@ KEPT, PASSED, RECOMPUTED, REPLAYED, ADVANCED, OFFLOADED = range(6)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecisionVector:
-    """Decisions as flags: `recompute` and `offload` for `Index.addresses`, `replay` and `advance` for `Index.ids`."""
+    """Decisions as flags: `recompute` and `offload` for each slot address, `replay` and `advance` for each call id."""
 
     recompute: Flags
     replay: Flags

@@ -24,12 +24,12 @@ class RecomputeCost(NamedTuple):
     operands: tuple[int, ...]
     """Values that have to exist first."""
     ms: float
-    """Time on the device; of host and device together where both are one resource."""
+    """Time on the device, or of host and device together where both are one resource."""
     flops: int
     ahead_bytes: tuple[int, ...] = ()
     """For each operand of a recompute, the bytes of values on the way that exist when the operand is demanded."""
     scratch_bytes: int = 0
-    """Peak of the bytes allocated while it runs, beyond its result; not given for replays and advances."""
+    """Peak of the bytes allocated during the recompute, beyond its result; 0 for replays and advances."""
     expensive: bool = False
     host_ms: float = 0.0
 

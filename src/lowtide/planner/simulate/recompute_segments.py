@@ -32,7 +32,10 @@ NodeDemand = tuple[int, int, int, int]
 
 
 def combine_demands(one: NodeDemand, other: NodeDemand) -> NodeDemand:
-    """Combine two demands on a node: earliest `demanded`, latest `wanted` and `held`, `later` of the earlier demand."""
+    """Combine two demands on a node: the earlier `demanded`, the later `wanted` and `held` (see `NodeDemand`).
+
+    `later` is taken from the demand that comes first, or is the larger one of both.
+    """
     later = one[3] if one[0] < other[0] else other[3] if other[0] < one[0] else max(one[3], other[3])
     return min(one[0], other[0]), max(one[1], other[1]), max(one[2], other[2]), later
 
@@ -43,21 +46,21 @@ class SegmentResult:
 
     demands: list[tuple[int, NodeDemand]]
     restores: list[tuple[int, tuple[int, int]]]
-    """Pairs of a call and (storage that its replay restores, position until which that is wanted)."""
+    """Pairs of a call and (storage that the call's replay restores, position until which the storage is wanted)."""
     times: list[float]
     work: Ints
-    """Positions, and nanoseconds of host and of device there; empty where both are one resource."""
+    """Positions, and nanoseconds of host and of device at each; empty where both are one resource."""
     flops: int
     copies: Ints
     """Starts, ends, bytes and nodes: memory in use in positions [start, end)."""
     runs: Ints
-    """Positions, nodes that run there, and the bytes that each needs beyond those computed later."""
+    """Positions, nodes that run at each, and the bytes that the node needs beyond the bytes computed later."""
     waits: Ints
     """Positions, and bytes in use until all nodes that run at that position have run."""
     holds: Ints
-    """Kept values, and the position until which the values computed from them hold them."""
+    """Kept values, and the position until which values computed from each hold it."""
     returns: Ints
-    """Offloaded storages, when they must be back, until when they are wanted, and values in them."""
+    """Offloaded storages, the positions from which and until which each is wanted in GPU memory, and a value in it."""
 
 
 class Demands:
@@ -66,7 +69,7 @@ class Demands:
     def __init__(self, by_node: list[NodeDemand]) -> None:
         self.by_node = by_node
         self.restores: dict[int, list[tuple[int, int]]] = {}
-        """For each call the storages that its replay restores, and until when each is wanted."""
+        """For each call, the storages that the call's replay restores, and the position until which each is wanted."""
 
     def add(self, visit: SegmentResult) -> None:
         """Add the demands that a segment, with the outcome `visit`, has on nodes of later segments."""
@@ -209,7 +212,7 @@ class _SegmentWalk:
         for operand in cost.operands:
             if self._state[operand] >= RECOMPUTED:
                 self._demand(operand, (when, when + 1 if is_demanded else until, held, after))
-            else:  # kept; or with neither recipe nor holder, and then held like a kept one
+            else:  # kept; or with neither recipe nor holder, and then held like a kept value
                 self._holds.append((operand, held))
 
     def _demand(self, node: int, wanted: NodeDemand) -> None:
@@ -253,7 +256,7 @@ class _SegmentWalk:
                 scratch = max(0, scratch - ahead)
             stays = (
                 until > when + 1 or index.values.read_at[node] == when
-            )  # otherwise freed when the other nodes have run
+            )  # otherwise the value is freed once the other nodes at this position have run
             self._copies.append((when, until, size if stays else 0, node))
             if not stays:
                 self._waits.append((when, size))

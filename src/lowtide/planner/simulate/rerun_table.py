@@ -70,8 +70,9 @@ class RerunTable:
                 self.advanced_by_id[id_].append(call)
 
     def _find_repeated(self, input_rows: dict[tuple[int, int], int]) -> RepeatedSlots:
-        """Return the slots whose tensor is an input of a call around them. Add other values, if allocated in the call,
-        to `restorable`.
+        """Return the slots whose tensor is an input of a call around them.
+
+        Also fill `restorable`: for each call, the other values saved or passed on in it, and allocated in it.
         """
         slots, repeated = self._slots, []
         for row, (own_call, value) in enumerate(zip(slots.call.tolist(), slots.value.tolist(), strict=True)):

@@ -76,8 +76,8 @@ class BranchAndBound:
 
         `omitted_bytes` has the positions that mattered for a similar limit, and the memory that the program's rows omit
         there. Returns a lower bound on the cost, FLOPs included, of any choice that fits (infinite if none fits, 0 if
-        too much memory is omitted to tell), and `omitted_bytes` for this limit. The bound assumes that this choice has
-        as much memory that the rows omit. Ends early at `until`.
+        too much memory is omitted to tell), and `omitted_bytes` for this limit. The bound holds for choices with at
+        least as much omitted memory. Ends early at `until`.
         """
         if is_rough(omitted_bytes, limit):
             return 0.0, omitted_bytes
@@ -97,7 +97,7 @@ class BranchAndBound:
         if not fits:
             choice = search.reduce(choice, limit)
         if search.fits(choice, limit) and (not fits or any(problem.omitted_bytes.values())):
-            search.prune(choice, limit)  # too much may have been subtracted from the capacity
+            search.prune(choice, limit)  # the capacity may have been lowered by too much
         return relaxed.bound, omitted_bytes
 
     def _correct_rounds(

@@ -35,7 +35,7 @@ MANY = 600
 
 
 MANY_DETOURS, SOME = 64, 16
-"""Beyond MANY_DETOURS detours only about SOME of them are simulated, in several rounds."""
+"""Of more than MANY_DETOURS detours, only about SOME are simulated in each of several rounds."""
 
 
 class GreedySearch:
@@ -104,8 +104,8 @@ class GreedySearch:
     ) -> Move | None:
         """Return a move whose worth is nearly the best, or None if no move removes bytes over `limit`.
 
-        Worth is the bytes removed per cost. `moves` have upper bounds of their worth, best first; moves that turn out
-        to remove nothing are added to `useless`.
+        Worth is the bytes removed per cost. `moves` come with upper bounds of their worth, best first. Moves that turn
+        out to remove nothing are added to `useless`.
         """
         missing, cost = _excess_bytes(sweep, limit), self.moves.cost(sweep)
         best, most = None, 0.0
@@ -169,8 +169,8 @@ class GreedySearch:
 
     @staticmethod
     def _is_useless(move: Move, choice: DecisionVector, full: Flags) -> bool:
-        """Return True if `move` keeps a storage that `full` flags, so that no simulation is needed to know that its
-        peak is above the limit.
+        """Return True if `move` keeps a storage that `full` flags: its peak is above the limit then, and no simulation
+        is needed.
         """
         kept = [group for group in move.keep if not choice.replay[list(group.inside)].any()]
         return any(full[list(piece.storages)].any() for piece in (*kept, *move.unoffload)) or any(
@@ -188,7 +188,7 @@ class GreedySearch:
         back = np.full(len(index.storages.freed_at), index.end, np.int64)
         np.minimum.at(back, index.values.storage[node[stored]], start[stored])
         back[back == index.end] = 0
-        # Maxima between pairs of positions; those of pairs in descending order are not used.
+        # Maxima between pairs of positions; maxima for pairs in descending order are not used.
         spans = np.column_stack((index.storages.freed_at, back)).ravel()
         most = np.maximum.reduceat(np.append(sweep.usage, 0), spans)[::2] if len(spans) else spans
         full: Flags = index.storages.bytes > limit - np.where(index.storages.freed_at < back, most, 0)

@@ -50,15 +50,15 @@ HALVINGS = 12
 NEAR = 0.01
 """Relative difference of costs: no rung is solved between two whose costs differ by less."""
 DEPTH = 400
-"""Number of storages above which HALVINGS is one less, and one less again with each doubling."""
+"""Number of storages above which one halving fewer is made, and one fewer still with each doubling."""
 GOOD = 1.05
 """Ratio of cost to bound up to which the result of branch and bound is not compared with greedy searches."""
 POOR = 1.2
-"""Like GOOD, where greedy searches are slow: there they start only from the result of the rung above."""
+"""Like GOOD, for models on which greedy searches are slow: there searches start only from the rung above."""
 NEAR_PLAIN = 0.5
 """Share of the plain peak above which greedy searches also start from an empty choice, a few moves away."""
 NOTHING_NEW = 1e-3
-"""Relative difference of costs below which a rung adds nothing to the one below it."""
+"""Relative difference of costs below which a rung adds nothing to the rung below it."""
 STUCK = 0.05
 """Relative difference of costs up to which no further rungs are solved above a rung that adds nothing (NOTHING_NEW)."""
 
@@ -147,7 +147,7 @@ class BudgetStep:
 
 
 class BudgetLadder:
-    """Plans for peaks between the smallest and the plain one, found on demand."""
+    """Choices for all limits between the smallest peak and the plain step's peak, searched on demand."""
 
     def __init__(self, simulator: Simulator) -> None:
         self.simulator = simulator

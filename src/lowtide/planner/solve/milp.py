@@ -29,7 +29,7 @@ NODES = 10
 NEAR_ENOUGH = 2e-3
 """Relative gap at which the search for decisions ends, if not before."""
 FREE = 1e-9
-"""Cost of the relaxation, in milliseconds, below which it counts as free."""
+"""Cost in milliseconds below which a relaxation counts as free."""
 NOISE = b"HighsMipSolverData::transformNewIntegerFeasibleSolution"
 """Line that HiGHS 1.8 to 1.12 prints when it repairs a solution (https://github.com/jump-dev/HiGHS.jl/issues/312)."""
 CLOSE = 5e-3
@@ -41,12 +41,12 @@ and a gap to the relaxation up to which no larger core is searched. The third co
 OPEN = 1e-6
 """Least distance from 0 and from 1 of the share of an open decision."""
 FEW_OPEN, MANY_OPEN = 8, 16
-"""Numbers of open decisions above which only the smallest core is searched, or no bound raised: time grows with their
-number far faster than with that of all decisions.
+"""Numbers of open decisions above which only the smallest core is searched, and above which no bound is raised: time
+grows much faster with the number of open decisions than with the number of all decisions.
 """
 FAR = 0.06
-"""Gap between a known cost and the relaxation up to which the bound is raised despite MANY_OPEN: beyond it a slightly
-higher bound is of no use.
+"""Gap between a known cost and the relaxation up to which the bound is raised despite MANY_OPEN: if the gap is larger,
+a slightly higher bound is of no use.
 """
 SMALL = 300
 """Number of variables up to which a bound is always raised: that takes no time."""
@@ -54,13 +54,13 @@ SMALL = 300
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Solution:
-    """A solution of HiGHS. `variables` are the fixed ones of the covering problem; None if none was found."""
+    """A solution of HiGHS. `variables` has the covering problem's fixed variables; None if no solution was found."""
 
     variables: Floats | None
     cost: float
     """Cost of the solution; infinite if none was found."""
     bound: float
-    """Lower bound on the cost of any solution of these rows; infinite if there is none."""
+    """Lower bound on the cost of any solution of the program; infinite if the program has no solution."""
     usage: dict[int, float]
     """Bytes at the positions of the program, corrections included."""
 
@@ -188,7 +188,7 @@ class _Relaxation:
         return int(np.count_nonzero(np.abs(decisions - 0.5) < 0.5 - OPEN))
 
     def fixed_variables(self, slack: float) -> tuple[Flags, Flags]:
-        """Flag the decisions that are 0 in every solution that costs at most `slack` more, and those that are 1."""
+        """Flag the decisions that are 0 in all solutions that cost at most `slack` more than this one; likewise 1."""
         fixed = np.arange(self.rows.n) < self.rows.covering.variables.n_decisions
         return fixed & (self.cost_above_zero > slack), fixed & (self.cost_below_one > slack)
 

@@ -32,7 +32,7 @@ _Part = TypeVar("_Part")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Move:
-    """Decisions to take, and others to undo."""
+    """A change of decisions: decisions to take, and decisions to undo."""
 
     recompute: tuple[Group, ...] = ()
     keep: tuple[Group, ...] = ()
@@ -172,8 +172,9 @@ class Moves:
         return sweep.extra_ms + sweep.extra_flops * MS_PER_FLOP
 
     def detours(self, choice: DecisionVector, sweep: Sweep) -> list[Move]:
-        """Return moves for a peak that dropping more storages does not lower: keep values needed there, or replay inner
-        calls.
+        """Return moves for a peak that dropping more storages does not lower.
+
+        Such moves keep values that are recomputed at the peak, or replay inner calls.
         """
         at = int(sweep.usage.argmax())
         nodes = set(sweep.copies.at(at).node.tolist())
@@ -230,7 +231,7 @@ class Moves:
         return [Move(keep=tuple(groups[every - 1 :: every])).apply_to(everything) for every in _strides(len(groups))]
 
     def replay_levels(self) -> list[tuple[Replay, ...]]:
-        """Return sets of calls that can be replayed together, outermost first; each in the forward order."""
+        """Return the calls that can be replayed, by nesting level, outermost first; each level in forward order."""
         replays = sorted(self.replays.values(), key=lambda replay: (replay.start, replay.id))
         depth = max((len(replay.around) for replay in replays), default=-1)
         return [
@@ -239,9 +240,10 @@ class Moves:
         ]
 
     def nested_replays(self) -> list[Move]:
-        """Return schedules for small peaks: all calls of a level replayed inside those of the level above.
+        """Return moves to schedules with small peaks: all calls of two successive nesting levels are replayed.
 
-        Variants keep every n-th result, or offload everything that the schedules keep.
+        Variants keep every n-th result of the calls that can be advanced, or offload all storages that can be
+        offloaded.
         """
         levels = self.replay_levels()
         schedules = [Move(replay=(*outer, *inner)) for outer, inner in pairwise(levels)]

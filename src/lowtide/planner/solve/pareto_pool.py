@@ -39,7 +39,7 @@ class CostRange(NamedTuple):
         return self.least.cost <= cost <= self.most.cost
 
     def is_narrow(self, share: float) -> bool:
-        """Return True if the times of the two ends differ by no more than `share` of the longer one."""
+        """Return True if the times of the two ends differ by no more than `share` of the longer time."""
         return self.most.extra_ms - self.least.extra_ms <= share * self.most.extra_ms
 
 

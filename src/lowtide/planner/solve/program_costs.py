@@ -11,7 +11,7 @@ from lowtide.planner.solve.program_variables import Floats, Row, SavedValues, Va
 
 HAND_OVERS = 8
 """Number of positions at which the extra time is bounded from below, in addition to the first, the last, and the plain
-step's critical one. They divide the plain step's times into equal parts.
+step's critical position. These positions divide the plain step's time into equal parts.
 """
 
 
@@ -37,7 +37,7 @@ class VariableCosts:
     def _set_storage(
         self, index: Index, saved: SavedValues, dropped: int, recomputed: int, saved_values: list[int]
     ) -> None:
-        """Set costs and limits of the variables x and d, `dropped` and `recomputed`, of one storage."""
+        """Set costs and upper limits of a storage's variables, which have the numbers `dropped` and `recomputed`."""
         values = index.values
         read = [value for value in saved_values if values.read_at[value] < index.end]
         restorable = all(

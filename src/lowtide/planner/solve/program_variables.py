@@ -49,11 +49,11 @@ class SavedValues:
         for storage, value in sorted(pairs):
             self.by_storage[storage].append(value)
         self.sole = {storage: saved[0] for storage, saved in enumerate(self.by_storage) if len(saved) == 1}
-        """The only saved value of each storage that has just one."""
+        """The saved value of each storage that has exactly one saved value."""
         self.storage_of = {value: storage for storage, value in self.sole.items()}
 
         self.dependents: dict[int, list[int]] = {}
-        """For each value the saved values whose recompute needs it."""
+        """For each value, the saved values whose recompute needs it as an operand."""
         for value in self.sole.values():
             for operand in values.recompute_costs[value].operands if values.recomputable[value] else ():
                 self.dependents.setdefault(operand, []).append(value)
@@ -67,6 +67,6 @@ class SavedValues:
             for value in reruns.inputs[call]:
                 self.dependent_calls.setdefault(value, []).append(call)
         self.advances: dict[int, list[int]] = {}
-        """For each value the variables of the calls that are advanced to it."""
+        """For each value, the variables of the calls of which it is the result, and which can be advanced."""
         for call, variable in variables.advances.items():
             self.advances.setdefault(reruns.result_value[call], []).append(variable)
