@@ -92,7 +92,7 @@ class Value:
 
 
 class Node:
-    """One function of the graph: its inputs, and the tensors it keeps for backward."""
+    """One function of the graph: its inputs, and the tensors that it keeps for backward."""
 
     __slots__ = ("function", "index", "inputs", "kept", "line", "module", "name", "unrecorded")
 

@@ -26,7 +26,7 @@ class Graph:
 
     @property
     def leaves(self) -> tuple[Value, ...]:
-        """Values that receive gradients: parameters and other leaves that need one."""
+        """Values that receive gradients: parameters and other leaves that need a gradient."""
         return tuple(value for value in self.values if value.is_leaf and value.requires_grad)
 
     @property

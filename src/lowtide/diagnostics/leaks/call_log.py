@@ -167,7 +167,7 @@ class CallLog:
         self._watched: dict[weakref.ref[_Mark], Call] = {}
 
     def begin(self, site: Site, model: torch.nn.Module, step: int) -> Call:
-        """Record that `model` is called from `site` in this step, and return the record of the call."""
+        """Record a call of `model` from `site` in step `step`, and return the record."""
         self.n_calls += 1
         key = (site.key, type(model).__name__)
         stats = self.stats.get(key)
@@ -262,7 +262,7 @@ class CallLog:
 
 
 class _Prehook:
-    """Node hook that notes on the call that a backward pass has reached the node."""
+    """Node hook that records on a model's call that a backward pass has reached the node."""
 
     __slots__ = ("call", "calls")
 

@@ -58,8 +58,9 @@ class _Line:
 class DiscardedGradients:
     """Check for gradients that each step computes and resets before their optimizer reads them.
 
-    A line counts only if another optimizer has read other gradients of the same pass, as in a GAN whose discriminator
-    is trained on images that are not detached. Without any update, the user's own code may have read the gradients.
+    A line of code counts only if another optimizer has read other gradients of its pass, as in a GAN whose
+    discriminator is trained on images that are not detached. Without any update, the user's own code may have read the
+    gradients.
     """
 
     def __init__(self, log: FindingLog, calls: CallLog) -> None:

@@ -84,7 +84,7 @@ class DroppedGraphs:
             self._parts.append(_Part(calling_site(), id(module), next_sequence_number(), []))
 
     def part_ends(self, module: nn.Module, output: Any, arguments: Callable[[], list[Tensor]]) -> None:
-        """Record the graph of a module that has returned `output` inside the observed forward; None if it raised.
+        """Record the graph of `module`, which has returned `output` inside the observed forward, or None if it raised.
 
         `arguments` returns the tensors passed to the model, whose memory does not count as part of the graph.
         """

@@ -23,7 +23,7 @@ LEAST_COPIES = 3
 
 
 def idle_copies(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
-    """Find models that were not called in the last step, and optimizers that made no update in it.
+    """Find models that were not called in the last step, and optimizers that made no update in that step.
 
     Only classes with at least three instances count. An optimizer that has never made an update is not idle.
     """

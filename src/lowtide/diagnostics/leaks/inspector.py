@@ -155,7 +155,7 @@ class Inspector:
     def _inspect_suspect(self, key: int, module: nn.Module) -> None:
         """Inspect memory if a line calls `module` again within one step, and an earlier graph of that line is suspect.
 
-        A graph is suspect if it still waits for backward, or if an output of it is passed to this call.
+        A graph is suspect if backward has not reached it, or if its output is passed to this call.
         """
         stats = self._calls.stats.get((key, type(module).__name__))
         if stats is None or (stats.n_calls & (stats.n_calls - 1) and stats.n_calls > _SUSPICIONS):

@@ -91,7 +91,7 @@ def _is_output(name: str) -> bool:
 
 @dataclass(slots=True)
 class HolderSearch:
-    """Search for holders among the objects that exist. Used once, then dropped with everything it refers to."""
+    """Search for holders among the objects that exist. Used once, then dropped with all that the search refers to."""
 
     modules: dict[int, str]
     """Ids of modules -> names such as `model.encoder`."""

@@ -1,6 +1,6 @@
 """The variables of running functions, looked up by the objects that they refer to.
 
-The garbage collector does not see these: a frame exposes its references only once its function has ended.
+The garbage collector does not see these variables: a frame exposes its references only once its function has ended.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class StepBoundaries:
         return self._spent - self._exempt <= MOST_TIME * (time.perf_counter() - self._began)
 
     def _has_grown(self) -> bool:
-        """Return True if memory has grown since the last inspection; read at most once in _BETWEEN seconds."""
+        """Return True if memory has grown since the last inspection; memory is read at most every _BETWEEN seconds."""
         now = time.perf_counter()
         if now - self._last_read_s < _BETWEEN:
             return False

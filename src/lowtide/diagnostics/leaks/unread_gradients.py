@@ -162,7 +162,7 @@ def _bytes_without_gradients(graph: list[Node], module: nn.Module) -> int | None
 
 
 def _outside_optimizers(live: LiveObjects) -> Iterator[Tensor]:
-    """Yield parameters with a gradient that are in no optimizer; none if no optimizer has any parameters."""
+    """Yield the parameters that have a gradient and are in no optimizer."""
     trained = {
         id(p)
         for optimizer in live.optimizers

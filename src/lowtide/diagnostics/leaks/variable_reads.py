@@ -62,7 +62,7 @@ class _Instruction(NamedTuple):
     """True for the instruction that begins each round of a `for` loop, or ends the loop."""
 
     def first_access(self, name: str) -> str | None:
-        """Return the kind of the first access to the variable `name`, if there is one."""
+        """Return the kind of the first access to the variable `name`, such as "LOAD"; None if there is none."""
         return next((kind for kind, of in self.accesses if of == name), None)
 
 

@@ -146,7 +146,7 @@ def messages(text: str) -> list[Message]:
 
 
 def most_informative(known: list[Message]) -> Message:
-    """Return the message to explain: the first that satisfies the earliest possible test of `_INFORMATIVE`."""
+    """Return the message to explain: the first with request and capacity, else a request, else certain, else any."""
     return next(message for tells in _INFORMATIVE for message in known if tells(message))
 
 
@@ -212,7 +212,7 @@ def _unallocated(amounts: dict[str, int | None]) -> int | None:
 
 
 def _drop_impossible(message: Message) -> Message:
-    """Drop amounts above the capacity: drivers that do not know them (WSL, AMD's APUs) report 17179869184 GiB."""
+    """Drop amounts above the capacity. Drivers that do not know an amount (WSL, AMD's APUs) report 17179869184 GiB."""
     total = message.total_bytes
     if total is None:
         return message

@@ -63,7 +63,7 @@ class PatternFinder:
         self._next = max(self._next, stop)
 
     def move_on(self, n: int) -> None:
-        """Move the window on by `n` characters."""
+        """Follow the window, whose beginning has moved on by `n` characters."""
         self._next -= n
 
 
@@ -100,7 +100,7 @@ class LineJoiner:
 
     @staticmethod
     def _end(text: str) -> int:
-        """Return a position to cut `text` at: after a line, or within a very long one, but not within a colour."""
+        """Return a position to cut `text` at: after a line, or inside a very long line, but not inside a colour."""
         end = text.rfind("\n") + 1
         if len(text) - end < _LONGEST_LINE:
             return end

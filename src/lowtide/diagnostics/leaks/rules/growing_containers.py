@@ -87,7 +87,7 @@ class RunningSumOfGraphs(Rule):
         return _accumulates(item) and is_sum and is_over_steps and item.goes_through_calls
 
     def refined(self, stats: SiteStats) -> Rule:
-        """Return the rule for forwards without need of a graph if no backward pass reaches the site's graphs; else this
+        """Return LT002, for forwards that need no graph, if no backward pass reaches this site's graphs; else this
         rule.
 
         Under no_grad, such forwards leave the sum without a graph.

@@ -26,7 +26,7 @@ class KeptException(Rule):
     )
 
     def fix_for(self, item: RetainedObject, history: History) -> str:
-        """Return the advice, or other advice for an exception that a prompt or notebook keeps."""
+        """Return the advice for `item`, a different one if a prompt or notebook keeps the exception."""
         is_last = item.holder is not None and item.holder.name in ("last_value", "last_exc", "last_traceback")
         return self.fix_of_prompt if is_last else super().fix_for(item, history)
 
