@@ -101,7 +101,7 @@ class Applied(Removable, Displayed):
             give_back = weakref.finalize(self._engine, delay_interrupts())  # a plan may last as long as its model
             give_back.atexit = False
             undo.callback(give_back)
-            lookout = PlanGuard(model, plan, say, self, outgrown, changed)  # behind the levers, as the rehearsal was
+            lookout = PlanGuard(model, plan, say, self, outgrown, changed)  # inside the levers, as the rehearsal was
             undo.callback(lookout.remove)
             self._engine.of_a_part = lookout.look
             undo.callback(enable_plan_levers(plan, model, optimizer).remove)
@@ -185,7 +185,7 @@ class Applied(Removable, Displayed):
         return str(self.plan)
 
     def remove(self) -> None:
-        """Restore the model and the optimizer. Repeated calls do nothing."""
+        """Remove the plan, which restores the model and the optimizer. Repeated calls do nothing."""
         self._undo.close()
 
 

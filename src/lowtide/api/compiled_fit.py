@@ -84,8 +84,8 @@ def _proven(site: StepContext, choice: Choice, plan: Plan) -> tuple[Plan | None,
 def _scheduled(site: StepContext, choice: Choice, plan: Plan) -> Plan:
     """Measure a few plans without compiling kernels, and return the best plan.
 
-    Possible on a CPU, for a budget of requested bytes; otherwise `plan` is returned. Raises Infeasible if no plan is
-    within the budget.
+    Only on a CPU, and for a budget of requested bytes; otherwise returns `plan`. Raises Infeasible if no plan is within
+    the budget.
     """
     if plan.decisions == Decisions() or plan.budget_for != "requested" or place_of(site.model).type != "cpu":
         return plan

@@ -34,7 +34,7 @@ class Fitted(Removable, Displayed):
         self.verdict = verdict
 
     def remove(self) -> None:
-        """Restore the model."""
+        """Remove the plan, which restores the model."""
         self.applied.remove()
 
     def __reduce__(self) -> NoReturn:

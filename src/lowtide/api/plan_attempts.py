@@ -20,7 +20,7 @@ from lowtide.utils.amounts import BudgetFor
 from lowtide.utils.progress import Stage
 
 REPAIRS = 4
-"""Largest number of plans that are tried for a budget. Each aims lower by the excess of the plan before."""
+"""Largest number of plans tried for a budget. Each further plan aims lower by the excess of the plan before."""
 FORECAST_MARGIN = 1.2
 """Largest usual ratio of a peak that is forecast for compiled code to the measured peak."""
 FORECAST_PEAK: Final = f"peak forecast, within {100 * (FORECAST_MARGIN - 1):.0f} % as a rule"
@@ -52,7 +52,7 @@ def forecast_plan(profile: Profile, budget: int | str) -> Plan:
     """Make a plan for compiled code within the budget.
 
     If no plan fits, returns the plan with the smallest forecast if that is little above the budget: forecasts may be
-    too high, and only compiling tells. Raises Infeasible otherwise.
+    too high, and only compiling shows it. Raises Infeasible otherwise.
     """
     try:
         return plan(profile, budget)

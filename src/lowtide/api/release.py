@@ -124,7 +124,7 @@ class Step(AbstractContextManager["Step"]):
                 self.n_released += _detach(leaf.grad, must=False)
 
     def _is_here(self) -> bool:
-        """Return True in the thread that entered the block."""
+        """Return True if the current thread is the one that entered the block."""
         return threading.get_ident() == self._thread
 
     def _begins(self, module: nn.Module) -> None:

@@ -91,7 +91,7 @@ class Verdict(Record):
 
     @property
     def measured_extra(self) -> float | None:
-        """Extra time of the planned step, as a share of the plain one's; None if the plain step does not fit."""
+        """Extra time of the planned step, as a share of the plain step's time; None if the plain step does not fit."""
         return self.planned_ms / self.plain_ms - 1 if self.plain_ms else None
 
     @property

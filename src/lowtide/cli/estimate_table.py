@@ -52,7 +52,7 @@ def under_plan(plan: Plan, estimate: MemoryEstimate) -> str:
 
 
 def _bounded_bytes(plan: Plan, estimate: MemoryEstimate) -> int:
-    """Return the peak of the bytes that the plan's budget bounds."""
+    """Return the peak in the bytes that the plan's budget bounds: reserved or requested ones."""
     if plan.budget_for == "reserved" and isinstance(estimate, GpuMemoryEstimate):
         return estimate.peak_reserved_bytes
     return estimate.peak_bytes

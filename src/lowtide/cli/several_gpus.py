@@ -118,7 +118,9 @@ class SeveralGpus:
         return with_gpus([rows[n] for n in sorted(rows)], names)
 
     def _record(self, folder: Path, gpu: GpuSpec, n_gpus: int, how: str) -> dict[str, Any] | None:
-        """Estimate that one of `n_gpus` processes that needs most; return its record, or None if the script fails."""
+        """Estimate the one of `n_gpus` processes that needs the most memory; return its record, or None if the script
+        fails.
+        """
         rank = n_gpus - 1 if self._is_last else 0
         run = _Run(self, folder, gpu, n_gpus, rank, how, quiet=True).ended()
         return run.record() if run.code in (0, 1) else None

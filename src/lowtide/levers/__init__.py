@@ -58,7 +58,7 @@ class LeverStack(Removable):
             lever.check()
 
     def remove(self) -> None:
-        """Restore model and optimizer. Repeated calls do nothing."""
+        """Turn all levers off, which restores model and optimizer. Repeated calls do nothing."""
         self._undo.close()
 
 
@@ -80,7 +80,7 @@ def enable(model: nn.Module, levers: Iterable[AppliedLever], optimizer: Optimize
 
 
 def enable_plan_levers(plan: Plan | None, model: nn.Module, optimizer: Optimizers) -> LeverStack:
-    """Enable the levers of `plan`; without a plan, none. Raises LowtideError if a lever can't be enabled."""
+    """Enable the levers of `plan`, or none if it is None. Raises LowtideError if a lever can't be enabled."""
     try:
         return enable(model, () if plan is None else plan.levers, optimizer)
     except LeverNotApplicable as why:

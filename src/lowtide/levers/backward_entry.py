@@ -62,7 +62,7 @@ class BackwardEntry:
         return replace_tensors(output, dict(zip(tensors, enter(self._on_entry, *tensors.values()), strict=True)))
 
     def remove(self) -> None:
-        """Restore plain calls of the model. Repeated calls do nothing."""
+        """Remove the hook from the model. Repeated calls do nothing."""
         self._interceptor.remove()
         _PARAMETERS.difference_update(self._parameters)
 

@@ -52,7 +52,7 @@ class LossHead(Lever):
         return head + parts.get("temporaries", 0) if head else 0
 
     def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _Active:
-        """Make the output layer return logits that are not computed while the model trains."""
+        """Make the model's output layer return deferred logits, which are not computed, in training."""
         return _Active(_layer(model))
 
 

@@ -42,8 +42,8 @@ class Outputs(Lever):
     def settings(self, site: StepContext) -> Settings:
         """Return an empty dict.
 
-        Raises LeverNotApplicable if the step's code may read another field of the model's outputs, or holds no outputs
-        during backward.
+        Raises LeverNotApplicable if the step's code may read another field of the model's outputs than the loss, or if
+        the step holds no outputs during backward.
         """
         fields = _other_fields(site.model)
         if not fields:

@@ -167,7 +167,10 @@ class _Active:
         parameter.grad = None
 
     def _finish_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Reset the state of the step. Raises LowtideError if a setting of a parameter group was changed too late."""
+        """Reset the lever's state after the optimizer's step.
+
+        Raises LowtideError if a setting of a parameter group was changed between backward and this step.
+        """
         self._arrived.clear()
         settings, self._settings = self._settings, []
         if settings and (name := changed_setting(settings, group_settings(optimizer))):

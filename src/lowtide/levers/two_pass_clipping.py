@@ -41,7 +41,9 @@ if TYPE_CHECKING:
     from lowtide.levers.optimizer_observer import Clip
 
 NEAR = 0.01
-"""Tolerance: norms in bfloat16 are good to 8 bits; sums in another order differ by less."""
+"""Largest tolerated difference of norms, as a share of the common norm: norms in bfloat16 are good to 8 bits, and sums
+in another order differ by less.
+"""
 _NONE = -2
 """Number that means no pass: backward numbers its passes from 0, and outside any pass the number is -1."""
 
@@ -50,7 +52,7 @@ ORDERS = ("model", "optimizer")
 
 
 def ordered_parameters(model: nn.Module, optimizer: Optimizer, order: int) -> list[Tensor]:
-    """Return the optimizer's trained parameters in one of the orders of `ORDERS`."""
+    """Return the optimizer's trained parameters in the order that has the index `order` in ORDERS."""
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if ORDERS[order] == "optimizer":
         return trained
@@ -108,7 +110,7 @@ class CommonNorm:
     # --- the first pass
 
     def _run_first_pass(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
-        """Run the first pass: backward has reached the outputs of a call of the model."""
+        """Compute the norms of all gradients, after backward has reached the outputs of a call of the model."""
         if torch.is_grad_enabled():
             raise LowtideError("the gradients are to be differentiated again (create_graph), and have no norm yet.")
         if self._is_first or self._pass == backward_number():

@@ -28,8 +28,8 @@ INCHES = WIDTH, HEIGHT = 8.5, 5.4
 DARK, GREY, PALE, BLUE = "#24292f", "#6e7781", "#e6e8eb", "#0072b2"
 KINDS = (("#c25000", "D"), ("#6a1f5e", "s"), ("#00806a", "^"), ("#000000", "X"))
 """Colours and markers for points of other methods; points whose names begin with the same word share them. The colours,
-and BLUE, follow Okabe and Ito, who chose theirs for all kinds of colour vision (https://jfly.uni-koeln.de/color/); they
-are dark enough for text on a light background.
+and BLUE, follow Okabe and Ito (https://jfly.uni-koeln.de/color/), whose set suits all kinds of colour vision; they are
+dark enough for text on a light background.
 """
 ORDERS = 12
 """Number of orders in which the labels are placed; the one with the shortest leader lines is drawn."""
@@ -60,9 +60,9 @@ STYLE = {
 
 
 def draw(frontier: Frontier, others: Sequence[Point] = (), *, about: str = "", note: str = "") -> Figure:
-    """Return the frontier as a figure: the extra time of each budget, as a step line.
+    """Draw the frontier as a figure: the extra time of each budget, as a step line.
 
-    `others` are drawn next to the line, with their names; those without a name are plans that are not on the line. The
+    `others` are drawn next to the line, with their names; points without a name are plans that are not on the line. The
     y axis is extra time, in percent of the plain step if that was timed, or extra FLOPs if a point has no time. `about`
     replaces the subtitle that the frontier itself provides, and `note` is set in the lower right corner.
     """
@@ -96,7 +96,10 @@ def save(figure: Figure, path: str | Path) -> None:
 
 @contextmanager
 def _style() -> Iterator[None]:
-    """Use matplotlib's defaults and STYLE, not the user's settings: some are read when drawing, some when saving."""
+    """Use matplotlib's defaults and STYLE in this block, not the user's settings.
+
+    Some settings are read when drawing, some when saving.
+    """
     with matplotlib.style.context(["default", STYLE]):
         yield
 

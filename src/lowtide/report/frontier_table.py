@@ -25,7 +25,7 @@ def table(points: Iterable[tuple[str | Styled, Point]], step_ms: float) -> Table
 
 
 def show(frontier: Frontier, others: Sequence[Point] = ()) -> str:
-    """Return the table as text, from the smallest peak to the plain step, with `others` sorted in."""
+    """Format a frontier as a table, from the smallest peak to the plain step, with the points `others` sorted in."""
     points = sorted([*frontier.points, *others], key=lambda point: point.peak_bytes)
     whole = table(((point.name, point) for point in points), frontier.step_ms)
     if not any(point.name for point in points):

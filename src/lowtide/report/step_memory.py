@@ -162,10 +162,10 @@ def predicted_memory(profile: Profile, decisions: Decisions | None = None) -> St
 
 
 def swept(profile: Profile, decisions: Decisions) -> tuple[Profile, Sweep]:
-    """Compute the memory at each position of the step under `decisions`; return it as a Sweep, after the profile it is
-    of.
+    """Compute the memory at each position of the step under `decisions`; return a profile, and its Sweep with these
+    bytes.
 
-    That profile is `profile` with the gradients in place that `decisions` name.
+    The returned profile is `profile` with the gradients in place that `decisions` name.
     """
     n = prefix_length_of(profile, decisions.in_place) if decisions.in_place else 0
     simulator = simulator_of(profile, offload=bool(decisions.offload), in_place=n)

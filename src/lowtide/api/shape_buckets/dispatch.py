@@ -92,7 +92,7 @@ class Switched(Removable):
         return frozenset(self._engine.packer.drifted)
 
     def remove(self) -> None:
-        """Restore the model. Repeated calls do nothing."""
+        """Remove the plans, which restores the model. Repeated calls do nothing."""
         self._engine.remove()
         self._front.remove()
         if self._passed_by is not None:

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from lowtide.runtime.call_interceptor import CallInterceptor
 
 LEAST_SHARE = 4
-"""Ratio of the largest size to the default smallest one."""
+"""Ratio of the largest size to the default smallest size."""
 
 
 @dataclass(frozen=True, slots=True)

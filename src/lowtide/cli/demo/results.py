@@ -14,9 +14,9 @@ class Same(Record):
 
     losses: bool
     gradients: bool
-    """All gradients of every step."""
+    """True if all gradients of every step are equal."""
     state: bool
-    """Parameters, buffers, optimizer state and random numbers after the last step."""
+    """True if parameters, buffers, optimizer state and random numbers are equal after the last step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,5 +121,5 @@ class Comparison(Record):
 
     @property
     def unreached(self) -> tuple[Run, ...]:
-        """Budgets that no plan fits."""
+        """Runs whose budget no plan fits."""
         return tuple(run for run in self.runs if run.kind == "budget" and run.refusal is not None)

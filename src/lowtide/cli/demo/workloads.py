@@ -88,7 +88,7 @@ class Workload:
 
     @contextmanager
     def checkpoint_every_block(self) -> Iterator[None]:
-        """Checkpoint each block (non-reentrant `torch.utils.checkpoint`) in a `with` statement by transformers.
+        """Checkpoint every block within a `with` statement, non-reentrantly, by transformers' own switch.
 
         Turning the switch off leaves attributes on the modules and a hook on the embedding; these are removed here,
         too. Raises ValueError if `checkpoint_refused`.

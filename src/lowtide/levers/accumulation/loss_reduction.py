@@ -180,7 +180,7 @@ def _match_smoothing(node: Node) -> _Smoothed | None:
     if node.name() != "AddBackward0" or getattr(node, SAVED + "alpha", 1) != 1:
         return None
     scaled = [upstream for upstream, _ in node.next_functions]
-    if any(node is None or node.name() != "MulBackward1" for node in scaled):  # scaled by numbers
+    if any(node is None or node.name() != "MulBackward1" for node in scaled):  # not scaled by numbers
         return None
     (likelihood, kept), (total, spread) = (
         (node.next_functions[0][0], getattr(node, SAVED + "other")) for node in scaled if node is not None

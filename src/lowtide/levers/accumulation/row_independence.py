@@ -154,7 +154,7 @@ def check_no_product_of_rows(loss: Tensor, n_rows: int) -> None:
 
 
 def _is_of_parameter(node: Any) -> bool:
-    """Return True if `node` is that of a parameter, or of a parameter's transpose or cast."""
+    """Return True if `node` is the autograd node of a parameter, or of a parameter's transpose or cast."""
     inputs = [upstream for upstream, _ in node.next_functions if upstream is not None]
     return is_leaf(node) or (len(inputs) == 1 and is_leaf(inputs[0]))
 
@@ -195,7 +195,7 @@ def _preserve_random_state() -> Iterator[Callable[[], bool]]:
 class _WithoutDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that replaces dropout's masks by ones, so that losses of different pieces can be compared.
 
-    Raises LowtideError before a batch normalization in training mode.
+    Raises LowtideError if a batch normalization in training mode is called.
     """
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -218,6 +218,6 @@ class _WithoutDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _is_in_training(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Return True for arguments of a batch normalization that updates its statistics."""
+    """Return True if a batch normalization with these arguments updates its statistics."""
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     return bool(given.get("training", given.get("train", True)))

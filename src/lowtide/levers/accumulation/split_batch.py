@@ -53,7 +53,7 @@ def micro_batches(batch: Batch, n: int, *, shared: Collection[str] = ()) -> list
 
 
 def spans(rows: int, n: int) -> list[Span]:
-    """Split `rows` rows into `n` ranges, the longer ranges first; into single rows if there are fewer than `n`."""
+    """Split `rows` rows into `n` ranges, the longer ranges first; into single rows if there are fewer than `n` rows."""
     n = min(n, rows)
     size, longer = divmod(rows, n)
     ends = [size * (i + 1) + min(i + 1, longer) for i in range(n)]
