@@ -38,13 +38,13 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "docs" / "articles.json"
 PAGES = {"en": ROOT / "docs" / "articles.md", "ja": ROOT / "docs" / "articles.ja.md"}
 STEPS = 8
-"""Steps of a run. Plans are in force from the third at the latest."""
+"""Number of steps of a run. Plans are in force from the third step at the latest."""
 TIMED_FROM = 4
 """Number of steps before the first timed step."""
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One way to run a script."""
+    """A way to run a script, with its measurements."""
 
     command: str
     peak_bytes: int | None = None
@@ -254,7 +254,7 @@ WORDS = {
 
 
 def table(runs: Sequence[Run], language: str) -> str:
-    """Return one example's runs as a table."""
+    """Format one example's runs as a Markdown table, with words in `language`."""
     words, plain = WORDS[language], runs[0]
     lines = [_row(HEADS[language]), "|---|---:|---:|---:|---|"]
     for each in runs:
@@ -274,7 +274,7 @@ def table(runs: Sequence[Run], language: str) -> str:
 
 
 def depth_table(results: Results, language: str) -> str:
-    """Return peaks and times over depths as a table."""
+    """Format peaks and times over the number of layers as a Markdown table."""
     words = WORDS[language]
     head = (words["layers"], words["plain"], words["by hand"], words["time"], words["within"], words["time"])
     lines = [_row(head), "|---:|---:|---:|---:|---:|---:|"]
@@ -317,7 +317,7 @@ def _row(cells: Sequence[str]) -> str:
 
 
 def main(arguments: list[str]) -> None:
-    """Measure, and renew both pages."""
+    """Measure the examples that the command line names, and renew both pages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join([*EXAMPLES, ON_GPU])} (default: all)")
     parser.add_argument("--resume", action="store_true", help="keep the rows that are measured")
@@ -341,7 +341,7 @@ def main(arguments: list[str]) -> None:
 
 
 def save(name: str = "", rows: Sequence[Run] = (), estimate: Sequence[str] = ()) -> None:
-    """Write the rows of one example, or the lines of the estimate, beside the results of the others."""
+    """Store the rows of one example, or the lines of the estimate, in the file of results."""
     results = read()  # now: another process may have written its own
     ordered = {each: [*rows] if each == name else results.runs.get(each, []) for each in EXAMPLES}
     results = Results(
@@ -353,7 +353,7 @@ def save(name: str = "", rows: Sequence[Run] = (), estimate: Sequence[str] = ())
 
 
 def read() -> Results:
-    """Return all results, none if there is no file of them."""
+    """Read all results from their file; they are empty if there is no file."""
     if not RESULTS.exists():
         return Results(versions={}, runs={})
     return msgspec.json.decode(RESULTS.read_bytes(), type=Results)

@@ -220,7 +220,7 @@ def meaning(code: str) -> str:
 
 ENTERED = "entered.json"
 Entered = dict[str, tuple[float, list[str]]]
-"""Seconds of each test, and the functions that it enters."""
+"""Seconds of each test and the functions that it enters, by the test's name."""
 
 
 class NotedFunctions:

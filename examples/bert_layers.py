@@ -27,7 +27,7 @@ torch.manual_seed(0)
 
 
 class Classifier(nn.Module):
-    """BERT without its own loop over layers, and a linear head on the first token."""
+    """BERT classifier that calls the encoder layers one by one, with a linear head on the first token."""
 
     def __init__(self) -> None:
         super().__init__()

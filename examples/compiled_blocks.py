@@ -28,7 +28,7 @@ torch.manual_seed(0)
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each with a norm before it."""
+    """Transformer block: attention and an MLP, each with a norm before it."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -30,7 +30,7 @@ torch.manual_seed(0)
 
 
 class GPT(nn.Module):
-    """Embeddings, blocks, norm and head of GPT-2, with a loop over the blocks of our own."""
+    """GPT-2 from its embeddings, blocks, norm and head, with its own loop over the blocks."""
 
     def __init__(self, use_checkpoint: str) -> None:
         super().__init__()

@@ -36,7 +36,7 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    """Blocks that are called without a mask."""
+    """A stack of `Block`s that are called without a mask."""
 
     def __init__(self) -> None:
         super().__init__()

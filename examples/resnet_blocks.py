@@ -24,7 +24,7 @@ torch.manual_seed(0)
 
 
 class Block(nn.Module):
-    """Two convolutions with BatchNorm and a ReLU in place, added to their input."""
+    """Residual block: two convolutions with BatchNorm and a ReLU in place, added to their input."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()

@@ -27,7 +27,7 @@ torch.manual_seed(0)
 
 
 class Classifier(nn.Module):
-    """A transformer encoder; the mean of its output is classified."""
+    """Classifier of the mean of a transformer encoder's output."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ PERSON = re.compile(r"\b(?:nobody|somebody|anybody|whoever|someone|anyone|no\s+o
 
 @dataclass(slots=True)
 class Counts:
-    """Docstrings and words read so far, and the places of both habits."""
+    """Numbers of docstrings and words, and the places of indirect questions and of indefinite persons."""
 
     docstrings: int = 0
     words: int = 0
@@ -38,12 +38,12 @@ class Counts:
 
     @property
     def questions_percent(self) -> float:
-        """Indirect questions in 100 docstrings."""
+        """Number of indirect questions in 100 docstrings."""
         return 100 * len(self.questions) / max(1, self.docstrings)
 
     @property
     def persons_in_10000(self) -> float:
-        """Indefinite persons in 10,000 words."""
+        """Number of indefinite persons in 10,000 words."""
         return 10_000 * len(self.persons) / max(1, self.words)
 
 
@@ -74,7 +74,7 @@ def is_question(docstring: str) -> bool:
 
 
 def count(sources: Iterable[tuple[str, str]]) -> Counts:
-    """Count both habits in Python sources.
+    """Count indirect questions and indefinite persons in Python sources.
 
     Args:
         sources: Pairs of a name, by which places are listed, and the source.
@@ -94,7 +94,9 @@ def count(sources: Iterable[tuple[str, str]]) -> Counts:
 
 
 def main(arguments: list[str]) -> int:
-    """Print both counts beside their limits, and return 1 if one is above its limit."""
+    """Print the counts of indirect questions and indefinite persons beside their limits; return 1 if one is above its
+    limit.
+    """
     limits = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["lowtide-prose"]
     paths = sorted((ROOT / "src").rglob("*.py"))
     counts = count((path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")) for path in paths)

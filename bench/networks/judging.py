@@ -30,8 +30,9 @@ Digests = dict[str, bytes]
 
 
 def preloaded(folder: Path) -> dict[str, str] | None:
-    """Build the counter of allocations in `folder`; return the environment of a process that loads it. None without
-    compiler.
+    """Build the counter of allocations in `folder`; return the environment of a process that loads the counter.
+
+    None without a C compiler, or if this is not Linux.
     """
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None or os.uname().sysname != "Linux":
