@@ -1,12 +1,12 @@
 """Estimates of a step for a GPU, compared with the same step run on that GPU: requested, allocated and reserved peaks.
 
     python bench/gpu_rehearsal.py                    every model of the tests' zoo, batches of 64, two steps, AdamW
-    python bench/gpu_rehearsal.py gpt2 bert --rows 256 python bench/gpu_rehearsal.py --record FOLDER    also what the
-    allocator did, sizes and order only, as test data
+    python bench/gpu_rehearsal.py gpt2 bert --rows 256
+    python bench/gpu_rehearsal.py --record FOLDER    also the allocator's events, sizes and order only, as test data
 
-Each row is measured in a process of its own, as `torch.cuda.memory_stats` counts, and estimated in one that sees no GPU
-(CUDA_VISIBLE_DEVICES=''), for a GPU of the same memory and compute capability; with the allocator's defaults and with
-expandable segments. Needs a GPU.
+Each row is measured in a process of its own, as `torch.cuda.memory_stats` counts. It is estimated in a process that
+sees no GPU (CUDA_VISIBLE_DEVICES=''), for a GPU of the same memory and compute capability. Both are done with the
+allocator's defaults and with expandable segments. Needs a GPU.
 """
 
 import argparse

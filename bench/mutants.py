@@ -1,16 +1,16 @@
-"""Mutation tests: small faults put into engine, planner and allocator, and which of them the nearest tests let through.
+"""Mutation tests: put small faults into engine, planner and allocator, and list those that the nearest tests miss.
 
     python bench/mutants.py [--count 200] [--seed N] [--jobs N] [--results FILE] [--again] [--seconds N] [--list]
 
-Mutants are drawn by a seed, which is printed: first a place in the code, then one of the operators of cosmic-ray that
-change something there. `mutants.toml` names the tests nearest to each file. They run once without a mutant, and the
-functions that each quick one enters are noted. Each mutant is then tried in a copy of the checkout, against the tests
-that enter its function, those that enter the fewest first, until one fails or twenty seconds of them have passed.
-Survivors are listed. Those that `mutants.toml` shows to be equivalent are not tried. The exit code is 1 if less than
-90 % of all others are killed.
+Mutants are drawn by a seed, which is printed: first a place in the code, then an operator of cosmic-ray that can change
+that place. `mutants.toml` names the tests nearest to each file. These tests run once without a mutant, and the
+functions that each quick test enters are noted. Each mutant is then tried in a copy of the checkout, against the tests
+that enter its function, until one fails or their times add up to twenty seconds; tests that enter the fewest functions
+run first. Survivors are listed. Mutants that `mutants.toml` shows to be equivalent are not tried. The exit code is 1 if
+less than 90 % of all others are killed.
 
-Results are kept in a file after each mutant, and the same command goes on where the last one ended: `--seconds 180`
-tries for three minutes, `--again` tries the survivors again. Tests that have not changed are not noted twice.
+Results are written to a file after each mutant, and the same command continues from there: `--seconds 180` tries
+mutants for three minutes, `--again` tries the survivors again. Tests that have not changed are not noted twice.
 """
 
 from __future__ import annotations

@@ -5,17 +5,17 @@
     python bench/overhead.py within   # steps in a block of `lowtide.within` that has nothing to plan for
     python bench/overhead.py within demo   # the same for the demo's step alone
 
-Each row of the first table is the time of a whole step with the plan less that without, and less that of the operators
-that the plan runs again, over the number of tensors or calls. The models are rehearsed with larger tensors, planned for
-75 % of their plain peak, and then run with tiny ones under the same decisions. Processor time of one thread, minima of
+Each row of the first table is a time per tensor or call: the time that the plan adds to a whole step, less the time of
+the operators that the plan runs again. The models are rehearsed with larger tensors, planned for 75 % of their plain
+peak, and then run with tiny tensors under the same decisions. Times are processor times of one thread, minima of
 interleaved runs, so that a busy machine changes little.
 
-The first row of the first table are hooks in Python that only detach a tensor and give it back. It says how fast the
-machine is: 0.6 us on the one that the limits were written for. LOWTIDE_NATIVE=0 measures Lowtide's
-hooks in Python, LOWTIDE_NATIVE=1 its compiled ones.
+The first row of the first table measures Python hooks that only detach a tensor and return it. It shows how fast the
+machine is: 0.6 us on the machine that the limits were written for. LOWTIDE_NATIVE=0 measures Lowtide's hooks in Python,
+LOWTIDE_NATIVE=1 its compiled ones.
 
-In the third table the budget is above the plain step's peak, or no plan fits and training goes on without one. Steps in
-the block and outside it take turns; beside the time there are the Python calls that the block adds to a step.
+In the third table the budget is above the plain step's peak, or no plan fits and training continues without a plan.
+Steps in the block and outside it take turns; the table also has the Python calls that the block adds to a step.
 """
 
 from __future__ import annotations

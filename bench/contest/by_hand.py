@@ -1,4 +1,4 @@
-"""GPT-2 and a ResNet of two blocks in plain torch, which compile several times faster than those of transformers."""
+"""GPT-2 and a ResNet of two blocks in plain torch, which compile several times faster than transformers' models."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lowtide on one model: rehearsed once, then planned, applied and measured for each budget."""
+"""Measurements of Lowtide on one model: rehearsed once, then planned, applied and measured for each budget."""
 
 from __future__ import annotations
 

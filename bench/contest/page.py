@@ -1,4 +1,4 @@
-"""The results as Markdown, and a cell as one line for the terminal. Pure functions of the records."""
+"""The contest's results as Markdown, and a cell as one line for the terminal. Pure functions of the records."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The models of the measured runs, on the meta device: every tensor's shape, none of its bytes.
+"""Models of the measured runs, on the meta device: tensors have shapes, but no memory.
 
 Transformers are rebuilt from the configurations that their model GPUs publish, CNNs are torchvision's. Their weights
 do not matter.
