@@ -1,4 +1,4 @@
-"""The simulated caching allocator against recordings of real ones: bytes of error, and events a second.
+"""Errors in bytes, and speed, of the simulated caching allocator, compared with recordings of real allocators.
 
     python bench/allocator.py [FOLDER]
 

@@ -1,7 +1,7 @@
 """Models of the measured runs, on the meta device: tensors have shapes, but no memory.
 
-Transformers are rebuilt from the configurations that their model GPUs publish, CNNs are torchvision's. Their weights
-do not matter.
+Transformers are rebuilt from the configurations that their model cards publish, and CNNs are torchvision's. Weights do
+not matter.
 """
 
 from __future__ import annotations
