@@ -34,11 +34,11 @@ MANY_AT_ONCE = 2**23
 """Number of elements per chunk on a GPU, few enough that temporaries need little memory."""
 
 _INTEGERS: Final = {2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Integer dtypes by element size, as which numbers are compared: by their bits, so that -0.0 is not 0.0."""
+"""Integer dtypes by element size. Numbers are compared as integers of the same bits, so that -0.0 is not 0.0."""
 
 _GATHER: Final = 0x0102040810204080
-"""Factor whose product with eight bytes, each 0 or 1, has these as the bits of its highest byte, the first byte
-lowest.
+"""Factor that packs eight bytes, each 0 or 1, into bits: the highest byte of the product has the first byte as its
+lowest bit, and so on.
 """
 
 

@@ -65,7 +65,7 @@ class Arguments:
         self._places: list[tuple[int, int]] = []
         """Positions of tensors among `_things`, each with the tensor's number."""
         self._build: Part | None = None
-        """Function that rebuilds other arguments."""
+        """Function that rebuilds the arguments if they contain more than tensors and plain data; else None."""
         self._cached: list[_Cached] = []
         self.generators: tuple[torch.Generator, ...] = ()
         if _FLAT.issuperset(map(type, things)):  # as in most calls

@@ -67,7 +67,7 @@ class Engine:
         self.here, self.messages, self.relied_on = self.packer.here, self.packer.messages, self.packer.relied_on
         self.tables, self.in_place = actions, in_place or [{} for _ in actions]
         self.excluded_modules: frozenset[str] = frozenset()
-        """Paths of modules whose saved tensors autograd keeps, as without a plan: they differ from step to step."""
+        """Paths of modules that save different tensors in each step, which autograd keeps as without a plan."""
         self.n_runs = 0
         """Number of calls from outside that reached the engine and may be followed by a training backward."""
         self.n_runs_in_eval_mode = 0
@@ -79,8 +79,8 @@ class Engine:
         """The thread of the run in progress."""
         self.interceptors = ModelInterceptors()
         self._n_calls: dict[tuple[int, CallInterceptor], tuple[int, dict[CallInterceptor, int]]] = {}
-        """The first run of each plan that began with a call of each module: its number of elements, and its number of
-        calls of each module.
+        """By plan and module, the first run that began with a call of that module: the elements of its inputs, and its
+        number of calls of each module.
         """
 
     def has_room(self, plan: int, n_elements: int) -> bool:

@@ -34,7 +34,7 @@ n_exposures = 0
 _aliases: dict[int, weakref.ref[Tensor]] = {}
 """By `id`, the tensors that `tensor.data` has returned for leaves, while they are alive."""
 n_aliases: Counter[int] = Counter()
-"""Number of these tensors for each storage."""
+"""Number of tensors in `_aliases` for each storage."""
 
 
 class Contents:

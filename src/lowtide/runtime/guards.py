@@ -40,8 +40,8 @@ _MOST_SHAPES = 1024
 
 
 Changed: TypeAlias = Callable[[Literal["model", "step", "state"], str], bool]
-"""Functions that are called if the model is not as planned, if a step differs from the rehearsed ones, or if optimizers
-have more state, with a description; they return True if another plan is made when it is needed.
+"""Functions that are called with a description if the model is not as planned, a step differs from the rehearsed ones,
+or optimizers have more state. They return True if another plan is made when it is needed.
 """
 
 

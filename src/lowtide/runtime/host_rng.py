@@ -45,7 +45,7 @@ _of_numpy: tuple[bytes | None, Any] = None, None
 
 
 _latest: tuple[tuple[Any, ...] | None, tuple[Any, ...], Any] = None, (), None
-"""The memory of the generators when `states` read them, and what it returned."""
+"""The memory of the generators when `states` read them last, and the states that it returned."""
 
 
 def states() -> tuple[tuple[Any, ...] | None, tuple[Any, ...], Any]:

@@ -52,7 +52,7 @@ ALIAS: Final = "Tensor.data"
 
 class _Here(threading.local):
     reports = False
-    """True while this thread reports a write, whose copies are writes, too."""
+    """True while this thread reports a write: copies that are made then are writes too, and not reported."""
 
 
 _here = _Here()

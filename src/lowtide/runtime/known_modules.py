@@ -53,8 +53,8 @@ class KnownModules:
         self._values: list[Any] = []
         """Contents of all tables, with None in the places of objects that must not be held."""
         self._opaque: list[tuple[int, dict[str, Any], str, int, type]] = []
-        """Place, table, name, id and type of each of these objects. A later object with the same id is no change if its
-        type is the same.
+        """Place, table, name, id and type of each object that must not be held. A later object with the same id is no
+        change if its type is the same.
         """
         held = {*map(id, (None, *attributes.plain, *_tensors(modules), *modules))}
         for table in self._tables:

@@ -37,8 +37,8 @@ class NeededSlots:
         self.idle: frozenset[CallInterceptor] = frozenset()
         """Modules without needed or decided tensors in any call."""
         self.unneeded: RemovableInterceptors | None = None
-        """Interceptors of those idle modules that no call for which the hooks are pushed is expected to make; None if
-        one did so.
+        """Interceptors of idle modules that are not called while hooks are pushed, so that they can be taken out; None
+        once such a module may have been called then.
         """
 
     def learn(self, plan: int, scopes: Iterable[tuple[CallInterceptor, CallScope]]) -> None:

@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from lowtide.runtime.recompute_builder import Builder
 
 ABSENT: Final = 0
-"""No operand: the recipe takes None where a certain constant is true."""
+"""Kind of turn without an operand: the recipe takes None because a certain constant is true."""
 SLOT: Final = 1
-"""The tensor that the node has saved."""
+"""Kind of turn to a tensor that the node has saved."""
 EDGE: Final = 2
-"""The held value of the node on an edge."""
+"""Kind of turn to a value that is held for the node on an edge."""
 LEAF: Final = 3
-"""The leaf on an edge."""
+"""Kind of turn to the leaf on an edge."""
 FURTHER: Final = 4
-"""The result of the node on an edge, recomputed as well."""
+"""Kind of turn to the result of the node on an edge, which is recomputed as well."""
 CAPTURED: Final = 5
-"""A captured tensor."""
+"""Kind of turn to a captured tensor."""
 
 
 class Turn(NamedTuple):

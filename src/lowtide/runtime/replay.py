@@ -88,7 +88,7 @@ class ReplayFrame:
         """
         self.interceptor = interceptor
         self.around: tuple[weakref.ref[ReplayFrame], ...] = () if outer is None else (weakref.ref(outer), *outer.around)
-        """Frames of the outer calls, held weakly: they lead to tensors of their own."""
+        """Frames of the outer calls, the innermost first; weak references, because frames hold tensors."""
         known = None if mutable_state is None else mutable_state.known
         mutable_state = interceptor.mutable_state if mutable_state is None else mutable_state
         self.arguments = arguments = Arguments(args, kwargs, hold)
@@ -99,7 +99,7 @@ class ReplayFrame:
         self.values: dict[int, weakref.ref[Value]] = {}
         """Values that a replay restores, by their place among the saved tensors."""
         self.nested: list[tuple[CallInterceptor, bool]] = []
-        """Inner calls that a plan may replay, in order, each with True if it did this time."""
+        """Inner calls that a plan may replay, in order, each with True if the plan replays it this time."""
         self.held: list[weakref.ref[Tensor | Token]] | None = None
         """In a trial: tensors that its runs save for a backward pass of their own. They outlive the run only if an
         object outside the call refers to some of them.

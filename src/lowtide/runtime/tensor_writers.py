@@ -103,7 +103,7 @@ class ReliedOn:
         self._unlooked: deque[weakref.ref[Value] | weakref.ref[ReplayFrame]] = deque()
         """Values and replays whose memory is not in `_storages` yet."""
         self._newest: Callable[[], Value | ReplayFrame | None] = lambda: None
-        """The value or replay that was added last, or another one that is not freed: the quick sign that some are."""
+        """The value or replay that was added last, or another one that is not freed: shows quickly that any is left."""
         self._lock = threading.RLock()
         """Lock for all but additions, because writes come from any thread."""
         self._say = say
