@@ -53,7 +53,7 @@ class GraphBuilder:
         return Graph(roots, tuple(self._nodes.values()), tuple(self._values.values()))
 
     def _in_order(self) -> Iterable[Function]:
-        """Yield the nodes in topological order, ties in forward order, without those that accumulate gradients."""
+        """Yield the nodes in topological order, ties in forward order, except AccumulateGrad nodes."""
         waiting: dict[Function, int] = {}
         consumers: dict[Function, list[Function]] = defaultdict(list)
         ready: list[tuple[int, int, Function]] = []

@@ -105,7 +105,7 @@ class Node:
         """Position in `Graph.nodes`, the order in which forward ran."""
         self.name = function.name()
         self.inputs = inputs
-        """Inputs in the order of arguments; first those that may need a gradient."""
+        """Inputs in the order of arguments. Inputs that may need a gradient come first."""
         self.kept = kept
         self.unrecorded = unrecorded
         """Number of inputs that need no gradient and are not kept: torch does not record them."""

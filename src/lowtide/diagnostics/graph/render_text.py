@@ -1,7 +1,7 @@
 """Rendering of a graph as text: from the results down to the leaves, each node once.
 
 A chain stays at one depth, so that a deep model fits the page: the input with the longest path upstream continues
-below, the others branch off. A value that is needed again further down is a reference there.
+below, the others branch off. A node that is written elsewhere appears as a reference.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Tree:
         return max(producers, key=lambda index: (self._depth[index], index), default=-1)
 
     def _readers(self) -> dict[int, int]:
-        """Map each node's index to that of its least indented reader, which the node is written below."""
+        """Map each node's index to the index of the least indented node that reads its output, and is written above."""
         indent = {root.producer.index: 0 for root in self._graph.roots if root.producer is not None}
         reader: dict[int, int] = {}
         for node in reversed(self._graph.nodes):

@@ -119,7 +119,7 @@ class SiteStats:
 
 
 class StepNumbers:
-    """Map from autograd nodes to steps: each step begins at a sequence number, and later nodes have larger ones."""
+    """Map from autograd nodes to steps, because each step begins at a sequence number, and these only grow."""
 
     def __init__(self) -> None:
         self._starts = array("Q", [0])
@@ -181,7 +181,7 @@ class CallLog:
     def end(self, call: Call, output: Any, arguments: Iterable[Tensor] = ()) -> list[Node]:
         """Record that `call` returned `output`, and return the root nodes of its graph.
 
-        `arguments` are the tensors in the call's arguments now, among them those that the call has added.
+        `arguments` are the tensors in the call's arguments now, including tensors that the call has added.
         """
         call.stop = next_sequence_number()
         for tensor in arguments:

@@ -43,7 +43,7 @@ class HolderWords:
     release: str = ""
     """Code that frees the memory by changing all these variables, and breaks no code that reads them later."""
     parts: tuple[str, ...] = ()
-    """Containers and objects of which one part holds the graph, so that the advice must not delete them whole."""
+    """Containers and objects that hold the graph by one of their parts; the advice must not be to delete them whole."""
     fix: str = ""
     """Advice of the rule for this holder, a format string."""
     remedy: str = ""

@@ -27,7 +27,7 @@ class FindingLog:
         """Keys of holders whose outputs are passed to the next call, and so have to be alive during backward."""
 
     def add(self, retained: Iterable[RetainedObject], *, least_bytes: int, largest_graph_bytes: int, step: int) -> None:
-        """Log the objects that an inspection in `step` found, except those of holders of less than `least_bytes`."""
+        """Log the objects that an inspection in `step` found, if their holder holds at least `least_bytes`."""
         for key, group in _by_holder(retained).items():
             if key in self._carried:  # also if another model is called, or none at the end of the watch
                 group = [_as_carried(item) for item in group]

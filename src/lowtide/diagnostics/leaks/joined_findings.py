@@ -77,9 +77,9 @@ def _join(group: list[tuple[Entry, Finding]]) -> Finding:
 
 
 def one_of_line(findings: list[Finding]) -> list[Finding]:
-    """Return the findings, with only the largest for each line whose forward needs no graph (LT002).
+    """Keep one finding for each line whose forward needs no graph (LT002): the largest.
 
-    Other findings about outputs of such a line (gathered, or alive during backward) are left out, too.
+    Left out are findings about outputs of that line in a container, or alive during backward.
     """
     largest: dict[str | None, Finding] = {}
     for finding in findings:

@@ -18,6 +18,6 @@ def module_names(model: nn.Module | None, modules: Iterable[nn.Module]) -> dict[
 
 
 def roots_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the outermost of the modules: those that no other module among them contains."""
+    """Return the outermost modules: the modules that are no child of another module among them."""
     inside = {id(child) for module in modules for child in module.children()}
     return [module for module in modules if id(module) not in inside]

@@ -86,7 +86,7 @@ class StepBoundaries:
 
 
 def _level() -> int:
-    """Return the bytes in use: torch's on CUDA, else those of the process; 0 where no cheap query exists."""
+    """Return the bytes in use: by torch on CUDA, else by the process; 0 where no cheap query exists."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return torch.cuda.memory_allocated()
     try:

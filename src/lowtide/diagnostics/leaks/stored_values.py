@@ -20,7 +20,7 @@ _MOST_NAMES = 5
 
 @lru_cache(maxsize=256)
 def place_of_value(file: str, name: str, step: str, *, is_container: bool) -> Place | None:
-    """Return the line of `file` that computes what is stored under the variable or attribute `name`.
+    """Return the line of `file` that computes the value stored under `name`; None if there is none.
 
     Args:
         file: Path of the source.

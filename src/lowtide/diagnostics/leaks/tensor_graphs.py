@@ -42,7 +42,7 @@ class Graph:
     context: dict[int, int] = field(default_factory=dict)
     """Storage -> bytes of tensors that custom Functions put on their ctx as attributes."""
     keepers: set[int] = field(default_factory=set)
-    """Indices of tensors upstream of which a node keeps tensors; upstream of all others, backward has freed them."""
+    """Indices of tensors upstream of which a node still keeps tensors. Backward has freed all other graphs."""
     n_slots: int = 0
     """Number of tensors that the nodes can save, whether they still hold them or not."""
     gradient_of: list[int] = field(default_factory=list)
@@ -90,7 +90,7 @@ def split_by_leaves(graph: Iterable[Node], leaves: set[int]) -> tuple[list[Node]
 
 
 def kept_by(nodes: Iterable[Node]) -> tuple[dict[int, int], dict[int, int]]:
-    """Return two maps, storage -> bytes: of tensors that nodes saved, and of those that Functions set on their ctx."""
+    """Return two maps, storage -> bytes: of tensors that nodes saved, and of attributes that Functions set on ctx."""
     saved: dict[int, int] = {}
     context: dict[int, int] = {}
     for node in nodes:

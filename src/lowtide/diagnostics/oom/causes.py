@@ -57,7 +57,7 @@ def _true_need(m: Message, f: Facts) -> Cause:
 
 
 def _held_or_planned(m: Message) -> str:
-    """Describe the memory in use; XLA states what a compiled program needs, of which nothing is allocated yet."""
+    """Describe the memory in use; for XLA, the memory that a compiled program needs before any is allocated."""
     if m.kind == "xla" and m.total_bytes is not None:
         needed, total = format_bytes(m.allocated_bytes or 0), format_bytes(m.total_bytes)
         return f"the compiled program needs {needed}, and the device has {total}"

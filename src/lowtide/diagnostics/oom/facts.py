@@ -429,7 +429,7 @@ def _place(kind: str, match: re.Match[str], process: str | None) -> Place:
 
 
 def _informative(places: list[Place]) -> list[Place]:
-    """Return the last of many places, and of the earlier places those that show a fact."""
+    """Return the last MOST_PLACES places, after those earlier places that show a fact."""
     if len(places) < 2 * MOST_PLACES:
         return places
     before, last = places[:-MOST_PLACES], places[-MOST_PLACES:]

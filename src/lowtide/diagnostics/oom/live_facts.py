@@ -111,7 +111,7 @@ def _leftover(graphs: list[LiveGraph]) -> tuple[int, int]:
 
 
 def _storages(graph: LiveGraph) -> dict[int, int]:
-    """Return the storages that a graph keeps alive, except those of parameters."""
+    """Map the storages that a graph keeps alive, except parameters, to their bytes."""
     kept = (kept for node in graph_behind(graph.roots, None).nodes for kept in node.kept if not kept.parameter)
     return {tensor.storage: tensor.bytes for tensor in kept}
 

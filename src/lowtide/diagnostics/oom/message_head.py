@@ -24,5 +24,5 @@ class MessageHead:
 
 
 def head(words: str, pattern: str, kind: str, form: str = "", *, certain: bool = True) -> MessageHead:
-    """Make a head; bars separate the `words`, of which every match of the pattern contains one."""
+    """Make a head. Every match of `pattern` must contain one of `words`, which bars separate."""
     return MessageHead(tuple(words.split("|")), re.compile(pattern), kind, form, certain)

@@ -97,7 +97,7 @@ class Rule:
 
 
 RULES: dict[str, Rule] = {}
-"""All rules by code, in the order in which they are tried; those of events come last."""
+"""All rules by code, in the order in which they are tried; rules that only events report come last."""
 
 
 def rule(
