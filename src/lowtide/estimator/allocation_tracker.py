@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 _ASKED_OF_RESULTS = torch.ops.prim.device.default
-"""Query that autograd makes of a node's result while it still holds the node's inputs."""
+"""Operator by which autograd queries the device of a node's result, while it still holds the node's inputs."""
 
 
 class AllocationTracker(TorchDispatchMode):
@@ -368,7 +368,7 @@ def _taken_over() -> bool:
 
 def _called_by_autograd() -> bool:
     """Return True if autograd's C++ code called the operator, with no user Python code in between."""
-    frame = sys._getframe(3)  # _reuse_memory, _record, __torch_dispatch__
+    frame = sys._getframe(3)  # a frame of the tracker, from which the loop goes on to the tracker's caller
     while frame.f_code.co_filename.endswith(_WRAPPERS):
         assert frame.f_back is not None
         frame = frame.f_back

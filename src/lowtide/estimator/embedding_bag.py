@@ -65,7 +65,7 @@ def _sparse(grad: Tensor, indices: Tensor, bag_size: Tensor, mode: int, padded: 
         return [column_bytes * grad.shape[1], indices.numel(), indices.nbytes]
     if mode != _MEAN:
         return []
-    widened = 0 if indices.dtype == torch.long else indices.numel() * _INDEX  # a later result
+    widened = 0 if indices.dtype == torch.long else indices.numel() * _INDEX  # allocated later
     return [max(0, 2 * bag_size.numel() * grad.element_size() + column_bytes - widened)]
 
 

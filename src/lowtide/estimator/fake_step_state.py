@@ -97,7 +97,7 @@ class FakeStepState(ReachableObjects):
         return True
 
     def _function(self, function: types.FunctionType) -> Iterable[Any]:
-        is_ours = origin(function.__code__.co_filename) == "ours"  # with globals such as torch's tables of hooks
+        is_ours = origin(function.__code__.co_filename) == "ours"  # its globals include torch's tables of hooks
         variables = () if is_ours else self._variables(function)
         own = (function.__defaults__, function.__kwdefaults__, None if is_ours else vars(function))
         wrapped = getattr(function, "__wrapped__", None)

@@ -43,7 +43,7 @@ How = Literal["plain", "recomputed", "replayed"]
 """Ways to run a step: plainly, with cheap tensors recomputed, and with every repeated block replayed as well."""
 
 MIN_BYTES = 4096
-"""Smallest tensor that is recomputed."""
+"""Bytes of the smallest tensor that is recomputed."""
 
 
 class CheapRecomputes(SavedTensorPacker):

@@ -103,7 +103,7 @@ def _release_claim(claim: object) -> None:
         return
     with _lock:
         waited, _waits = _waits, False
-    for _ in range(1000):  # a resent interrupt is for our handler, unless the caller has all signals blocked
+    for _ in range(1000):  # wait until our handler gets the resent interrupt; blocked signals never arrive
         if not _is_resent:
             break
         time.sleep(AGAIN_S / 10)

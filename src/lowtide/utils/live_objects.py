@@ -68,7 +68,7 @@ class LiveObjectFinder:
 
     def _remember(self, objects: Iterable[object], collections: tuple[int, ...]) -> list[object]:
         survivors = {id(obj): obj for obj in objects}
-        if id(self._marker) not in survivors:  # frozen
+        if id(self._marker) not in survivors:  # hidden by `gc.freeze`
             self._boundary = None
         elif collections != self._collections:  # the marker is in the oldest generation now
             self._boundary = self._marker

@@ -239,8 +239,8 @@ class Outcome:
     def needs(self) -> tuple[Reserved, tuple[int, int]]:
         """Return the expected peaks, and the bounds of the reserved one, on a GPU of unlimited memory."""
         expected = self._without_end(self.whole, 0)
-        # every stream with the expected addresses, and the expected stream with the others; also of bounds that are
-        # expected themselves, because with best fit smaller blocks may need more memory
+        # every stream with the expected addresses, and the expected stream with all address orders; also streams of
+        # lower bounds, because with best fit smaller blocks may need more memory
         runs = [(name, 0) for name in self._streams] + [("expected", order) for order in range(len(self._orders))]
         peaks = [self._without_end(self._streams[name], order).peak_reserved_bytes for name, order in runs]
         return expected, (min(peaks), max(peaks))
@@ -274,7 +274,7 @@ class Outcome:
         """
         if gpu not in self._sure:
             most = CONTEXT_BYTES[1] + self._beside[1]
-            # all streams, because with best fit smaller blocks may need more memory
+            # also streams of lower bounds, because with best fit smaller blocks may need more memory
             runs = ((name, order) for name in self._streams for order in range(len(self._orders)))
             is_known = self._is_bounded and not gpu.shared
             self._sure[gpu] = is_known and all(self._runs(name, order, gpu, most) for name, order in runs)

@@ -64,7 +64,7 @@ def simulated_group(processes: AbsentProcesses) -> Iterator[tuple[Any, str, Any]
         yield owner, "gather_object", _gathered
         yield owner, "broadcast_object_list", _kept
         yield owner, "scatter_object_list", _scattered
-    for name in _BETWEEN_TWO:  # one for all owners: P2POp compares functions
+    for name in _BETWEEN_TWO:  # one function for all owners, because P2POp compares functions
         refused = _refused(name)
         yield from ((owner, name, refused) for owner in _OWNERS)
 
@@ -79,7 +79,7 @@ def local_ddp_gradients() -> Iterator[tuple[Any, str, Any]]:
     @functools.wraps(init)
     def wrap(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        hooked(self, None, lambda state, bucket: own_gradients(bucket))  # torch reads annotations
+        hooked(self, None, lambda state, bucket: own_gradients(bucket))  # a lambda: torch checks annotations
 
     yield DistributedDataParallel, "__init__", wrap
     yield DistributedDataParallel, "register_comm_hook", _refused_with(HOOKED)

@@ -16,7 +16,7 @@ _KINDS = ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", 
 
 
 _OWN = type(torch.FloatTensor)
-"""Class of torch's own types."""
+"""Class of torch's own tensor types, such as `torch.FloatTensor`."""
 
 
 class TensorType(type):

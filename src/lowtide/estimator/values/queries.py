@@ -80,7 +80,7 @@ class PythonQueries(TorchFunctionMode):
             is_known &= value is not None
             return torch.ones(leaf.shape, dtype=leaf.dtype) if value is None else value
 
-        with on_real_tensors():  # real tensors have their dtypes
+        with on_real_tensors():  # torch infers the dtype from real tensors
             numbers = torch.tensor(tree_map(real, data))
         tensor = torch.tensor(numbers.tolist(), **{"dtype": numbers.dtype, **kwargs})
         if not is_known:

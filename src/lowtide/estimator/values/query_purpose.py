@@ -144,7 +144,7 @@ def _span(frame: FrameType) -> _Span | None:
     """Return the source span of the expression that a frame is evaluating, or has just evaluated for a jump."""
     place = frame.f_lasti // 2
     if "JUMP" in dis.opname[frame.f_code.co_code[frame.f_lasti]]:
-        place -= 1  # the position of the jump itself is that of the whole statement, or any
+        place -= 1  # a jump's own position is that of the whole statement, or arbitrary
     positions = next(itertools.islice(frame.f_code.co_positions(), place, None))
     return None if None in positions else positions  # type: ignore[return-value]
 

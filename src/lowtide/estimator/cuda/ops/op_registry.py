@@ -37,7 +37,7 @@ class Behaviour:
     does: str
     source: str
     exact: bool = True
-    """True if bytes follow from the source; otherwise bounds do."""
+    """True if the source states the bytes, False if it states only bounds."""
 
     def __post_init__(self) -> None:
         BEHAVIOURS.append(self)
@@ -91,7 +91,7 @@ class CudaOp:
     order: tuple[int, ...] | None = None
     """Allocation order of the results."""
     on_host: range | None = None
-    """Results that are on the host."""
+    """Positions of results that are on the host."""
 
 
 CUDA_OPS: dict[Any, CudaOp] = {}

@@ -39,7 +39,7 @@ _GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}
 
 _IN_WORK = {"lstm": (21, 1), "gru": (18, 2), "rnn_tanh": (14, 2), "rnn_relu": (14, 2)}
 _IN_WORK_OF_MANY = {"lstm": (5, 2), "gru": (3, 2), "rnn_tanh": (2, 2), "rnn_relu": (2, 2)}
-"""Elements of the workspace for each step: per hidden unit, and per number of the input.
+"""Elements of the workspace for each step: per hidden unit, and per input feature.
 
 Layers with at least MANY hidden units need fewer.
 """
