@@ -102,7 +102,7 @@ class StepDrafts:
     calls: list[CallDraft] = field(default_factory=list)
 
     def slots_of(self, call: CallDraft) -> list[SlotDraft]:
-        """Return the tensors that a call, and the calls inside it, have saved."""
+        """Return the slots of the tensors that a call, and the calls inside it, have saved."""
         return self.slots[call.first_slot : call.stop_slot]
 
     def copy(self) -> StepDrafts:

@@ -93,7 +93,7 @@ def check_not_in_zero(*modules: Any) -> None:
 
 
 def refuse_deepspeed(who: str) -> RehearsalError:
-    """Return the error for a loop whose memory DeepSpeed's ZeRO manages."""
+    """Return the error for a loop whose memory DeepSpeed's ZeRO manages; `who` names the loop in the message."""
     return RehearsalError(
         f"{who} trains by DeepSpeed, whose ZeRO stages own parameters, gradients and updates: how much memory a step "
         "needs can't be measured from outside, and nothing is planned. Train without it, in its stage 0, or with "

@@ -35,7 +35,10 @@ class StepKinds:
         self.add(form, step.kind)
 
     def add(self, form: str, kind: Kind) -> int:
-        """Add the kind of a step; return the number of kinds with different calls of steps on batches of this form."""
+        """Add the kind of a step on a batch of this form.
+
+        Returns the number of kinds on such batches, counting kinds with equal module calls once.
+        """
         kinds = self._kinds.setdefault(form, [])
         kinds.append(kind)
         return len({kind.calls for kind in kinds})

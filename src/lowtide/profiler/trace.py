@@ -66,7 +66,7 @@ Mark = Callable[[str, object], None]
 
 
 class MaxSavingEngine(Engine):
-    """An engine that frees every tensor that an audit found recomputable; the trace then shows the exceptions."""
+    """An engine under the decisions that free the most memory, among those that an audit found exact."""
 
     is_measured = True
 

@@ -39,7 +39,7 @@ MANY_DETOURS, SOME = 64, 16
 
 
 class GreedySearch:
-    """Greedy searches on one profile. Limits are peaks in bytes beyond `static`."""
+    """Greedy searches for decisions about one profiled step. Limits are peaks in bytes beyond `static`."""
 
     def __init__(self, moves: Moves) -> None:
         self.simulator: Simulator = moves.simulator

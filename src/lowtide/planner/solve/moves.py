@@ -156,8 +156,9 @@ class Moves:
         self.worths = MoveWorths(index, self.moves, self.groups, self.replays)
 
     def _replay_move(self, replay: Replay, *, cheap: bool) -> Move:
-        """Return the move that replays a call, and keeps its contents: all of them, or with `cheap` only those that are
-        expensive to recompute.
+        """Return the move that replays a call and keeps the groups restored by the replay, instead of recomputing them.
+
+        With `cheap`, groups that are cheap to recompute are recomputed.
         """
         inside = tuple(group for group in self.groups if replay.id in group.inside)
         return Move(
