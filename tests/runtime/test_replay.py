@@ -104,6 +104,24 @@ def test_random_numbers_of_torch():
     same_bits(Around(lambda m, x: F.dropout(nonlinear(x), 0.5) * torch.rand_like(x)), between=lambda: torch.rand(7))
 
 
+@pytest.mark.parametrize("between", [lambda: None, lambda: torch.randn(1, dtype=torch.float64)])
+def test_random_numbers_that_only_the_replay_draws_are_given_back(between):
+    """With the generator as the call found it, and with one that has a normal number in reserve since."""
+    draws = []
+
+    def step():
+        torch.manual_seed(3)
+        draws.clear()
+        loss = model(X)
+        between()
+        draws.append(True)
+        loss.backward()
+        return loss + torch.randn(1)
+
+    model = Around(lambda m, x: nonlinear(x) + (torch.randn(17, dtype=torch.float64)[0].float() if draws else 0))
+    same_bits(model, step)
+
+
 @pytest.mark.parametrize("inplace", [False, True])
 def test_tensors_written_after_they_were_saved_are_replayed(inplace):
     """RReLU saves its noise first and draws it then: a second run does not stop in between."""
