@@ -69,6 +69,8 @@ def test_a_script_with_a_lever_trains_within_less(run: Callable[..., Done], tmp_
         (["--lever", "magic", "--budget", "50%"], "there is no lever 'magic'"),
         (["--lever", "fused optimizer", "--budget", "50%"], "changes the optimizer: use lowtide.fit"),
         (["--lever", "micro-batches", "--budget", "50%"], "takes a number of pieces, as in micro-batches=4"),
+        (["--lever", "micro-batches=00", "--budget", "50%"], "takes a number of pieces, as in micro-batches=4"),
+        (["--lever", "micro-batches=²", "--budget", "50%"], "takes a number of pieces, as in micro-batches=4"),
         (["--lever", "outputs=3", "--budget", "50%"], "takes no number"),
         (["--lever", "outputs", "--plan", __file__], "--lever needs --budget"),
     ],

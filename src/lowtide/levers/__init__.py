@@ -7,6 +7,7 @@ profile, and every plan made from that profile contains the lever (`selection.py
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -101,7 +102,7 @@ def parse_script_lever(text: str) -> AppliedLever:
         raise LowtideError(
             f"the lever {name!r} is for models that are compiled as a whole: use lowtide.fit in the script."
         )
-    if lever.takes_number != number.isdigit() or number == "0":
+    if not re.fullmatch(r"0*[1-9][0-9]{,8}" if lever.takes_number else "", number):
         wanted = f"a number of pieces, as in {name}=4" if lever.takes_number else "no number"
         raise LowtideError(f"the lever {name!r} takes {wanted}; found {text!r}.")
     settings = {"n": float(number)} if lever.takes_number else {}
