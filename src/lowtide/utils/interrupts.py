@@ -235,10 +235,11 @@ def uninterrupted_enter(enter: Callable[[T], U]) -> Callable[[T], U]:
 
 
 def _is_interruptible(frame: FrameType | None) -> bool:
-    """Return True if KeyboardInterrupt may be raised in `frame`.
+    """Return True if KeyboardInterrupt may be raised in `frame`, judged by its innermost frame outside Python and
+    torch.
 
-    The innermost code outside Python and torch decides: user code may be interrupted; code of this package only if it
-    has no side effects.
+    User code may be interrupted, and so may a `forward` of torch. Code of this package may only if it has no side
+    effects.
     """
     frame = _below_tracer(frame)
     torch = sys.modules.get("torch")

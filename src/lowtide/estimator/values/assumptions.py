@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lowtide.estimator.values.unknown_values import UnknownArray
 
 MOST_ASKED = 10_000
-"""Largest number of times in a row that one line gets an assumed answer: with it, a loop might never end."""
+"""Largest number of times in a row that one line gets an assumed answer, with which a loop might never end."""
 
 SEARCHING = (
     "LBFGS is assumed to find a better point in each iteration; later steps keep more, up to two vectors as large as "
