@@ -201,7 +201,7 @@ class OnlineCompiledProfiler:
         return None if peak_bytes is None else self._best.static.total + peak_bytes
 
     def restart(self) -> None:
-        """Forget the recorded steps, and make a new profile from the next step, which has a larger batch."""
+        """Forget the recorded steps, so that a profile for larger batches can be made. The next step completes it."""
         self.profile, self._best, self._patience = None, None, 0
         self._steps_of.clear()
 

@@ -169,8 +169,8 @@ class GreedySearch:
 
     @staticmethod
     def _is_useless(move: Move, choice: DecisionVector, full: Flags) -> bool:
-        """Return True if `move` keeps a storage that `full` flags: its peak is above the limit then, and no simulation
-        is needed.
+        """Return True if `move` keeps a storage that `full` flags: then the peak is surely above the limit, and no
+        simulation is needed.
         """
         kept = [group for group in move.keep if not choice.replay[list(group.inside)].any()]
         return any(full[list(piece.storages)].any() for piece in (*kept, *move.unoffload)) or any(

@@ -156,9 +156,9 @@ class Moves:
         self.worths = MoveWorths(index, self.moves, self.groups, self.replays)
 
     def _replay_move(self, replay: Replay, *, cheap: bool) -> Move:
-        """Return the move that replays a call and keeps the groups restored by the replay, instead of recomputing them.
+        """Return the move that replays a call, and no longer recomputes the groups that the replay restores.
 
-        With `cheap`, groups that are cheap to recompute are recomputed.
+        With `cheap`, groups that are cheap to recompute are recomputed all the same.
         """
         inside = tuple(group for group in self.groups if replay.id in group.inside)
         return Move(
