@@ -1123,7 +1123,8 @@ def test_a_module_that_is_imported_meanwhile_gets_the_functions_of_checkpointing
     imported: Any = ModuleType("imported_meanwhile")
     monkeypatch.setitem(sys.modules, "imported_meanwhile", imported)
     names = (checkpointed_functions.GENERATOR, "CheckpointFunction")
-    with backward.observe_checkpointed_calls(lambda: None):
+    with contextlib.ExitStack() as stack:
+        stack.callback(checkpointed_functions.observe_checkpoints(lambda *call: None))
         for name in names:
             setattr(imported, name, getattr(checkpoint, name))
     for name in names:

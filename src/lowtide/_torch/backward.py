@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
-import sys
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
-from unittest.mock import patch
+from typing import TYPE_CHECKING
 
 import torch
-from torch.utils import checkpoint
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
-from lowtide._torch.checkpointed_functions import GENERATOR
 from lowtide._torch.nodes import sequence_number
 
 backward_number = torch._C._current_graph_task_id
@@ -77,38 +70,3 @@ their gradients, retain_graph, create_graph, inputs. Torch 2.13, since 2.3.
 
 BACKWARD_CALL = torch.autograd.graph._engine_run_backward.__code__
 """Code object of the Python function that calls torch's C++ autograd engine. Torch 2.13, since 2.3."""
-
-
-@contextlib.contextmanager
-def observe_checkpointed_calls(on_checkpoint: Callable[[], object], *, off: bool = False) -> Iterator[None]:
-    """Call `on_checkpoint` for each checkpointed call in this block; `off` disables checkpointing. Torch 2.13, since
-    2.1; 2.15.
-
-    `torch.utils.checkpoint.checkpoint` itself is in variables of the modules that imported it, so the two
-    implementations that it calls are replaced.
-    """
-    generator, function = getattr(checkpoint, GENERATOR), checkpoint.CheckpointFunction
-
-    def instead(*args: Any, **kwargs: Any) -> Iterator[None]:
-        on_checkpoint()
-        if off:
-            yield
-        else:
-            yield from generator(*args, **kwargs)
-
-    class Reentrant:
-        @staticmethod
-        def apply(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-            on_checkpoint()
-            return run(*args) if off else function.apply(run, preserve, *args)  # type: ignore[no-untyped-call]
-
-    own = {GENERATOR: generator, "CheckpointFunction": function}
-    observed: dict[str, Any] = {GENERATOR: instead, "CheckpointFunction": Reentrant}
-    try:
-        with patch.multiple(checkpoint, **observed):
-            yield
-    finally:
-        # a module that was imported inside the block, such as a part of torch.distributed, has imported them
-        for module, name in itertools.product([*sys.modules.values()], own):
-            if getattr(module, "__dict__", {}).get(name) is observed[name]:
-                setattr(module, name, own[name])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar
@@ -33,9 +35,6 @@ class Region(Protocol):
 def observe_checkpoints(observe: Callable[[Any, tuple[Any, ...], bool], Region | None]) -> Callable[[], None]:
     """Call `observe(function, arguments, is_reentrant)` for each checkpointed call until the returned function is
     called. If `observe` returns a Region, the function runs in the region's contexts.
-
-    Modules that imported `torch.utils.checkpoint.checkpoint` hold references to it. So the two implementations that it
-    calls are replaced, not the function itself. Torch 2.13, since 2.1; 2.15.
     """
     generator, function = getattr(checkpoint, GENERATOR), checkpoint.CheckpointFunction
 
@@ -70,9 +69,41 @@ def observe_checkpoints(observe: Callable[[Any, tuple[Any, ...], bool], Region |
             return function.apply(each, preserve, *args)  # type: ignore[no-untyped-call]
 
     replaced = contextlib.ExitStack()
-    replaced.enter_context(patch.object(checkpoint, GENERATOR, observed_generator))
-    replaced.enter_context(patch.object(checkpoint, "CheckpointFunction", ObservedFunction))
+    replaced.enter_context(_replaced(observed_generator, ObservedFunction))
     return replaced.close
+
+
+def without_checkpoints() -> AbstractContextManager[None]:
+    """Disable torch.utils.checkpoint inside this `with` block: the same bits, and every tensor saved."""
+
+    def plain_generator(*args: Any, **kwargs: Any) -> Iterator[None]:
+        yield
+
+    class PlainFunction:
+        @staticmethod
+        def apply(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            return run(*args)
+
+    return _replaced(plain_generator, PlainFunction)
+
+
+@contextlib.contextmanager
+def _replaced(generator: Callable[..., Iterator[None]], function: type) -> Iterator[None]:
+    """Replace the two implementations of checkpointed calls inside this `with` block. Torch 2.13, since 2.1; 2.15.
+
+    Modules that imported `torch.utils.checkpoint.checkpoint` hold references to it. So the two implementations that it
+    calls are replaced, not the function itself.
+    """
+    replacements: dict[str, Any] = {GENERATOR: generator, "CheckpointFunction": function}
+    own = {name: getattr(checkpoint, name) for name in replacements}
+    try:
+        with patch.multiple(checkpoint, **replacements):
+            yield
+    finally:
+        # a module that was imported inside the block, such as a part of torch.distributed, has imported them
+        for module, name in itertools.product([*sys.modules.values()], own):
+            if getattr(module, "__dict__", {}).get(name) is replacements[name]:
+                setattr(module, name, own[name])
 
 
 def hidden_from_checkpoints(pack: F) -> F:

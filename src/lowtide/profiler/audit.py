@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lowtide._torch.backward import in_backward, observe_checkpointed_calls, running_function
+from lowtide._torch.backward import in_backward, running_function
+from lowtide._torch.checkpointed_functions import observe_checkpoints
 from lowtide.profiler.address_checks import refuse_other_nodes
 from lowtide.profiler.assemble import set_transient_bytes
 from lowtide.profiler.audit_inplace import AuditInPlace, InPlaceGroup
@@ -149,7 +150,8 @@ class Audit(SavedTensorPacker, Observer):
         self.engine.install()
         values.observer = self
         try:
-            with self._units.watched(), observe_checkpointed_calls(self._checkpoints), contextlib.ExitStack() as stack:
+            with self._units.watched(), contextlib.ExitStack() as stack:
+                stack.callback(observe_checkpoints(self._count_checkpoint))
                 if self.allows_in_place:
                     self._tried_in_place = stack.enter_context(AuditInPlace(self._place, self._mark))
                 yield
@@ -178,7 +180,7 @@ class Audit(SavedTensorPacker, Observer):
         """Return the number of collective operations so far, except those that gathered parameters."""
         return n_computed() - self._units.n_sent
 
-    def _checkpoints(self) -> None:
+    def _count_checkpoint(self, *call: Any) -> None:
         """Count a call of torch.utils.checkpoint for the module whose call is in progress.
 
         Calls in a trial run or in backward don't count.

@@ -8,11 +8,9 @@ guided-diffusion.
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from lowtide._torch.backward import observe_checkpointed_calls
 from lowtide.planner.planning import smallest_peak
 from lowtide.planner.records import CALLED_AGAIN, CHECKPOINTED
 from lowtide.profiler.repeated_blocks import repeated_blocks
@@ -39,11 +37,6 @@ class CheckpointedCalls:
         paths = self.by_functions.setdefault(function, [])
         if not any(path == outer or path.startswith(f"{outer}.") for outer in paths):
             paths.append(path)
-
-
-def without_checkpoints() -> AbstractContextManager[None]:
-    """Disable torch.utils.checkpoint inside this `with` block: the same bits, and every tensor saved."""
-    return observe_checkpointed_calls(lambda: None, off=True)
 
 
 def can_do_without(model: nn.Module) -> bool:

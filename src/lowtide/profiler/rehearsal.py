@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from lowtide._torch.checkpointed_functions import without_checkpoints
 from lowtide._torch.device_timing import now_ms
 from lowtide.errors import LowtideError, RehearsalError, ReplayMismatch
 from lowtide.memory.measure import recorder_for
@@ -14,7 +15,6 @@ from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner.records import Profile
 from lowtide.profiler.assemble import TracedStep, assemble
 from lowtide.profiler.audit import Audit
-from lowtide.profiler.checkpointed_blocks import without_checkpoints
 from lowtide.profiler.host_bandwidth import host_bandwidth
 from lowtide.profiler.other_memory import in_words, with_others
 from lowtide.profiler.preconditions import (
