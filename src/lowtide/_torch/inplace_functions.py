@@ -11,6 +11,8 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from lowtide._torch.tensors import SET_DATA
+
 _OWNERS: Final = (torch, torch._C._nn, torch.nn.functional)
 _OF_VF: Final = ("dropout_", "alpha_dropout_", "feature_dropout_", "feature_alpha_dropout_", "threshold_")
 """Names that `torch.nn.functional` looks up in `torch._VF`, not in torch."""
@@ -21,7 +23,6 @@ STORAGE_METHODS: Final = ("__setitem__", "copy_", "fill_")
 """Methods of `torch.UntypedStorage` that write to it, other than `resize_`."""
 
 _GET_DATA = vars(torch._C.TensorBase)["data"].__get__
-_SET_DATA = vars(torch._C.TensorBase)["data"].__set__
 
 
 def inplace_functions() -> list[tuple[Any, str]]:
@@ -53,10 +54,10 @@ def intercept_data(
 
     def set_data(tensor: Tensor, other: Tensor) -> None:
         before_set(tensor)
-        _SET_DATA(tensor, other)
+        SET_DATA(tensor, other)
 
     data = _Data(get_data, set_data)
-    vars(data).update(__get__=_GET_DATA, __set__=_SET_DATA)
+    vars(data).update(__get__=_GET_DATA, __set__=SET_DATA)
     Tensor.data = data  # type: ignore[assignment]
 
     def restore() -> None:
