@@ -1001,14 +1001,14 @@ def test_a_registered_device_is_a_full_device(run_python: RunPython) -> None:
 
 
 def test_kernels_of_attention_are_switched_on_and_off() -> None:
-    assert all(privateuse1.attention_allowed(name) for name in ("cudnn", "flash", "efficient"))
+    assert all(modes.attention_allowed(name) for name in ("cudnn", "flash", "efficient"))
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
-        assert [privateuse1.attention_allowed(name) for name in ("cudnn", "flash", "efficient")] == [False, True, False]
+        assert [modes.attention_allowed(name) for name in ("cudnn", "flash", "efficient")] == [False, True, False]
 
 
 def test_kernels_of_attention_in_the_order_of_their_names() -> None:
     names = ("flash", "mem_efficient", "math", "cudnn")
-    for name, (is_allowed, allow) in zip(names, modes.ATTENTION_KERNELS, strict=True):
+    for name, (is_allowed, allow) in zip(names, modes.ATTENTION_KERNELS.values(), strict=True):
         public = getattr(torch.backends.cuda, f"{name}_sdp_enabled")
         allow(False)
         assert (is_allowed(), public()) == (False, False)

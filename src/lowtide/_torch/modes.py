@@ -23,15 +23,21 @@ def accelerator_type() -> str:
     return str(torch._C._get_accelerator().type)
 
 
-ATTENTION_KERNELS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
-    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
-    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
-    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
-    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
-)
+ATTENTION_KERNELS: dict[str, tuple[Callable[[], bool], Callable[[bool], None]]] = {
+    "flash": (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    "efficient": (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+    "math": (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    "cudnn": (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+}
 """For each kernel of attention, the function that returns True if it is allowed, and the one that allows or forbids it.
 They apply to the CPU too. Torch 2.13, since 2.5.
 """
+
+
+def attention_allowed(kernel: str) -> bool:
+    """Return True if the `kernel` of attention, a key of `ATTENTION_KERNELS`, is allowed."""
+    return ATTENTION_KERNELS[kernel][0]()
+
 
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
 """Return True if autocast is on for any device in this thread. Torch 2.13."""

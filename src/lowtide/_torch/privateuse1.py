@@ -249,13 +249,3 @@ def pass_through(key: str) -> torch.library.Library:
 def without_autocast() -> contextlib.AbstractContextManager[Any]:
     """Skip autocast of the PrivateUse1 device inside this `with` block, as its kernels do. Torch 2.13, since 2.0."""
     return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)
-
-
-def attention_allowed(kernel: str) -> bool:
-    """Return True if a kernel of attention is enabled: "cudnn", "flash", "efficient". Torch 2.13, since 2.5."""
-    ask = {
-        "cudnn": torch._C._get_cudnn_sdp_enabled,
-        "flash": torch._C._get_flash_sdp_enabled,
-        "efficient": torch._C._get_mem_efficient_sdp_enabled,
-    }
-    return bool(ask[kernel]())

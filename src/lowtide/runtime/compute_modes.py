@@ -11,7 +11,7 @@ import torch
 from lowtide._torch.modes import ATTENTION_KERNELS
 from lowtide.runtime.saved_values import native
 
-_FLASH, _EFFICIENT, _MATH, _CUDNN = (enabled for enabled, _ in ATTENTION_KERNELS)
+_FLASH, _EFFICIENT, _MATH, _CUDNN = (enabled for enabled, _ in ATTENTION_KERNELS.values())
 
 
 def _modes_in_python(kinds: tuple[str, ...]) -> list[Any]:
@@ -28,7 +28,7 @@ compute_modes: Callable[[tuple[str, ...]], list[Any]] = _modes_in_python if nati
 def restore_modes(modes: list[Any], kinds: tuple[str, ...], undo: list[Callable[[], object]]) -> None:
     """Restore settings that `compute_modes(kinds)` returned; add functions to `undo` that restore the present ones."""
     kernels, cache, *autocast = modes
-    for (enabled, switch), then in zip(ATTENTION_KERNELS, kernels, strict=True):
+    for (enabled, switch), then in zip(ATTENTION_KERNELS.values(), kernels, strict=True):
         if enabled() != then:
             undo.append(partial(switch, not then))
             switch(then)

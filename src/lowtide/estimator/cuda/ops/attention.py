@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide._torch.privateuse1 import attention_allowed
+from lowtide._torch.modes import attention_allowed
 from lowtide.estimator.cuda.current_gpu import capability, to_gpu
 from lowtide.estimator.cuda.ops.op_registry import Behaviour, cuda_kernel
 
