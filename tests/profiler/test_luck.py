@@ -205,6 +205,124 @@ def test_draws_are_as_they_were_once_a_block_is_over():
     assert [vars(owner).get(name) for owner, name in places] == own
 
 
+RANDOM = random.Random(0)
+FORMS = {  # random numbers, the lowest and the highest that can be drawn
+    "random": (lambda: random.random(), 0.0, HIGH),
+    "random of a generator": (lambda: RANDOM.random(), 0.0, HIGH),
+    "uniform(a, b)": (lambda: random.uniform(2, 4), 2.0, 2 + 2 * HIGH),
+    "uniform(a=, b=)": (lambda: random.uniform(a=0, b=5), 0.0, 5 * HIGH),
+    "uniform(a, b=)": (lambda: random.uniform(1, b=5), 1.0, 1 + 4 * HIGH),
+    "uniform(b=, a=) of a generator": (lambda: RANDOM.uniform(b=5, a=4), 4.0, 4 + HIGH),
+    "randint(a, b)": (lambda: random.randint(1, 6), 1, 6),
+    "randint(a=, b=)": (lambda: random.randint(a=1, b=6), 1, 6),
+    "randint(a, b=)": (lambda: random.randint(1, b=6), 1, 6),
+    "randint of a generator": (lambda: RANDOM.randint(b=6, a=1), 1, 6),
+    "randint of NumPy's integers": (lambda: random.randint(np.int64(2), np.int64(6)), 2, 6),
+    "randint of many": (lambda: random.randint(0, 10**400), 0, 10**400),
+    "randrange(stop)": (lambda: random.randrange(6), 0, 5),
+    "randrange(start=, stop=, step=)": (lambda: random.randrange(start=1, stop=7, step=2), 1, 5),
+    "randrange of a generator": (lambda: RANDOM.randrange(1, 6), 1, 5),
+    "choice(seq)": (lambda: random.choice("abc"), "a", "c"),
+    "choice(seq=)": (lambda: random.choice(seq=[4, 5]), 4, 5),
+    "choice of a generator": (lambda: RANDOM.choice(seq=(4, 5)), 4, 5),
+    "choices": (lambda: random.choices("abc", k=2), ["a", "a"], ["c", "c"]),
+    "choices, weighted": (lambda: random.choices("abc", [0, 1, 0]), ["b"], ["b"]),
+    "NumPy's rand()": (lambda: np.random.rand(), 0.0, HIGH),
+    "NumPy's rand(n)": (lambda: np.random.rand(2), [0, 0], [HIGH, HIGH]),
+    "NumPy's random(size=)": (lambda: np.random.random(size=(2,)), [0, 0], [HIGH, HIGH]),
+    "NumPy's ranf": (lambda: np.random.ranf(), 0.0, HIGH),
+    "NumPy's sample": (lambda: np.random.sample(1), [0], [HIGH]),
+    "NumPy's uniform()": (lambda: np.random.uniform(), 0.0, HIGH),
+    "NumPy's uniform(high=)": (lambda: np.random.uniform(high=5), 0.0, 5 * HIGH),
+    "NumPy's uniform(low, high, size)": (lambda: np.random.uniform(2, 4, 1), [2], [2 + 2 * HIGH]),
+    "NumPy's uniform of lists": (lambda: np.random.uniform([0, 2], [1, 4]), [0, 2], [HIGH, 2 + 2 * HIGH]),
+    "NumPy's randint(high)": (lambda: np.random.randint(7), 0, 6),
+    "NumPy's randint(low=)": (lambda: np.random.randint(low=7), 0, 6),
+    "NumPy's randint(low, high=, size=)": (lambda: np.random.randint(3, high=7, size=1), [3], [6]),
+    "NumPy's randint of lists": (lambda: np.random.randint([3, 4], [7, 9]), [3, 4], [6, 8]),
+    "NumPy's randint, a bool": (lambda: np.random.randint(2, dtype=bool), False, True),
+    "NumPy's randint, a type": (lambda: np.random.randint(0, 2**64, dtype=np.uint64), 0, 2**64 - 1),
+    "NumPy's choice(n)": (lambda: np.random.choice(5), 0, 4),
+    "NumPy's choice(a=)": (lambda: np.random.choice(a=5, size=2), [0, 0], [4, 4]),
+    "NumPy's choice of its integer": (lambda: np.random.choice(np.int64(5)), 0, 4),
+    "NumPy's choice of texts": (lambda: np.random.choice(["a", "b"]), "a", "b"),
+    "NumPy's choice of nothing": (lambda: np.random.choice([], 0), [], []),
+    "NumPy's choice(p=)": (lambda: np.random.choice([1, 2, 3], p=[0, 1, 0]), 2, 2),
+    "rand()": (lambda: torch.rand(()), 0, HIGH),
+    "rand(size=)": (lambda: torch.rand(size=(2,)), [0, 0], [HIGH, HIGH]),
+    "rand(out=)": (lambda: torch.rand(1, out=torch.empty(1)), [0], [HIGH]),
+    "rand(requires_grad=)": (lambda: torch.rand(1, requires_grad=True), [0], [HIGH]),
+    "rand in half precision": (lambda: torch.rand(1, dtype=torch.half), [0], [1 - 2**-11]),
+    "rand_like": (lambda: torch.rand_like(torch.ones(1)), [0], [HIGH]),
+    "uniform_()": (lambda: torch.empty(1).uniform_(), [0], [HIGH]),
+    "uniform_(from=, to=)": (lambda: torch.empty(1).uniform_(**{"from": 2, "to": 4}), [2], [4 - 2**-22]),
+    "uniform_(from, to=)": (lambda: torch.empty(1).uniform_(1, to=2), [1], [2 - 2**-23]),
+    "uniform_ below 0": (lambda: torch.empty(1).uniform_(-2, -1), [-2], [-1 - 2**-23]),
+    "randint(high, size)": (lambda: torch.randint(7, (1,)), [0], [6]),
+    "randint(high=, size=)": (lambda: torch.randint(high=7, size=(1,)), [0], [6]),
+    "randint(low, high, size)": (lambda: torch.randint(3, 7, (1,)), [3], [6]),
+    "randint(low, high=, size=)": (lambda: torch.randint(3, high=7, size=(1,)), [3], [6]),
+    "randint(low=, high=, size=)": (lambda: torch.randint(low=3, high=7, size=(1,)), [3], [6]),
+    "randint of NumPy's integer": (lambda: torch.randint(np.int64(7), [1]), [0], [6]),
+    "bernoulli(input)": (lambda: torch.bernoulli(torch.tensor([0.0, 0.5, 1.0])), [0, 0, 1], [0, 1, 1]),
+    "bernoulli(input=)": (lambda: torch.bernoulli(input=torch.tensor([0.5])), [0], [1]),
+    "bernoulli(input, p)": (lambda: torch.bernoulli(torch.ones(1), 0.5), [0], [1]),
+    "bernoulli of a tensor": (lambda: torch.tensor([0.0, 0.5]).bernoulli(), [0, 0], [0, 1]),
+    "bernoulli_()": (lambda: torch.ones(1).bernoulli_(), [0], [1]),
+    "bernoulli_(p)": (lambda: torch.ones(1).bernoulli_(0.0), [0], [0]),
+    "bernoulli_(p=) of a tensor": (lambda: torch.ones(2).bernoulli_(p=torch.tensor([0.5, 1.0])), [0, 1], [1, 1]),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_call_form_gets_the_lowest_or_the_highest_number_that_it_can_draw(form):
+    draw, *wanted = FORMS[form]
+    plain = draw()
+    for share, expected in zip((LOW, HIGH), wanted, strict=True):
+        with drawn_as(share):
+            number = draw()
+        assert type(number) is type(plain)
+        if isinstance(number, (torch.Tensor, np.ndarray)):
+            assert (number.dtype, number.shape) == (plain.dtype, plain.shape)
+            number = number.tolist()
+        assert number == expected
+
+
+def test_a_choice_without_replacement_stays_as_drawn():
+    with drawn_as(HIGH):
+        assert sorted(np.random.choice(3, 3, replace=False)) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("share", [HIGH, LOW])
+@pytest.mark.parametrize(
+    "sample",
+    [
+        lambda: random.normalvariate(0, 1),
+        lambda: random.betavariate(2, 3),
+        lambda: RANDOM.vonmisesvariate(0, 1),
+    ],
+)
+def test_samplers_that_draw_until_a_number_fits_come_to_an_end(sample, share):
+    with drawn_as(share):
+        sample()
+
+
+@pytest.mark.parametrize("rate", [0.25, 0.75])
+def test_a_step_that_draws_until_a_number_fits_is_rehearsed(rate):
+    """Under a fixed number, a loop of the step either never runs or never ends."""
+
+    def choose(layers):
+        chosen = layers[:1]
+        while random.random() < rate:
+            chosen.append(layers[1])
+        return chosen
+
+    random.seed(2)
+    profile = rehearsed(choose)
+    assert profile.draws > 0
+    assert len([call for call in profile.calls if call.id.startswith("layers.1#")]) < 64
+
+
 @pytest.mark.parametrize("container", [nn.ModuleList, as_dict])
 def test_a_block_that_was_not_rehearsed_gets_what_another_of_its_class_and_container_got(container):
     model = Drawn(list)

@@ -8,11 +8,14 @@ of NumPy's generators, are tried with several seeds.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import random
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -20,6 +23,8 @@ import torch
 
 from lowtide._torch.backward import in_backward
 from lowtide._torch.patching import replace_function, wrap_module_calls
+from lowtide.errors import RehearsalError
+from lowtide.utils.frames import frames_from, module_name
 
 if TYPE_CHECKING:
     from torch import nn
@@ -28,6 +33,8 @@ HIGH: Final = 1 - 2**-24
 LOW: Final = 0.0
 FEW: Final = 4096
 """Largest number of random numbers, drawn at once, that may each decide about a layer; more are taken for noise."""
+MANY: Final = 1024
+"""Largest number of draws that are fixed in a step: where a loop draws until a number fits, a fixed one never may."""
 
 
 @contextlib.contextmanager
@@ -48,17 +55,24 @@ def called(model: nn.Module) -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def drawn_as(share: float | None) -> Iterator[None]:
+def drawn_as(share: float | None, most: float = MANY) -> Iterator[None]:
     """Set uniform random numbers and choices to `share` of their range inside this `with` block.
 
     Arrays of more than FEW numbers, or of several dimensions, stay as they are. None changes nothing. Methods of
-    NumPy's generators can't be replaced: `fullest` tries seeds for these.
+    NumPy's generators can't be replaced: `fullest` tries seeds for these. The block raises RehearsalError at the draw
+    after `most` draws.
     """
     if share is None:
         yield
         return
+    numbers = itertools.count()
+
+    def count() -> None:
+        if next(numbers) >= most:
+            raise RehearsalError(f"the step has drawn {most} random numbers, and none of them ended its loop.")
+
     undo = [
-        replace_function(owner, name, partial(_fixed, at, share, is_method))
+        replace_function(owner, name, partial(_fixed, at, share, is_method, count))
         for at, owner, names, is_method in _PLACES
         for name in names
     ]
@@ -103,103 +117,160 @@ def fullest(run: Callable[[Draw], list[str]]) -> Draw:
     return best_draw if best_draw != Draw() else best(*(Draw(seed=seed) for seed in range(SEEDS)))
 
 
-def _fixed(at: Callable[..., Any], share: float, is_method: bool, draw: Callable[..., Any]) -> Callable[..., Any]:
+def _fixed(
+    at: Callable[..., Any], share: float, is_method: bool, count: Callable[[], None], draw: Callable[..., Any]
+) -> Callable[..., Any]:
     def drawn(*args: Any, **kwargs: Any) -> Any:
         numbers = draw(*args, **kwargs)  # drawn so that the generator advances as in the plain step
-        if isinstance(numbers, (torch.Tensor, np.ndarray)) and (numbers.ndim > 1 or math.prod(numbers.shape) > FEW):
+        if _is_in_sampler(sys._getframe(1)):
             return numbers
+        if isinstance(numbers, (torch.Tensor, np.ndarray)) and (
+            numbers.ndim > 1 or not 0 < math.prod(numbers.shape) <= FEW
+        ):
+            return numbers
+        count()
         return at(share, numbers, *args[is_method:], **kwargs)
 
     return drawn
 
 
-def _even(share: float, numbers: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace a result of torch.rand, random.random or random.uniform by the number at `share` of its range."""
-    if isinstance(numbers, torch.Tensor):
-        return numbers.fill_(share)
-    if not isinstance(numbers, float):
-        return numbers
-    low, high = (*args, 0.0, 1.0)[:2] if len(args) == 2 else (kwargs.get("low", 0.0), kwargs.get("high", 1.0))
-    return low + (high - low) * share
+def _is_in_sampler(frame: FrameType) -> bool:
+    """Return True if a sampler of Python's module `random` draws, such as normalvariate, which may reject the number.
 
-
-def _range(share: float, numbers: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace a result of Tensor.uniform_ by the number at `share` of its range."""
-    low = args[0] if args else kwargs.get("from", 0.0)
-    high = args[1] if len(args) > 1 else kwargs.get("to", 1.0)
-    return numbers.fill_(low + (high - low) * share)
-
-
-def _coin(share: float, numbers: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace a result of torch.bernoulli or Tensor.bernoulli_ by `share`, rounded to 0 or 1."""
-    return numbers.fill_(round(share)) if isinstance(numbers, torch.Tensor) else numbers
-
-
-def _whole(share: float, numbers: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace random integers by the largest possible integer if `share` is above 0.5, else by the smallest.
-
-    The upper end itself is possible for random.randint, but not for torch.randint.
+    Weighted choices are none: they follow from the number.
     """
-    bounds = [bound for bound in args if isinstance(bound, int)]
-    low, high = (0, *bounds)[-2:] if bounds else (kwargs.get("low", 0), kwargs.get("high"))
-    if high is None:
-        return numbers
-    if isinstance(numbers, torch.Tensor):
-        return numbers.fill_(high - 1 if share > 0.5 else low)
-    return type(numbers)(high if share > 0.5 else low) if isinstance(numbers, int) else numbers
+    callers = itertools.dropwhile(lambda caller: module_name(caller) == replace_function.__module__, frames_from(frame))
+    samplers = itertools.takewhile(lambda caller: module_name(caller) == random.__name__, callers)
+    names = {sampler.f_code.co_name for sampler in samplers}
+    return bool(names) and "choices" not in names
 
 
-def _chosen(share: float, numbers: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
+# The functions below take a share, the numbers that were drawn, and the arguments of the random function, by its names.
+
+
+def _share(share: float, numbers: float) -> float:
+    """Replace a result of random.random by `share`."""
+    return share
+
+
+def _even(share: float, numbers: float, a: float, b: float) -> float:
+    """Replace a result of random.uniform by the number at `share` of its range."""
+    return a + (b - a) * share
+
+
+def _whole(share: float, numbers: int, a: int, b: int) -> int:
+    """Replace a result of random.randint: `b` itself is possible."""
+    return _in_range(share, numbers, a, b + 1)
+
+
+def _in_range(share: float, numbers: int, start: int, stop: int | None = None, step: int = 1) -> int:
+    """Replace a result of random.randrange by the last possible integer if `share` is above 0.5, else by the first."""
+    return (range(start) if stop is None else range(start, stop, step))[-1 if share > 0.5 else 0]
+
+
+def _chosen(share: float, numbers: Any, seq: Any) -> Any:
     """Replace a result of random.choice by the option at `share` of the options."""
-    return options[int(len(options) * share)]
+    return seq[int(len(seq) * share)]
 
 
 def _like(numbers: Any, number: Any) -> Any:
     """Return `number` as NumPy's functions return it: an array like `numbers`, or one number of its type."""
-    if isinstance(numbers, np.ndarray):
-        return np.full_like(numbers, number)
-    return type(numbers)(number) if isinstance(numbers, np.generic) else number
+    return np.full_like(numbers, number) if isinstance(numbers, np.ndarray) else type(numbers)(number)
 
 
-def _numpy_unit(share: float, numbers: Any, *args: Any, **kwargs: Any) -> Any:
+def _numpy_share(share: float, numbers: Any, *args: Any, **kwargs: Any) -> Any:
     """Replace a result of numpy.random.rand, random or random_sample by `share`."""
     return _like(numbers, share)
 
 
-def _numpy_even(share: float, numbers: Any, low: float = 0.0, high: float = 1.0, size: Any = None) -> Any:
-    """Replace a result of numpy.random.uniform by the number at `share` of its range."""
-    return _like(numbers, low + (high - low) * share)
+def _numpy_even(share: float, numbers: Any, low: Any = 0.0, high: Any = 1.0, size: Any = None) -> Any:
+    """Replace a result of numpy.random.uniform by the numbers at `share` of their ranges."""
+    return _like(numbers, low + np.subtract(high, low) * share)
 
 
-def _numpy_whole(share: float, numbers: Any, low: int, high: int | None = None, *args: Any, **kwargs: Any) -> Any:
-    """Replace a result of numpy.random.randint by the largest possible integer if `share` is above 0.5, else by the
+def _numpy_whole(share: float, numbers: Any, low: Any, high: Any = None, size: Any = None, dtype: Any = int) -> Any:
+    """Replace a result of numpy.random.randint by the largest possible integers if `share` is above 0.5, else by the
     smallest. The upper end is excluded.
     """
     low, high = (0, low) if high is None else (low, high)
-    return _like(numbers, high - 1 if share > 0.5 else low)
+    return _like(numbers, np.asarray(high) - 1 if share > 0.5 else low)
 
 
-def _numpy_chosen(share: float, numbers: Any, options: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace a result of numpy.random.choice by the option at `share` of the options; a number means a range."""
-    options = range(options) if isinstance(options, int) else options
-    return _like(numbers, options[int(len(options) * share)])
+def _numpy_chosen(share: float, numbers: Any, a: Any, size: Any = None, replace: bool = True, p: Any = None) -> Any:
+    """Replace a result of numpy.random.choice by the option at `share` of the possible ones; a number means a range.
+
+    Several options without replacement stay as drawn.
+    """
+    if size is not None and not replace:
+        return numbers
+    options = range(int(a)) if np.ndim(a) == 0 else np.asarray(a)
+    possible = range(len(options)) if p is None else np.flatnonzero(p)
+    option = options[possible[int(len(possible) * share)]]
+    return np.full_like(numbers, option) if isinstance(numbers, np.ndarray) else option
+
+
+def _torch_share(share: float, numbers: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Replace a result of torch.rand by `share`."""
+    return _torch_even(share, numbers)
+
+
+@torch.no_grad()
+def _torch_even(share: float, numbers: torch.Tensor, *args: float, **kwargs: Any) -> torch.Tensor:
+    """Replace a result of Tensor.uniform_ by the number at `share` of its range, as the tensor's type has it.
+
+    Rounding could make it the upper end, which is excluded.
+    """
+    low, high = args[0] if args else kwargs.get("from", 0.0), args[1] if len(args) > 1 else kwargs.get("to", 1.0)
+    below = high - abs(high) * torch.finfo(numbers.dtype).eps / (2 if high > 0 else 1)
+    return numbers.fill_(min(low + (high - low) * share, max(low, below)))
+
+
+@torch.no_grad()
+def _torch_whole(share: float, numbers: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Replace a result of torch.randint by the largest possible integer if `share` is above 0.5, else by the smallest.
+
+    The upper end is excluded.
+    """
+    bounds = [bound for bound in args if not isinstance(bound, (tuple, list))]
+    bounds += [kwargs[name] for name in ("low", "high") if name in kwargs]
+    low, high = (0, *bounds)[-2:]
+    return numbers.fill_(high - 1 if share > 0.5 else low)
+
+
+def _coin(share: float, numbers: torch.Tensor, input: torch.Tensor, p: float | None = None, **kwargs: Any) -> Any:
+    """Replace a result of torch.bernoulli by 1 if `share` is above 0.5 and 1 is possible, or if 0 is impossible."""
+    return _coin_written(share, numbers, input if p is None else p)
+
+
+@torch.no_grad()
+def _coin_written(share: float, numbers: torch.Tensor, p: Any = 0.5, generator: Any = None) -> torch.Tensor:
+    """Replace a result of Tensor.bernoulli_ by 1 if `share` is above 0.5 and 1 is possible, or if 0 is impossible."""
+    ones = p > 0 if share > 0.5 else p >= 1
+    return numbers.copy_(ones) if isinstance(ones, torch.Tensor) else numbers.fill_(ones)
 
 
 _PLACES: Final[tuple[tuple[Callable[..., Any], Any, tuple[str, ...], bool], ...]] = (
-    (_even, torch, ("rand",), False),
+    (_torch_share, torch, ("rand", "rand_like"), False),
+    (_torch_whole, torch, ("randint",), False),
+    (_torch_even, torch.Tensor, ("uniform_",), True),
     (_coin, torch, ("bernoulli",), False),
-    (_whole, torch, ("randint",), False),
-    (_range, torch.Tensor, ("uniform_",), True),
-    (_coin, torch.Tensor, ("bernoulli_",), True),
-    (_even, random, ("random", "uniform"), False),
+    (_coin, torch.Tensor, ("bernoulli",), False),
+    (_coin_written, torch.Tensor, ("bernoulli_",), True),
+    (_share, random, ("random",), False),
+    (_even, random, ("uniform",), False),
     (_whole, random, ("randint",), False),
+    (_in_range, random, ("randrange",), False),
     (_chosen, random, ("choice",), False),
-    (_even, random.Random, ("random", "uniform"), True),
+    (_share, random.Random, ("random",), True),
+    (_even, random.Random, ("uniform",), True),
     (_whole, random.Random, ("randint",), True),
+    (_in_range, random.Random, ("randrange",), True),
     (_chosen, random.Random, ("choice",), True),
-    (_numpy_unit, np.random, ("rand", "random", "random_sample"), False),
+    (_numpy_share, np.random, ("rand", "random", "random_sample", "ranf", "sample"), False),
     (_numpy_even, np.random, ("uniform",), False),
     (_numpy_whole, np.random, ("randint",), False),
     (_numpy_chosen, np.random, ("choice",), False),
 )
-"""Random functions: replacement of the result, owner, names, and True if they are methods."""
+"""Random functions: replacement of the result, owner, names, and True if they are methods whose `self` the replacement
+does not take.
+"""
