@@ -88,7 +88,7 @@ def summarize(snapshot: Snapshot, device: int | None = None, others: Iterable[Al
         settings=None if settings is None else str(settings),
         n_events=len(timeline.stream) - history.n_entry,
         peak_bytes=timeline.peak_bytes,
-        peak_during=_during(history),
+        peak_during=_during(timeline),
         reserved_at_peak_bytes=history.reserved[timeline.peak_index] if history.reserved else 0,
         peak_reserved_bytes=history.peak_reserved_bytes,
         categories=_shares((block.category, block) for block in at_peak) if timeline.labels else (),
@@ -98,9 +98,8 @@ def summarize(snapshot: Snapshot, device: int | None = None, others: Iterable[Al
     )
 
 
-def _during(history: History) -> str | None:
+def _during(timeline: Timeline) -> str | None:
     """Return the name of the phase at the peak, or else of the last annotation that began before the peak."""
-    timeline = Timeline(history.stream, history.labels)
     phase = next((p.name for p in timeline.phases if p.first <= timeline.peak_index < p.stop), None)
     if phase is not None:
         return phase
