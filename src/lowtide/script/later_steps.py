@@ -106,11 +106,10 @@ class LaterSteps:
         """
         if self.has_begun:
             self._next_look = max(self._next_look, self.n_updates + FIRST_LOOK)
-        elif not is_sure:
-            self._next_look = 1
-        if not self.has_begun:
-            self._held_since_s = monotonic()
-        self.has_begun = True
+        else:
+            self.has_begun, self._held_since_s = True, monotonic()
+            if not is_sure:
+                self._next_look = 1
         if not several_processes():  # one of them would plan again alone
             self.due_at = 0 if self.is_changed or self.is_different or self.has_more_state else self._next_look
             self.counts_at, self._place, self._room_bytes = self.n_updates + 1, place, max(0, room_bytes)
