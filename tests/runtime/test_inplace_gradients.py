@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import FrameType
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -26,8 +27,10 @@ from lowtide.runtime import inplace_gradients as in_place
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.inplace_gradients import InPlacePermission
 from lowtide.runtime.inplace_kernels import OPERATORS, _pieces
+from lowtide.runtime.plan_table import actions_for
 from lowtide.runtime.saved_values import native
 from lowtide.runtime.static_memory import static_bytes
+from runtime.plans import installed
 
 NODES = sorted(OPERATORS)
 FORMATS = {"contiguous": torch.contiguous_format, "channels last": torch.channels_last}
@@ -750,6 +753,25 @@ def test_two_models_each_with_a_plan_of_its_own() -> None:
             assert second.profile.base_bytes == alone.base_bytes
             assert verified_bytes(one, step, x) <= own_bytes
         assert verified_bytes(one, step, x) == own_bytes
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)], ids=str)
+def test_runs_whose_backward_comes_in_another_order_all_write_in_place(order: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 64))
+    with installed(Engine(model, actions_for({}, []), in_place=[{"GeluBackward0": in_place.MIN_BYTES}])):
+        losses = [(model(torch.randn(64, 8)) * n).square().mean() for n in range(3)]
+        assert [writes_in_place(losses[n]) for n in order] == [1, 1, 1]
+        together = model(torch.randn(64, 8)).mean() + model(torch.randn(64, 8)).mean()
+        assert writes_in_place(together) == 2
+        assert writes_in_place(nn.GELU()(torch.randn(64, 64, requires_grad=True)).mean()) == 0  # not the model's
+
+
+def writes_in_place(loss: torch.Tensor) -> int:
+    """Number of gradients that the loss's backward writes in place."""
+    with patch.object(InPlacePermission, "run", autospec=True, side_effect=InPlacePermission.run) as run:
+        loss.backward()
+    return run.call_count
 
 
 def verified_bytes(model: nn.Module, step: Callable[[torch.Tensor], object], x: torch.Tensor) -> int:

@@ -82,7 +82,7 @@ class InPlacePermission(Removable):
         self._is_for_all = False
         self._n_running = 0
         self._graphs: list[weakref.ref[_Graph]] = []
-        """Graphs of the model's runs that await their backward, oldest first."""
+        """Graphs of the model's runs that await their backward, from the first run to the last."""
         self._unseen: list[_Graph] = []
         """Graphs of runs whose outputs have no node that leads to them."""
         self._has_written = False
@@ -134,10 +134,15 @@ class InPlacePermission(Removable):
         self._graphs = [graph for graph in self._graphs if graph() is not None]
         return bool(self.least) and bool(self._is_for_all or self._n_running or self._graphs)
 
-    def has_passed(self) -> None:
-        """Record the end of a backward pass that has not retained its graph."""
-        if self._has_written and not self._n_running:
-            self._has_written = False
+    def end_backward(self, roots: Iterable[Any]) -> None:
+        """Record the end of a backward pass from the tensors `roots` that has not retained its graph."""
+        if not self._has_written or self._n_running:
+            return
+        self._has_written = False
+        passed = _graphs_behind(roots) if len(self._graphs) > 1 else []
+        if passed:
+            self._graphs = [graph for graph in self._graphs if graph() not in passed]
+        else:
             del self._graphs[:1], self._unseen[:1]
 
     def run(self, operator: Operator, own: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -193,6 +198,27 @@ class _Graph:
     __slots__ = ("__weakref__",)
 
 
+_MOST_NODES: Final = 1000
+"""Largest number of nodes between a loss and the outputs that it was computed from that `_graphs_behind` visits."""
+
+
+def _graphs_behind(roots: Iterable[Any]) -> list[_Graph]:
+    """Return the graphs of the runs whose outputs the tensors `roots` were computed from, as far as they are found."""
+    graphs: list[_Graph] = []
+    visited: set[Node] = set()
+    pending = [tensor.grad_fn for tensor in roots if isinstance(tensor, Tensor)]
+    while pending and len(visited) < _MOST_NODES:
+        node = pending.pop()
+        if node is None or node in visited:
+            continue
+        visited.add(node)
+        if of_node := node_metadata(node).get(_Graph):
+            graphs += of_node
+        else:
+            pending += [further for further, _ in node.next_functions]
+    return graphs
+
+
 _stop_attending: Callable[[], None] | None = None
 
 
@@ -218,7 +244,7 @@ def _backward(
         with with_overrides():
             return run(tensors, gradients, keep_graph, *args, **kwargs)
     finally:
-        _has_passed(permissions, keep_graph)
+        _ends_pass(permissions, () if keep_graph else tensors)
 
 
 @never_compiled
@@ -248,12 +274,12 @@ def _begins_pass() -> None:
 
 
 @never_compiled
-def _has_passed(permissions: list[InPlacePermission], keep_graph: bool) -> None:
+def _ends_pass(permissions: list[InPlacePermission], roots: Sequence[Any]) -> None:
     global _n_passes
     with _LOCK:
         _n_passes -= 1
-    for permission in () if keep_graph else permissions:
-        permission.has_passed()
+    for permission in permissions if roots else ():
+        permission.end_backward(roots)
     _awaiting()
 
 
