@@ -88,7 +88,7 @@ def test_the_peak_counts_what_the_test_was_given(pytester: pytest.Pytester) -> N
 
         @pytest.fixture
         def batch():
-            return {"x": torch.zeros(1024, 512)}  # 2 MiB
+            return {"x": torch.zeros(1024, 512), "like": torch.zeros(1024, 512, device="meta")}  # 2 MiB
 
         @pytest.mark.parametrize("limit", [0])
         @pytest.mark.lowtide(peak=6 * 2**20 + 4096)

@@ -937,7 +937,7 @@ PyObject* binds(PyObject*, PyObject* args) {
   return PyBool_FromLong(at == count);
 }
 
-// `_modes_in_python` of call_context.py
+// `_modes_in_python` of compute_modes.py
 PyObject* modes(PyObject*, PyObject* kinds) {
   HANDLE_TH_ERRORS
   const at::Context& context = at::globalContext();

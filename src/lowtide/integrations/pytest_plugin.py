@@ -137,7 +137,8 @@ class _Objects:
         for optimizer in optimizers:
             tensors += tensors_in([*optimizer.param_groups, *optimizer.state.values()])
         tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
-        storages = {part.untyped_storage().data_ptr(): part for tensor in tensors for part in parts_of(tensor)}
+        parts = (part for tensor in tensors if not tensor.is_meta for part in parts_of(tensor))
+        storages = {part.untyped_storage().data_ptr(): part for part in parts}
         self.bytes = sum(part.untyped_storage().nbytes() for part in storages.values())
 
     def measure(self) -> contextlib.AbstractContextManager[Memory, None]:
