@@ -125,6 +125,14 @@ def test_the_mean_time_of_a_step_is_said_once(capsys: pytest.CaptureFixture[str]
         check_share(line, run)
 
 
+def test_the_share_of_the_extra_time_is_in_the_text_once_a_step_is_timed(capsys: pytest.CaptureFixture[str]) -> None:
+    for n_steps, is_timed in ((4, False), (3 + N_UNTIMED + N_TIMED, True)):
+        _, run = under(steps(n_steps))
+        follows = f"a step (its share follows {N_UNTIMED + N_TIMED} steps after the measured one)"
+        assert follows in capsys.readouterr().err
+        assert (" % time predicted" in str(run)) == is_timed
+
+
 def check_share(line: str, run: lowtide.Run) -> None:
     assert run.plan is not None
     said = re.search(r"takes ([\d.]+) ms, ([\d.]+) % of it added by the plan, as predicted$", line)

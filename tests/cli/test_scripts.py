@@ -157,7 +157,7 @@ def test_a_rehearsal_ends_the_script_and_says_what_a_step_needs(
     assert [line.split()[0] for line in steps] == ["0"]  # it ends with the update of the second
     assert "plain step: " in done.out
     assert "smallest peak: " in done.out
-    assert "note: --plain also runs a plain step" in done.out
+    assert "`lowtide rehearse --plain` times it" in done.out
     assert Profile.from_json(profile).measured_plain_peak_bytes is None
 
 

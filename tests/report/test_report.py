@@ -11,6 +11,8 @@ from lowtide.api.fit_result import Fitted
 from lowtide.api.verify import Verdict
 from lowtide.estimator.batch_search import LargestBatch
 from lowtide.planner import plan, smallest_peak
+from lowtide.planner.budget_frontier import frontier
+from lowtide.report.run_record import record_of
 from lowtide.report.text_table import added_time, decisions, extra_time, operator_name
 from planner.profiles import chain, transformer
 
@@ -18,6 +20,15 @@ from planner.profiles import chain, transformer
 def test_added_milliseconds_have_their_share_of_the_step() -> None:
     assert added_time(12.5, 250) == "+12.5 ms a step (+5 %)"
     assert added_time(12.5, 0) == "+12.5 ms a step"
+
+
+@pytest.mark.parametrize("step_ms", [100.0, 0.0])
+def test_where_no_share_can_be_given_the_text_says_how_to_get_it(step_ms: float) -> None:
+    profile = replace(chain(6, inner=1), step_ms=step_ms)
+    made = plan(profile, 191)
+    run = record_of("lowtide run", profile=profile, plan=made)
+    for record in (profile, made, frontier(profile, n_budgets=3), run):
+        assert ("`lowtide rehearse --plain` times it" in str(record)) == (not step_ms)
 
 
 def test_extra_time_is_printed_with_its_bound() -> None:

@@ -32,8 +32,6 @@ def rehearse(plain: bool, json_to: str | None, report_to: str | None, source: Pr
     profile = source.profile(plain=plain, quiet=json_to == "-")
     if json_to != "-":
         click.echo(str(profile))
-        if not (source.is_profile or profile.step_ms):
-            click.echo("note: --plain also runs a plain step, if that fits: extra times are then shares of its time")
     if json_to is not None:
         write(profile.to_json(), json_to)
     if report_to is not None:

@@ -177,8 +177,6 @@ class _KeptPlan:
 
         if self._save_to is not None:
             _save(self._save_to, plan)
-        if self._record is None or self._record.plan is not plan:
-            self._monitor.step_ms = None  # a measured time was that of another plan
         if self._is_reported and self._monitor.plans.verdict is not None:
             proof = self._monitor.plans.verdict.to_proof()
             self._record = record_of(self._command, profile=self._monitor.plans.profile, plan=plan, proof=proof)
@@ -187,8 +185,9 @@ class _KeptPlan:
         """Write the report, if an option asks for one and a plan was kept."""
         from lowtide.report.run_record import with_frontier, with_step_time
 
-        if self._is_reported and self._record is not None:
-            self._write(with_frontier(with_step_time(self._record, self._monitor.step_ms)))
+        if self._is_reported and self._record is not None and self._record.plan is not None:
+            planned_ms = self._monitor.step_ms_under(self._record.plan)
+            self._write(with_frontier(with_step_time(self._record, planned_ms)))
 
     def report_refusal(self, why: Infeasible | OverBudget, budget_for: BudgetFor) -> None:
         """Write a report of the rehearsed step and of the error, if an option asks for one and a step was rehearsed."""

@@ -406,6 +406,14 @@ class Plan(Decided):
     notes: tuple[str, ...] = ()
     format: int = FORMAT
 
+    def timed_by(self, planned_ms: float | None) -> Self:
+        """Return the plan with a time of the plain step: that of a step under the plan, less the extra time.
+
+        Return the plan itself if it has a time of the plain step, or if `planned_ms` is None.
+        """
+        plain_ms = (planned_ms or 0.0) - self.predicted.extra_ms
+        return self if self.step_ms or plain_ms <= 0 else replace(self, step_ms=plain_ms)
+
     def __str__(self) -> str:
         return text_of(self)
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lowtide.planner.folded_decisions import KINDS, fold, join
 from lowtide.planner.records import Decided, Plan, Profile
 from lowtide.planner.serialization import Record
-from lowtide.report.text_table import added_time, decisions, lever_lines
+from lowtide.report.text_table import added_time, decisions, lever_lines, untimed_lines
 from lowtide.units import format_bytes, format_change, format_parts, format_ratio
 
 
@@ -30,6 +30,7 @@ def show(plan: Plan) -> str:
             *(f"  {line}" for line in (blocks(plan.fallback) if plan.fallback is not None else ())),
             *implementations(plan),
             *(f"note: {note}" for note in plan.notes),
+            *untimed_lines(plan.step_ms),
         )
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lowtide.planner.planning import in_place_peak_bytes, simulator_of, smallest_peak
 from lowtide.planner.records import Decisions, Profile
 from lowtide.report.plan_text import extra, implementations
-from lowtide.report.text_table import lever_lines
+from lowtide.report.text_table import lever_lines, untimed_lines
 from lowtide.units import format_bytes, format_parts, format_ratio, format_time
 
 
@@ -43,6 +43,7 @@ def _lines(profile: Profile) -> Iterator[str]:
     yield from lever_lines(profile)
     yield from implementations(profile)
     yield from (f"note: {note}" for note in profile.notes)
+    yield from untimed_lines(profile.step_ms)
 
 
 def _saved(profile: Profile) -> int:

@@ -264,13 +264,13 @@ def with_step_time(run: RunRecord, planned_ms: float | None) -> RunRecord:
         return run
     proof = replace(run.proof, planned_ms=planned_ms)
     timed = replace(run, proof=proof, measured=(*run.measured, "mean time of a step under the plan"))
-    plain_ms = planned_ms - run.plan.predicted.extra_ms
-    if run.plan.step_ms or plain_ms <= 0:
+    plan = run.plan.timed_by(planned_ms)
+    if plan is run.plan:
         return timed
     return replace(
         timed,
-        plan=replace(run.plan, step_ms=plain_ms),
-        profile=None if run.profile is None else replace(run.profile, step_ms=plain_ms),
+        plan=plan,
+        profile=None if run.profile is None else replace(run.profile, step_ms=plan.step_ms),
         predicted=(*run.predicted, "time of the plain step: that of a step under the plan, less the extra time"),
     )
 

@@ -10,7 +10,7 @@ from typing import Literal
 from lowtide.report.plan_text import extra
 from lowtide.report.run_record import RunRecord
 from lowtide.report.step_memory import StepMemory
-from lowtide.report.text_table import added_time, decisions, listed
+from lowtide.report.text_table import added_time, decisions, listed, untimed_lines
 from lowtide.units import format_bytes, format_ratio
 
 Answer = Literal["yes", "no", "open", "plain"]
@@ -42,6 +42,8 @@ def _lines(run: RunRecord) -> Iterator[str]:
     for finding in run.findings or ():
         yield f"{finding.code} {finding.name}: {format_bytes(finding.held_bytes)} {finding.unit}".rstrip()
     yield from (f"note: {note}" for note in run.notes)
+    if run.plan is not None:
+        yield from untimed_lines(run.plan.step_ms)
 
 
 def about(run: RunRecord) -> str:

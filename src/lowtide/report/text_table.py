@@ -31,6 +31,17 @@ def added_time(extra_ms: float, step_ms: float) -> str:
     return f"+{format_time(extra_ms)} a step{share}"
 
 
+def untimed_lines(step_ms: float) -> list[str]:
+    """Return a note on how to get shares of extra time; no line if the plain step was timed, in `step_ms`."""
+    return [] if step_ms else [_UNTIMED]
+
+
+_UNTIMED = (
+    "note: no plain step was timed, so extra times have no shares of it: `lowtide rehearse --plain` times it, on the "
+    "device itself and if it fits there"
+)
+
+
 def extra_time(plan: Plan) -> str:
     """Format the plan's extra time and its bound: `, +4.1 % time predicted, bound +3.8 %`; empty if unknown."""
     if not plan.step_ms:

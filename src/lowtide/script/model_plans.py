@@ -29,6 +29,7 @@ from lowtide.runtime.fingerprint import check_made_for, fingerprint, place_of
 from lowtide.script.compiled_checks import CompiledChecks, addresses_with_other_bits, error_of_other_bits
 from lowtide.script.larger_batches import LargerBatches
 from lowtide.script.later_steps import LaterSteps
+from lowtide.script.post_plan_monitor import N_TIMED, N_UNTIMED
 from lowtide.script.rehearse_steps import StepRehearser
 from lowtide.script.run_verdict import NOT_COPIED, RunVerdict
 from lowtide.units import format_bytes, format_change
@@ -196,7 +197,7 @@ class ModelPlans:
         peak = FORECAST_PEAK if is_tried else "peak predicted"
         self._say(
             f"{self.name}: {change} {peak} (budget {format_bytes(plan.budget_bytes)}), "
-            f"{added_time(plan.predicted.extra_ms, plan.step_ms)}; {when}"
+            f"{added_time(plan.predicted.extra_ms, plan.step_ms)}{self._when_timed(plan)}; {when}"
         )
         decided = () if is_tried else (decisions(plan),)  # another plan may be chosen
         for line in (*decided, *lever_lines(plan)):
@@ -212,6 +213,12 @@ class ModelPlans:
         for note in plan.notes:
             if note != NOT_RUN:
                 self._say(f"note: {note}")
+
+    def _when_timed(self, plan: Plan) -> str:
+        """Return words on when the share of the plan's extra time will be known; none if it is known."""
+        if plan.step_ms or not plan.predicted.extra_ms:
+            return ""
+        return f" (its share follows {N_UNTIMED + N_TIMED} steps after the measured one)"
 
     # --- without a plan that fits
 

@@ -145,8 +145,10 @@ class PlanMonitor(StepListener):
         self._in_force = InForce()
         self._open: Measured | None = None
         self._measured = MeasuredSteps()
-        self.step_ms: float | None = None
-        """Mean time of a step under the plan; None until it is measured."""
+        self._timed_plan: Plan | None = None
+        """The plan whose steps were timed last."""
+        self._step_ms: float | None = None
+        """Mean time of a step under that plan; None until it is measured."""
 
     @property
     def plan_in_force(self) -> Plan | None:
@@ -167,9 +169,13 @@ class PlanMonitor(StepListener):
         """Report that processes of `torch.multiprocessing.spawn` are not watched."""
         self._say(f"torch.multiprocessing.spawn starts processes, which train without a plan. {IN_PROCESSES}")
 
+    def step_ms_under(self, plan: Plan) -> float | None:
+        """Return the mean time of a step under `plan`; None until it is measured."""
+        return self._step_ms if plan is self._timed_plan else None
+
     def on_timed(self, step_ms: float) -> None:
         """Record and report the mean time of a step under the plan."""
-        self.step_ms = step_ms
+        self._timed_plan, self._step_ms = self.plan_in_force, step_ms
         extra_ms = 0.0 if (plan := self.plan_in_force) is None else plan.predicted.extra_ms
         share = f", {format_ratio(extra_ms / step_ms)} of it added by the plan, as predicted" if extra_ms else ""
         self._say(f"a step under the plan takes {format_time(step_ms)}{share}")

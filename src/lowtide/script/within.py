@@ -147,7 +147,8 @@ class Run(Displayed):
             return f"no plan was made: {self._unfinished}"
         if fitting.plans.plan is None:
             return f"no plan yet: a model gets one when it {fitting.awaits}."
-        return "\n".join([*map(self._in_a_line, fitting.plans.all), *self._proof(fitting.plans.plan)])
+        plans = [plan.timed_by(fitting.step_ms_under(plan)) for plan in fitting.plans.all]
+        return "\n".join([*map(self._in_a_line, plans), *self._proof(plans[-1])])
 
     def _in_a_line(self, plan: Plan) -> str:
         change = format_change(plan.plain.peak_bytes, plan.predicted.peak_bytes)
