@@ -169,6 +169,23 @@ for step in range(18):
     update(net, optimizer, lambda net, x: net(x)[1 if LARGE else step % 3].square().mean())
 """
 
+CHOSEN = """
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.experts = nn.Linear(32, 4), nn.ModuleList([block() for _ in range(4)])
+    def forward(self, x):
+        chosen, out = self.gate(x).argmax(1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (chosen == number).nonzero()[:, 0]
+            out = out.index_add(0, rows, expert(x[rows]))
+        return x + out
+net = nn.Sequential(Experts(), Experts())
+optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+for step in range(14):
+    update(net, optimizer)
+"""
+
 
 def trained(tmp_path: Path, lines: str, budget: str) -> tuple[StepFitter, list[str]]:
     """Run a script plain and within a budget; return the listener and its messages. Check that the bits are equal."""
@@ -352,6 +369,23 @@ def test_steps_that_differ_only_in_backward_are_planned_for(
     ]
     assert peaks_bytes == peaks_bytes[:1] * 2
     assert sum("peak predicted" in line for line in said) == n_rehearsals
+
+
+def test_state_of_parameters_that_a_later_loss_updates_counts_from_the_beginning(tmp_path: Path) -> None:
+    adam = UNUSED_DECODER.replace("SGD", "Adam")
+    fitting, said = trained(tmp_path, adam.replace("LARGE", "step == 8"), "95%")
+    always, _ = trained(tmp_path, adam.replace("LARGE", "step % 2"), "95%")
+    assert fitting.plans.plan is not None
+    assert always.plans.plan is not None
+    assert fitting.plans.plan.plain.parts["optimizer"] == always.plans.plan.plain.parts["optimizer"]
+    assert any("of optimizer state that they may get later is counted" in line for line in said)
+
+
+def test_steps_sized_by_contents_get_a_margin_from_several_of_them(tmp_path: Path) -> None:
+    fitting, said = trained(tmp_path, CHOSEN, "80%")
+    assert fitting.plans.plan is not None
+    assert fitting.plans.plan.plain.parts["margin"] > 0
+    assert any("for what varied between 6 rehearsed steps" in line for line in said)
 
 
 def test_a_model_is_freed_when_its_script_ends_before_a_later_step_is_measured(

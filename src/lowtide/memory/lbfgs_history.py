@@ -7,14 +7,18 @@ numbers each. While it evaluates the model it holds more vectors in variables, a
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from typing import Final
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
 
 from lowtide.memory.frame_locals import local_variables
+from lowtide.units import format_bytes
 from lowtide.utils.frames import frames_from, module_name
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 _IN_AN_EVALUATION: Final = 4
 """Number of vectors in addition to the pairs while the model is evaluated: the direction, its buffer, two gradients."""
@@ -50,6 +54,17 @@ def missing_history_bytes(optimizer: torch.optim.LBFGS) -> int:
     most = (n_vectors * n_numbers + 2 * n_pairs) * itemsize
     own = {t.untyped_storage().data_ptr(): t.nbytes for t in tensors_of(optimizer)}
     return max(0, most - sum(own.values()))
+
+
+def coming_history(optimizers: Iterable[Optimizer]) -> tuple[int, str]:
+    """Return the bytes that the L-BFGS optimizers among these will need beyond those they hold, and a note on them."""
+    growing = [o for o in optimizers if isinstance(o, torch.optim.LBFGS)]
+    coming_bytes = sum(map(missing_history_bytes, growing))
+    n_pairs = max((o.param_groups[0]["history_size"] for o in growing), default=0)
+    what = (
+        f"L-BFGS is counted with its full history of {n_pairs} pairs, {format_bytes(coming_bytes)} more than it holds"
+    )
+    return coming_bytes, f"{what}: a run that ends before needs less. Set history_size to the iterations of the run"
 
 
 def _variables() -> Iterator[object]:

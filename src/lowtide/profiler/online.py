@@ -14,10 +14,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from lowtide.memory.lbfgs_history import coming_history
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner.records import LEFT_ALONE
 from lowtide.profiler.checkpointed_blocks import CheckpointedCalls
 from lowtide.profiler.differing_modules import modules_called_by, modules_that_differ
+from lowtide.profiler.other_memory import NOTEWORTHY
 from lowtide.profiler.peak_margin import DRAWS
 from lowtide.profiler.preconditions import (
     check_one_device,
@@ -41,9 +45,10 @@ from lowtide.profiler.training_step import (
 )
 from lowtide.profiler.trial_updates import Update
 from lowtide.runtime.fingerprint import fingerprint, place_of
-from lowtide.runtime.live_optimizers import optimizers_of
+from lowtide.runtime.live_optimizers import missing_state_bytes, optimizers_of, state_bytes
 from lowtide.runtime.static_memory import static_bytes
 from lowtide.state.process_group import check_sharding, n_with_new_buckets
+from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -78,6 +83,9 @@ MOST_KINDS = 4
 """Largest number of kinds of steps, such as steps of alternating losses, that are distinguished; with more, work counts
 as random.
 """
+
+N_COMPARED = 6
+"""Number of traced steps whose peaks are compared where steps vary irregularly, for a margin."""
 
 GROWN = 2
 """Largest ratio of a batch to an audited batch at which the batch is not audited itself."""
@@ -124,6 +132,8 @@ class OnlineProfiler:
         self._fullest: RecordedStep | None = None
         """Step that saved most; of several such steps, the one whose backward read most."""
         self._steps_of: Counter[Fingerprint] = Counter()
+        self._traced: dict[Fingerprint, list[tuple[Kind, int]]] = {}
+        """Kind and lean peak of each traced step, by size: under like decisions they show what varies."""
         self._is_drawn = False
         """True once the model has called other modules than in an earlier step, or called them in another order."""
         self._left_alone: frozenset[str] = frozenset()
@@ -262,6 +272,7 @@ class OnlineProfiler:
         if recording.n_with_new_buckets != n_with_new_buckets(self.model.modules()):
             raise Unusable("DistributedDataParallel has put its buckets in another order in it")
         traced = TracedTrainingStep(recording, known, trace)
+        self._traced.setdefault(recording.size, []).append((traced.kind, traced.lean_peak_bytes()))
         if self._best is None or traced.extent() >= self._best.extent():
             self._best = traced
         self._compare(traced)
@@ -274,6 +285,7 @@ class OnlineProfiler:
     def _forget(self) -> None:
         self._kinds, self._best, self._largest, self._fullest = StepKinds(), None, None, None
         self._steps_of.clear()
+        self._traced.clear()
 
     def _compare(self, step: RecordedStep) -> None:
         if self._largest is None or step.extent() > self._largest.extent():
@@ -314,6 +326,46 @@ class OnlineProfiler:
         if skipping := sorted(self._left_alone & self._skipping):
             yield f"{LEFT_ALONE} calls other modules in each step: {', '.join(skipping)}. {DRAWN_LAYERS}"
 
+    def _with_state(self, profile: Profile) -> Profile:
+        """Return `profile` with the optimizer state that steps of other kinds have made, or may make."""
+        place = place_of(self.model)
+        coming_bytes, note = coming_history(known := optimizers_of(self.model))
+        if coming_bytes >= NOTEWORTHY * profile.static.total:
+            profile = replace(profile, notes=(*profile.notes, note))
+        optimizers = [o for o in known if o.state and not isinstance(o, torch.optim.LBFGS)]
+        n, missing_bytes = missing_state_bytes(optimizers, place)
+        made_bytes = state_bytes(optimizers, place) + missing_bytes - profile.static.optimizer
+        if made_bytes <= 0:
+            return profile
+        static = replace(profile.static, optimizer=profile.static.optimizer + made_bytes)
+        what = f"{n} parameters got no gradient in the rehearsed steps"
+        note = f"{what}: {format_bytes(missing_bytes)} of optimizer state that they may get later is counted"
+        return replace(profile, static=static, notes=(*profile.notes, *([note] if missing_bytes else [])))
+
+    def _varies(self, best: TracedTrainingStep) -> bool:
+        """Return True if steps like `best` may need more memory by their contents, or by what their backward reads."""
+        return best.is_sized_by_contents or self._kinds.are_irregular(form_of(best.fingerprint), best.kind.calls)
+
+    def _reads_all(self, best: TracedTrainingStep) -> bool:
+        """Return True if backward of `best` read all saved tensors that it read in any traced step of its size."""
+        traced = self._traced[best.fingerprint]
+        read = frozenset[int]().union(*(slots for kind, _ in traced for _, slots in kind.reads))
+        return read <= frozenset[int]().union(*(slots for _, slots in best.kind.reads))
+
+    def _with_margin(self, profile: Profile, best: TracedTrainingStep) -> Profile:
+        """Return `profile` with a margin for what varied between traced steps of one size."""
+        traced = self._traced[best.fingerprint]
+        peaks = [peak_bytes for _, peak_bytes in traced]
+        has_fullest = self._reads_all(best)
+        alike = [peak_bytes for kind, peak_bytes in traced if kind == best.kind or not has_fullest]
+        margin = max(peaks) - best.lean_peak_bytes()
+        margin += max(alike) - min(alike) if self._varies(best) else 0  # a sample rarely includes the true maximum
+        if margin <= 0:
+            return profile
+        static = replace(profile.static, margin=profile.static.margin + margin)
+        note = f"plans leave {format_bytes(margin)} for what varied between {len(traced)} rehearsed steps"
+        return replace(profile, static=static, notes=(*profile.notes, note))
+
     def _set_profile(self, *, may_wait: bool) -> None:
         """Make the profile from the largest traced step, unless waiting for further steps is worthwhile."""
         best, largest, fullest = self._best, self._largest, self._fullest
@@ -321,12 +373,16 @@ class OnlineProfiler:
             return
         is_largest = best.extent() >= largest.extent() and self._steps_of[best.fingerprint] > 1
         is_awaited = self._kinds.are_awaited or self._kinds.is_early(form_of(best.fingerprint), best.kind)
+        has_compared = len(self._traced[best.fingerprint]) >= N_COMPARED and self._reads_all(best)
+        is_awaited |= self._varies(best) and not has_compared
         is_largest = is_largest and not is_awaited and not self.kinds <= self._known_kinds
         if not may_wait or (is_largest and (best.plain is not None or not self._plain)):
             profile, alone = best.profile(self.model, fullest), tuple(sorted(self._left_alone))
             if self._to_come is not None:
                 profile = replace(self._to_come.counted(profile), notes=(*profile.notes, *self._to_come.notes()))
+            profile = self._with_margin(self._with_state(profile), best)
             notes = [*self._left_alone_notes()]
+            notes += best.unread_notes()
             several = self._kinds.several()
             is_drawn = self._is_drawn or self._kinds.are_drawn or not all(map(follow_rule, several))
             if several and not is_drawn:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from lowtide.profiler.training_step import AuditedTrainingStep, Kind
+    from lowtide.profiler.training_step import AuditedTrainingStep, Calls, Kind
 
 
 N_DRAWS: Final = 8
@@ -73,6 +73,11 @@ class StepKinds:
         """Return True if steps skip modules at random."""
         return bool(self._drawn)
 
+    def are_irregular(self, form: str, calls: Calls) -> bool:
+        """Return True if steps with these calls, on batches of a form, differ in backward, and not in turn."""
+        kinds = [kind for kind in self._kinds.get(form, []) if kind.calls == calls]
+        return len({*kinds}) > 1 and not any(2 * n <= len(kinds) for n in _periods(kinds))
+
     def forget_form(self, form: str) -> None:
         """Forget the steps on batches of a form."""
         self._audited.pop(form, None)
@@ -122,10 +127,8 @@ def take_turns(kinds: list[Kind], n_rounds: int = 2) -> bool:
 
 
 def follow_rule(kinds: list[Kind]) -> bool:
-    """Return True if steps of several kinds take turns. For kinds that differ only in backward, one round is enough
-    evidence, for other kinds two.
-    """
-    return take_turns(kinds, n_rounds=1 if len({kind.calls for kind in kinds}) == 1 else 2)
+    """Return True if steps of several kinds take turns, or differ only in backward, whatever their order."""
+    return len({kind.calls for kind in kinds}) == 1 or take_turns(kinds)
 
 
 def _periods(kinds: list[Kind]) -> Iterator[int]:

@@ -6,15 +6,16 @@ import contextlib
 import re
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from lowtide._torch.device_timing import now_ms
 from lowtide.errors import RehearsalError
 from lowtide.memory.measure import recorder_for
+from lowtide.memory.memory_timeline import Timeline
 from lowtide.profiler.assemble import TracedStep, assemble
 from lowtide.profiler.audit import Audit
 from lowtide.profiler.host_bandwidth import host_bandwidth
-from lowtide.profiler.other_memory import in_words, with_others
+from lowtide.profiler.other_memory import NOTEWORTHY, in_words, with_others
 from lowtide.profiler.pass_reads import PassReads, ReadSlots
 from lowtide.profiler.preconditions import (
     SEVERAL_STREAMS,
@@ -26,6 +27,7 @@ from lowtide.profiler.rescale import resized
 from lowtide.profiler.trace import MaxSavingEngine, Trace
 from lowtide.runtime.call_shapes import elements, shapes_in
 from lowtide.runtime.fingerprint import place_of
+from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -40,11 +42,14 @@ if TYPE_CHECKING:
 NOT_RUN = "no plain step was run: its peak is predicted"
 
 
+Calls: TypeAlias = tuple[tuple[str, int | None, int], ...]
+"""Calls of modules, each with the call around it and the number of tensors that it saved."""
+
+
 class Kind(NamedTuple):
     """Kind of a training step: the modules that it calls, and the saved tensors that its backward passes read."""
 
-    calls: tuple[tuple[str, int | None, int], ...]
-    """Calls of modules, each with the call around it and the number of tensors that it saved."""
+    calls: Calls
     reads: ReadSlots
     """Saved tensors that backward has read."""
 
@@ -117,6 +122,26 @@ class TracedTrainingStep(RecordedStep):
         self.kind, self.inputs = kind_of(trace.calls, trace.reads), trace.inputs
         self._is_alike = recording.size == audited.fingerprint
         self.drafts = audited.drafts if self._is_alike else resized(audited.drafts, trace.elements)
+
+    def unread_notes(self) -> list[str]:
+        """Return a note on saved tensors that no backward pass has read, unless they are few."""
+        read = frozenset[int]().union(*(slots for _, slots in self.kind.reads))
+        saved_bytes = self.drafts.saved_bytes
+        unread_bytes = saved_bytes - self.drafts.bytes_in(read)
+        if unread_bytes < NOTEWORTHY * saved_bytes:
+            return []
+        unread = f"{format_bytes(unread_bytes)} of saved tensors, as those of an output without a loss"
+        return [f"backward did not read {unread}: a later step that reads them may exceed the budget"]
+
+    @property
+    def is_sized_by_contents(self) -> bool:
+        """Return True if the memory of some operators depends on the contents of tensors."""
+        return bool(self._audit.by_contents)
+
+    def lean_peak_bytes(self) -> int:
+        """Return the peak of the traced step itself, without optimizer state."""
+        static = self._recording.seen_static
+        return static.total - static.optimizer + Timeline(self._recording.recorder.stream).peak_bytes
 
     def profile(self, model: nn.Module, fullest: RecordedStep) -> Profile:
         """Return this step's profile, with a note if `fullest`, the step that saved and read most, exceeds it."""

@@ -70,6 +70,28 @@ def state_bytes(optimizers: Iterable[Optimizer], device: torch.device) -> int:
     return sum(n_bytes for address, n_bytes in state.items() if address not in counted)
 
 
+def missing_state_bytes(optimizers: Iterable[Optimizer], device: torch.device) -> tuple[int, int]:
+    """Return the number of parameters that optimizers have not updated so far, though they have updated others, and the
+    bytes of the state on a device that they would have for them, judged by these others.
+    """
+    n = total = 0
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            known = next(((p, found) for p in group["params"] if (found := tensors_in(optimizer.state.get(p)))), None)
+            if known is None:
+                continue
+            for p in group["params"]:
+                if p.requires_grad and p.device == device and not optimizer.state.get(p):
+                    n += 1
+                    total += sum(_scaled_bytes(entry, known[0], p) for entry in known[1] if entry.device == device)
+    return n, total
+
+
+def _scaled_bytes(entry: Tensor, known: Tensor, other: Tensor) -> int:
+    """Return the bytes of state for `other` like `entry` for the parameter `known`."""
+    return entry.element_size() * other.numel() if entry.shape == known.shape else entry.nbytes
+
+
 def _storages(tensors: Iterable[Tensor], device: torch.device) -> dict[int, int]:
     """Return the sizes of the tensors' storages on a device, by address."""
     parts = (part for tensor in tensors for part in parts_of(tensor) if part.device == device)
