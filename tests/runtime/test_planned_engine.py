@@ -61,7 +61,7 @@ def test_nothing_is_left_to_save_where_there_is_no_other_plan_or_it_is_in_use(pl
 def test_calls_of_a_part_are_reported_with_their_arguments() -> None:
     model, parts = nn.Sequential(nn.Linear(6, 6), nn.Tanh()), list[Tensor]()
     engine, x = PlannedEngine(model, PLAN), torch.ones(4, 6)
-    engine.of_a_part = lambda args, kwargs: parts.extend(args)
+    engine.of_a_part = lambda args, kwargs, part: parts.extend(args)
     with installed(engine):
         model(x)
         assert parts == []

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+import lowtide
 from lowtide.script import later_steps
 from lowtide.script.fit_steps import StepFitter
 from lowtide.script.later_steps import LaterSteps
@@ -169,6 +171,53 @@ for step in range(18):
     update(net, optimizer, lambda net, x: net(x)[1 if LARGE else step % 3].square().mean())
 """
 
+LAZY_PENALTY = """
+net = nn.Sequential(*[nn.Sequential(nn.Linear(32, 128), nn.SiLU(), nn.Linear(128, 32), nn.Tanh()) for _ in range(4)])
+optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+for step in range(10):
+    x = torch.randn(64, 32, requires_grad=step == 7)
+    y = net(x)
+    loss = y.square().mean() + net(torch.randn(1024, 32)).square().mean()
+    if step == 7:
+        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        loss = loss + (gradient.norm(dim=1) - 1).square().mean()
+        del gradient
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    losses.append(loss.item())
+    del x, y, loss
+"""
+
+LBFGS = """
+net = nn.Sequential(block(), block())
+optimizer = torch.optim.LBFGS(net.parameters(), lr=0.1, max_iter=4, history_size=50)
+x = torch.randn(512, 32)
+def closure():
+    optimizer.zero_grad()
+    loss = error(net, x)
+    loss.backward()
+    losses.append(loss.item())
+    return loss
+for step in range(3):
+    optimizer.step(closure)
+"""
+
+ROLLOUTS = """
+net = nn.Sequential(*[block() for _ in range(3)])
+optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+for rollout in range(3):
+    seen = []
+    for step in range(60):
+        with torch.no_grad():
+            state = torch.randn(64, 32)
+            seen.append((state, net(state)))
+    states, values = map(torch.cat, zip(*seen))
+    del seen
+    for step in range(4):
+        update(net, optimizer)
+"""
+
 CHOSEN = """
 class Experts(nn.Module):
     def __init__(self):
@@ -319,14 +368,15 @@ def test_layers_that_are_trained_later_are_planned_for(tmp_path: Path) -> None:
 
 def test_another_phase_of_training_is_planned_for(tmp_path: Path) -> None:
     fitting, said = trained(tmp_path, SECOND_PHASE.replace("DECODES", "step > 7"), "85%")
-    assert any("in a step that does more than the rehearsed ones" in line for line in said)
+    assert any("Model is often called unlike in the rehearsed steps" in line for line in said)
     assert fitting.plans.plan is not None
     assert any(address.startswith("decoder") for address in [*fitting.plans.plan.recompute, *fitting.plans.plan.replay])
 
 
 def test_steps_with_more_calls_than_the_rehearsed_ones_are_planned_for(tmp_path: Path) -> None:
     fitting, said = trained(tmp_path, MORE_CALLS, "70%")
-    assert any("in a step that does more than the rehearsed ones" in line for line in said)
+    assert any("this step has 2 calls of the model, unlike the rehearsed ones" in line for line in said)
+    assert sum("peak predicted" in line for line in said) == 2
     assert fitting.plans.plan is not None
     assert fitting.plans.verdict is not None
     assert fitting.plans.plan.predicted.peak_bytes - 1024 < (fitting.plans.verdict.measured_peak_bytes or 0)
@@ -371,6 +421,48 @@ def test_steps_that_differ_only_in_backward_are_planned_for(
     assert sum("peak predicted" in line for line in said) == n_rehearsals
 
 
+def test_a_rare_penalty_shows_in_its_arguments_and_runs_under_the_smallest_plan(tmp_path: Path) -> None:
+    fitting, said = trained(tmp_path, LAZY_PENALTY, "75%")
+    assert fitting.plans.plan is not None
+    assert fitting.plans.plan.predicted.peak_bytes > 0.9 * fitting.plans.plan.budget_bytes
+    (first,) = [n for n, line in enumerate(said) if "calls the model with an argument that requires a gradient" in line]
+    assert any("peak in such a step: within the budget" in line for line in said[first:]), "\n".join(said)
+
+
+def test_flags_of_a_wrapper_around_the_given_model_are_no_other_kind_of_step(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    class Wrapper(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x: torch.Tensor, twice: bool) -> torch.Tensor:
+            y: torch.Tensor = self.inner(x)
+            return y + self.inner(y) if twice else y
+
+    inner = nn.Sequential(*[nn.Sequential(nn.Linear(16, 64), nn.SiLU(), nn.Linear(64, 16)) for _ in range(3)])
+    wrapper, optimizer = Wrapper(inner), torch.optim.SGD(inner.parameters(), 1e-3)
+    with lowtide.within("90%", model=inner):
+        for _ in range(8):
+            wrapper(torch.randn(64, 16), True).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert "unlike" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("lines", "what"),
+    [
+        (PENALTY, "backward builds a graph itself in this step (create_graph=True)"),
+        (UNUSED_DECODER, "backward begins at another output of the model in this step"),
+    ],
+)
+def test_a_rare_step_that_differs_only_in_backward_is_said_at_once(tmp_path: Path, lines: str, what: str) -> None:
+    _, said = trained(tmp_path, lines.replace("LARGE", "step == 8"), "95%")
+    assert sum(line.startswith(what) for line in said) == 1, "\n".join(said)
+
+
 def test_state_of_parameters_that_a_later_loss_updates_counts_from_the_beginning(tmp_path: Path) -> None:
     adam = UNUSED_DECODER.replace("SGD", "Adam")
     fitting, said = trained(tmp_path, adam.replace("LARGE", "step == 8"), "95%")
@@ -379,6 +471,19 @@ def test_state_of_parameters_that_a_later_loss_updates_counts_from_the_beginning
     assert always.plans.plan is not None
     assert fitting.plans.plan.plain.parts["optimizer"] == always.plans.plan.plain.parts["optimizer"]
     assert any("of optimizer state that they may get later is counted" in line for line in said)
+
+
+def test_a_history_that_a_short_run_never_fills_is_no_reason_to_refuse_a_budget(tmp_path: Path) -> None:
+    fitting, said = trained(tmp_path, LBFGS, "3MiB")
+    assert any("until the history of L-BFGS has grown by" in line for line in said)
+    assert fitting.plans.plan is not None
+
+
+def test_memory_that_a_rollout_holds_between_steps_is_said_if_it_is_over_the_budget(tmp_path: Path) -> None:
+    fitting, said = trained(tmp_path, ROLLOUTS, "99%")
+    assert fitting.plans.plan is not None
+    (text,) = [line for line in said if "peak between two steps, in 60 calls of the model without" in line]
+    assert "over the budget: what a rollout or an evaluation holds there is not planned for" in text
 
 
 def test_steps_sized_by_contents_get_a_margin_from_several_of_them(tmp_path: Path) -> None:

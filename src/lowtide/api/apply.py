@@ -20,6 +20,7 @@ from lowtide.profiler.replay_check import ReplayChecker
 from lowtide.runtime.call_interceptor import owners
 from lowtide.runtime.fingerprint import check_made_for
 from lowtide.runtime.guards import Changed, PlanGuard, more_state, watch_bypass
+from lowtide.runtime.known_calls import KnownCalls
 from lowtide.runtime.live_optimizers import Optimizers
 from lowtide.runtime.planned_engine import PlannedEngine
 from lowtide.utils.interrupts import delay_interrupts, removed_if_interrupted
@@ -63,11 +64,12 @@ class Applied(Removable, Displayed):
         say: Callable[[str], None],
         outgrown: Callable[[str], bool] = lambda what: False,
         changed: Changed = lambda kind, what: False,
+        calls: KnownCalls | None = None,
     ) -> None:
         """Put `plans` in force on `model`: one plan for each batch size, the smallest first.
 
         `say` is called with each message to the user. PlanGuard calls `outgrown` for a batch larger than planned, and
-        `changed` for a changed model; if they return True, no message follows.
+        `changed` for a changed model; if they return True, no message follows. It tells `calls` of the model's calls.
         """
         self.plan = plan = plans[-1]
         self.holder: Removable = self
@@ -101,7 +103,10 @@ class Applied(Removable, Displayed):
             give_back = weakref.finalize(self._engine, delay_interrupts())  # a plan may last as long as its model
             give_back.atexit = False
             undo.callback(give_back)
-            lookout = PlanGuard(model, plan, say, self, outgrown, changed)  # inside the levers, as the rehearsal was
+            if calls is not None:
+                self._engine.calls = calls
+            # inside the levers, as the rehearsal was
+            lookout = PlanGuard(model, plan, say, self, outgrown, changed, calls)
             undo.callback(lookout.remove)
             self._engine.of_a_part = lookout.look
             undo.callback(enable_plan_levers(plan, model, optimizer).remove)

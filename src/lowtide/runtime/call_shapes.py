@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 import re
 from operator import attrgetter
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lowtide.runtime.call_arguments import tensors_in_call
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _SHAPE = attrgetter("shape")
 _IS_NESTED = attrgetter("is_nested")
@@ -17,8 +20,12 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
-    """Return the shapes of a call's tensors, except 0-dimensional tensors (such as a token count) and nested ones."""
-    tensors = tensors_in_call(args, kwargs)
+    """Return the shapes of a call's tensors, as `shapes_among` does."""
+    return shapes_among(tensors_in_call(args, kwargs))
+
+
+def shapes_among(tensors: list[Tensor]) -> Shapes:
+    """Return the shapes of tensors, except 0-dimensional tensors (such as a token count) and nested ones."""
     if any(map(_IS_NESTED, tensors)):  # sizes of a nested tensor are no integers, or can't be read
         tensors = [tensor for tensor in tensors if not tensor.is_nested]
     return tuple(filter(None, map(_SHAPE, tensors)))

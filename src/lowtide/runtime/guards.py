@@ -16,9 +16,10 @@ from lowtide._torch.compiled_code import called_between_graphs
 from lowtide.runtime.batch_tensors import in_words
 from lowtide.runtime.call_arguments import tensors_in_call
 from lowtide.runtime.call_interceptor import OuterInterceptor, pass_on
-from lowtide.runtime.call_shapes import Shapes, elements, no_larger, shapes_in, shapes_of
+from lowtide.runtime.call_shapes import Shapes, elements, no_larger, shapes_among, shapes_in
 from lowtide.runtime.composite_model import name_of
 from lowtide.runtime.fingerprint import place_of
+from lowtide.runtime.known_calls import KnownCalls
 from lowtide.runtime.live_optimizers import is_of, optimizers_of, state_bytes
 from lowtide.runtime.plan_messages import MEASURED
 from lowtide.units import format_bytes
@@ -51,7 +52,7 @@ class PlanGuard:
 
     The monitor keeps `owner` alive while it is installed. `outgrown` is called with the description of a batch that has
     more elements than any planned batch, `changed` with the description of a change of the model; if they return True,
-    no warning is given.
+    no warning is given. `calls` is told of the calls, and finds those that are unlike the rehearsed ones.
     """
 
     def __init__(
@@ -62,8 +63,10 @@ class PlanGuard:
         owner: object,
         outgrown: Callable[[str], bool] = lambda what: False,
         changed: Changed = lambda kind, what: False,
+        calls: KnownCalls | None = None,
     ) -> None:
         self._model, self._plan, self._say, self._is_taken, self._is_changed = model, plan, say, outgrown, changed
+        self._calls = calls or KnownCalls()
         self._known = [shapes_in(words) for words in plan.input_shapes]
         self._fitting: set[Shapes] = set()
         """Shapes of calls that have been found to be no larger than in the rehearsal."""
@@ -77,15 +80,18 @@ class PlanGuard:
         self._is_over = False
         self._front = OuterInterceptor(model, self._around, owner)
 
-    def look(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Check in a training call of the model, or a part, that the input is no larger than planned and the model is
+    def look(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: nn.Module | None = None) -> None:
+        """Check in a training call of the model, or a `part`, that the input is no larger than planned and the model is
         unchanged.
         """
         if self._is_over:
             return
-        shapes = shapes_of(args, kwargs)
+        tensors = tensors_in_call(args, kwargs)
+        shapes = shapes_among(tensors)
+        if self._calls.n_planned:
+            self._calls.see(self._model, tensors, args, kwargs, part)
         if shapes not in self._fitting and not self._fits(shapes):
-            given, planned = in_words(tensors_in_call(args, kwargs)), " and for ".join(self._plan.input_shapes)
+            given, planned = in_words(tensors), " and for ".join(self._plan.input_shapes)
             what = f"was given {given}, and the plan is for {planned}"
             if elements(shapes) > self._most and self._is_taken(what):
                 self._stop()
@@ -107,9 +113,15 @@ class PlanGuard:
         self._is_over, self._front.around = True, pass_on
 
     def _around(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if self._model.training and torch.is_grad_enabled():
-            self.look(args, kwargs)
-        return inner(*args, **kwargs)
+        if not (self._model.training and torch.is_grad_enabled()):
+            if self._calls.n_planned:
+                self._calls.see_between(self._model)
+            return inner(*args, **kwargs)
+        self.look(args, kwargs)
+        result = inner(*args, **kwargs)
+        if self._calls.n_planned:
+            self._calls.watch(result)
+        return result
 
     def _fits(self, shapes: Shapes) -> bool:
         """Return True if a call with these shapes is no larger than in the rehearsal."""
@@ -186,8 +198,8 @@ def more_state(
         nonlocal is_said
         model = reference()
         n_looks = looks.get(weakref.ref(optimizer), 0)
-        if model is None or is_said or n_looks == STATE_LOOKS:
-            return
+        if model is None or is_said or n_looks == STATE_LOOKS or isinstance(optimizer, torch.optim.LBFGS):
+            return  # of L-BFGS a note has said how its state grows
         looks[weakref.ref(optimizer)] = n_looks + 1
         mine = [o for look in looks if (o := look()) is not None and is_of(model, o)]
         if optimizer in mine and (more_bytes := state_bytes(mine, place_of(model)) - counted_bytes) > 0:

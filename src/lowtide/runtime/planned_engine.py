@@ -11,6 +11,7 @@ from lowtide.runtime import saved_values as values
 from lowtide.runtime.call_interceptor import CallInterceptor, interceptors_of
 from lowtide.runtime.call_shapes import elements, elements_in, shapes_in
 from lowtide.runtime.engine import Engine
+from lowtide.runtime.known_calls import KnownCalls
 from lowtide.runtime.plan_table import Actions, actions_for, with_like_blocks
 from lowtide.runtime.recipes import IMPLEMENTATIONS
 
@@ -70,8 +71,10 @@ class PlannedEngine(Engine):
         self.learning.is_possible = not self.packer.draws
         self.excluded_modules = frozenset(path for plan in plans for path in plan.excluded_modules)
         self.packer.ambiguous_addresses = frozenset(address for plan in plans for address in plan.ambiguous_addresses)
-        self.of_a_part: Callable[[tuple[Any, ...], dict[str, Any]], None] = lambda args, kwargs: None
-        """Function called with the arguments of a part of the model that a step calls directly."""
+        self.of_a_part: Callable[[tuple[Any, ...], dict[str, Any], nn.Module], None] = lambda args, kwargs, part: None
+        """Function called with the arguments of a part of the model that a step calls directly, and that part."""
+        self.calls = KnownCalls()
+        """The calls of rehearsed steps: a step with others runs under the plan with the smallest peak."""
         self._most = [most_elements(plan) for plan in plans]
         self._fit_plain = [elements_that_fit(plan) for plan in plans]
         """For each plan, the number of elements of calls that need no plan."""
@@ -84,16 +87,17 @@ class PlannedEngine(Engine):
 
     def choose(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
         """Return the index of the plan for the number of elements passed to a call; that of the fallback if the number
-        is larger than in all planned calls.
+        is larger than in all planned calls, or if the step is of a kind that was not rehearsed.
 
         A call with longer but fewer rows, as in batches assembled by tokens, need not have more elements.
         """
         if interceptor.module is not self.model:
-            self.of_a_part(args, kwargs)
+            self.of_a_part(args, kwargs, interceptor.module)
         if len(self.tables) > 1:
             n_elements = elements_in(args, kwargs)
             last = len(self.tables) - 1
-            fits = last if n_elements >= self._saves_most_from else min(bisect_left(self._most, n_elements), last)
+            saves_most = self.calls.is_unlike or n_elements >= self._saves_most_from
+            fits = last if saves_most else min(bisect_left(self._most, n_elements), last)
             self.saves_most = fits == last
             return fits
         return 0

@@ -23,12 +23,15 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 
-def static_bytes(model: nn.Module, batch: Any, optimizers: Iterable[Optimizer]) -> tuple[Static, frozenset[int]]:
+def static_bytes(
+    model: nn.Module, batch: Any, optimizers: Iterable[Optimizer], *, with_coming: bool = True
+) -> tuple[Static, frozenset[int]]:
     """Return the bytes on the model's device that belong to a step when it begins, and the addresses of all storages.
 
     Each storage counts once. Storages in host memory count as no bytes: a batch that the step itself moves to the
     device, and Adam's step counters. All tensors that the optimizers update count as parameters. Gradients include
-    DistributedDataParallel's buckets, also of other models: no Python object holds the buckets.
+    DistributedDataParallel's buckets, also of other models: no Python object holds the buckets. With `with_coming`, the
+    full history of L-BFGS counts.
     """
     optimizers, there = list(optimizers), place_of(model)
     # Without a process group no wrapper has buckets, and the search takes time.
@@ -58,7 +61,8 @@ def static_bytes(model: nn.Module, batch: Any, optimizers: Iterable[Optimizer]) 
     )
     state = add(state_of(optimizers))
     growing = [o for o in optimizers if isinstance(o, torch.optim.LBFGS)]
-    state += sum(add(histories.tensors_of(o)) + histories.missing_history_bytes(o) for o in growing)
+    state += sum(add(histories.tensors_of(o)) for o in growing)
+    state += sum(map(histories.missing_history_bytes, growing)) if with_coming else 0
     static = Static(parameters=parameters, gradients=gradients, optimizer=state, buffers=buffers, inputs=inputs)
     addresses.update(bucket.untyped_storage().data_ptr() for bucket in seen_buckets())
     return static, frozenset(addresses - {0})

@@ -16,20 +16,24 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
+import torch
+
 from lowtide.api.plan_attempts import over_budget
 from lowtide.errors import RehearsalError, StalePlan
 from lowtide.memory.device_budget import check_on_device, on_device
 from lowtide.memory.events import Busy
 from lowtide.profiler.online import PATIENCE
+from lowtide.runtime.call_arguments import tensors_in_call
 from lowtide.runtime.call_shapes import no_larger, shapes_in
 from lowtide.runtime.composite_model import name_of
 from lowtide.runtime.fingerprint import fingerprint, place_of
+from lowtide.runtime.known_calls import KnownCalls
 from lowtide.runtime.plan_messages import MEASURED
 from lowtide.script.alternating_models import PATIENCE as TURNS
 from lowtide.script.alternating_models import caller_has_other_optimizers
 from lowtide.script.compiled_checks import CompiledChecks
 from lowtide.script.fit_request import FitRequest, OnInfeasible
-from lowtide.script.model_plans import BegunStep, ModelPlans, first_line
+from lowtide.script.model_plans import FIT_SUCH, BegunStep, ModelPlans, first_line
 from lowtide.script.plan_monitor import Measured, MeasuredSteps, PlanMonitor
 from lowtide.script.rehearse_steps import StepRehearser
 from lowtide.script.replanning import DOES_MORE, Replanner
@@ -52,30 +56,6 @@ MOST_SHORT: Final = 3
 """Number of models with few steps after which no other model is planned: rehearsals would take much of the time."""
 MOST_INEXACT: Final = 0.02
 """Largest share of a predicted peak by which a step of the rehearsed kind may be above it."""
-FIT_SUCH: Final = "To plan for them, give such a step to lowtide.fit; or give a smaller budget"
-
-
-class _Calls:
-    """Numbers of calls of the model, in this step and in the rehearsed one."""
-
-    def __init__(self) -> None:
-        self.n = 0
-        """Number of calls in this step."""
-        self.n_planned = 0
-        """Number of calls in the rehearsed step."""
-        self.is_reported = False
-        """True once a step with more calls than the rehearsed one has been reported."""
-
-    def explain_excess(self) -> bool:
-        """Return True for the first step with more calls than planned, whose peak no other plan would lower."""
-        is_new = self.n > self.n_planned and not self.is_reported
-        self.is_reported |= is_new
-        return is_new
-
-    def in_words(self) -> str:
-        """Return the two numbers as a clause of a sentence."""
-        planned = "1 call" if self.n_planned == 1 else f"{self.n_planned} calls"
-        return f"this step has {self.n} calls of the model, and the plan is for steps with {planned}"
 
 
 class StepFitter(PlanMonitor):
@@ -108,9 +88,10 @@ class StepFitter(PlanMonitor):
         self._takes_turns, self._progress = takes_turns, progress
         self._stage = contextlib.ExitStack()
         """Progress stage of the work in this step, if it is shown."""
-        self._calls = _Calls()
         self._has_rehearsed_others = False
         """True once steps were rehearsed because one did more than the rehearsed ones."""
+        self._shows_ends = False
+        """True if a step ends with each update by an optimizer."""
         self._has_said_sizes = False
         """True once varying sizes have been reported."""
         self._held: Plan | None = None
@@ -118,7 +99,8 @@ class StepFitter(PlanMonitor):
 
     def _start_with(self, rehearsing: StepRehearser) -> None:
         """Start without a plan, for a model that is not known yet."""
-        self.plans = ModelPlans(self._request, rehearsing, self._in_force, self.repeats, self._say)
+        self._calls = KnownCalls()
+        self.plans = ModelPlans(self._request, rehearsing, self._in_force, self.repeats, self._calls, self._say)
         self._replanning = Replanner(self.plans, self._in_force, self._request.budget_for, self._say)
         self._n_waited = 0
         """Number of steps after the rehearsal in which other models that take turns were waited for."""
@@ -149,8 +131,11 @@ class StepFitter(PlanMonitor):
         super().on_step_begin(model, batch, optimizers)
         code = model if self.compiled is None else self.compiled  # a compiled model without a length has no truth value
         plans, step = self.plans, BegunStep(model, batch, optimizers, code)
-        self._calls.n = 1
+        self._calls.end_between()
+        self._calls.begin_step()
+        self._see_call(batch)
         plans.larger.has_optimizers = bool(optimizers)
+        self._shows_ends = bool(optimizers) and not any(isinstance(o, torch.optim.LBFGS) for o in optimizers)
         if plans.unplanned is not None:
             plans.rehearsing.on_stop()
             self.done = True
@@ -168,6 +153,12 @@ class StepFitter(PlanMonitor):
     def on_further_call(self, batch: Any) -> None:
         """Count a further call of the model in this step."""
         self._calls.n += 1
+        self._see_call(batch)
+
+    def _see_call(self, batch: Any) -> None:
+        """Learn the form of a call in a rehearsed step."""
+        if self.plans.plan is None or self.plans.later.is_rehearsing:
+            self._calls.see(None, tensors_in_call(*batch), *batch)
 
     def on_inner_call(self, called: Callable[..., Any], batch: Any) -> None:
         """Let the rehearsal see a call inside a step."""
@@ -223,7 +214,14 @@ class StepFitter(PlanMonitor):
             self.plans.checks.begin_step()
             with contextlib.suppress(Busy):  # another recording by the script is active, so a later step is measured
                 self._show(f"verifying the plan for {self.plans.name}", step.model)
-                self._open = Measured(step.model, step.batch, step.optimizers, applied, self._request.budget_for)
+                self._open = Measured(
+                    step.model,
+                    step.batch,
+                    step.optimizers,
+                    applied,
+                    self._request.budget_for,
+                    with_coming=self.plans.counts_coming,
+                )
             self._measured.is_planned = current == planned
         elif self._measured.n_others >= PATIENCE:
             self._keep(plan)
@@ -255,15 +253,22 @@ class StepFitter(PlanMonitor):
             self.done = True
         elif plans.later.is_rehearsing:
             if self._replanning.plan_changed(plans.plan, model):
-                self._calls.n_planned = self._calls.n
+                self._calls.end_rehearsal()
                 self._start_measuring()
         elif plans.later.is_measuring:
             step, self._open = self._open, None
-            self.done = self._replanning.judge(plans.plan, step)
+            if step is not None and self._calls.is_unlike and not plans.later.is_different:
+                plans.judge_unlike(step.peak_bytes())
+                plans.later.measured()
+                self.done = not plans.later.is_measuring
+            else:
+                self.done = self._replanning.judge(plans.plan, step)
         elif self._open is not None:
             step, self._open = self._open, None
             measured_bytes = step.peak_bytes()
-            if plans.checks.can_judge(plans.plan):
+            if self._calls.is_unlike:
+                plans.judge_unlike(measured_bytes)
+            elif plans.checks.can_judge(plans.plan):
                 self._judge(plans.plan, step, measured_bytes, model)
 
     def _plan_if_rehearsed(self, model: nn.Module) -> None:
@@ -273,7 +278,7 @@ class StepFitter(PlanMonitor):
         with self._may_go_on_plain():
             rehearsing.on_step_end(model)
         if not was_rehearsed:
-            self._calls.n_planned = self._calls.n
+            self._calls.end_rehearsal()
         if rehearsing.n_sizes > 1 and not self._has_said_sizes:
             self._has_said_sizes = True
             self._say(
@@ -423,12 +428,13 @@ class StepFitter(PlanMonitor):
         self._in_force.give_up()  # hooks may be changed in the next step
         self._request.is_for_next = True
         self._start_with(self._rehearsal_of_next())
-        self._calls, self._has_said_sizes, self.done = _Calls(), False, False
+        self._has_said_sizes, self.done = False, False
         self._start_measuring()
         self._say(NEXT_REHEARSED)
 
     def on_release(self) -> None:
         """Drop the references to the model; the plan stays in force."""
+        self._calls.detach(shows_ends=self._shows_ends)
         self.plans.release()
 
     def wants_more(self) -> bool:
@@ -437,6 +443,9 @@ class StepFitter(PlanMonitor):
         """
         plans = self.plans
         plans.later.n_updates += 1  # this runs in every step, so it makes few calls
+        self._calls.n_seen, self._calls.is_unlike = 0, False
+        if plans.unlike.open is not None:
+            plans.end_unlike()
         if plans.later.n_updates >= plans.later.counts_at:
             plans.later.count()
         if plans.later.n_updates < plans.later.due_at and not plans.larger.is_outgrown:
@@ -470,6 +479,7 @@ class StepFitter(PlanMonitor):
         """End the recording and the rehearsal of the current step; the plan stays in force."""
         super().on_stop()
         self._stage.close()
+        self.plans.unlike.leave()
         self.plans.rehearsing.on_stop()
 
     def remove_plan(self) -> None:

@@ -119,6 +119,10 @@ class LaterSteps:
         """Schedule a measurement or rehearsal right after the next update."""
         self.due_at = 0
 
+    def come_at(self, n_updates: int) -> None:
+        """Schedule a measurement after this number of updates, unless one comes before."""
+        self.due_at = min(self.due_at, n_updates)
+
     def end(self) -> None:
         """Measure no more steps, because another model is trained."""
         self.due_at = self.counts_at = inf

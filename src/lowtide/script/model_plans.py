@@ -19,6 +19,7 @@ from lowtide.api.compiled_fit import COMPILED_REPAIRS, as_measured
 from lowtide.api.differing_bits import REFUSED, with_kept
 from lowtide.api.plan_attempts import FORECAST_PEAK, REPAIRS, forecast_plan, more_in_memory, with_excess
 from lowtide.errors import Infeasible, LowtideError
+from lowtide.memory.lbfgs_history import coming_history
 from lowtide.planner import plan
 from lowtide.planner.planning import forecast_peak, smallest_plan
 from lowtide.profiler.compiled_bits import compiled_bits
@@ -26,12 +27,14 @@ from lowtide.profiler.other_memory import NOTEWORTHY
 from lowtide.profiler.training_step import NOT_RUN
 from lowtide.report.text_table import added_time, decisions, lever_lines, listed
 from lowtide.runtime.fingerprint import check_made_for, fingerprint, place_of
+from lowtide.runtime.live_optimizers import optimizers_of
 from lowtide.script.compiled_checks import CompiledChecks, addresses_with_other_bits, error_of_other_bits
 from lowtide.script.larger_batches import LargerBatches
 from lowtide.script.later_steps import LaterSteps
 from lowtide.script.post_plan_monitor import N_TIMED, N_UNTIMED
 from lowtide.script.rehearse_steps import StepRehearser
 from lowtide.script.run_verdict import NOT_COPIED, RunVerdict
+from lowtide.script.unlike_steps import UnlikeSteps
 from lowtide.units import format_bytes, format_change
 from lowtide.utils.progress import Stage
 
@@ -41,11 +44,13 @@ if TYPE_CHECKING:
 
     from lowtide.planner.records import Plan, Profile, Static
     from lowtide.runtime.guards import Changed
+    from lowtide.runtime.known_calls import KnownCalls
     from lowtide.script.fit_request import FitRequest
     from lowtide.script.plan_monitor import InForce, Repeats
     from lowtide.state.step_outcome import Outcome
 
 WHOLE_NEXT: Final = "That was inside compiled blocks: they are rehearsed again, to be replayed as a whole"
+FIT_SUCH: Final = "To plan for them, give such a step to lowtide.fit; or give a smaller budget"
 SMALLEST_FOR_LARGER: Final = "The plan with the smallest peak is in force for these batches"
 
 
@@ -72,8 +77,9 @@ class AppliedPlans(Applied):
         outgrown: Callable[[str], bool],
         changed: Changed,
         rehearsing: StepRehearser,
+        calls: KnownCalls,
     ) -> None:
-        super().__init__(model, plans, None, say, outgrown, changed)
+        super().__init__(model, plans, None, say, outgrown, changed, calls)
         self.rehearsing = rehearsing
         self.profile = rehearsing.profile
         """The profile that the plan for the largest batches was made from."""
@@ -88,9 +94,10 @@ class ModelPlans:
         rehearsing: StepRehearser,
         in_force: InForce,
         repeats: Repeats,
+        calls: KnownCalls,
         say: Callable[[str], None],
     ) -> None:
-        """Begin without a plan."""
+        """Begin without a plan; `calls` are those of the rehearsed steps."""
         self.name: str | None = None
         """The class of the model."""
         self.plan: Plan | None = None
@@ -104,6 +111,11 @@ class ModelPlans:
         self.rehearsing = rehearsing
         self.checks = CompiledChecks(say)
         self.larger, self.later = LargerBatches(), LaterSteps()
+        self.unlike = UnlikeSteps(calls, request.budget_for, say)
+        calls.noticed, calls.noticed_backward = self._on_unlike_call, self._on_unlike_backward
+        calls.begins_between, calls.ends_between = self._on_between_begin, self._on_between_end
+        self.counts_coming = True
+        """False if the plan does not count the part of L-BFGS's history that is to come."""
         self.preceding: Counter[str] = Counter()
         """Counts, by name, of models called between steps."""
         self.over: list[int] = []
@@ -129,14 +141,27 @@ class ModelPlans:
         Raises Infeasible if that is the reaction.
         """
         self._say(f"rehearsed {self.name} in {self.rehearsing.n_steps} steps")
+        self.rehearsing.tell_kinds(self.unlike.calls)
         budget = self._request.budget
         try:
             with Stage("planning"):
                 first = forecast_plan(profile, budget) if profile.graphs else plan(profile, budget)
         except Infeasible as why:
-            if not self._accepts_over(why, model):
-                return
             first = replace(smallest_plan(profile), budget_bytes=why.budget_bytes)
+            history_bytes, note = coming_history(optimizers_of(model))
+            if history_bytes and first.predicted.peak_bytes - history_bytes <= why.budget_bytes:
+                self.counts_coming = False
+                static = replace(profile.static, optimizer=profile.static.optimizer - history_bytes)
+                notes = tuple(each for each in profile.notes if each != note)
+                self.rehearsing.profile = profile = replace(profile, static=static, notes=notes)
+                first = replace(smallest_plan(profile), budget_bytes=why.budget_bytes)
+                room_bytes = why.budget_bytes - first.predicted.peak_bytes
+                self._say(
+                    f"{first_line(why)} The plan with the smallest peak is in force: it keeps the budget until the "
+                    f"history of L-BFGS has grown by {format_bytes(room_bytes)} of {format_bytes(history_bytes)}"
+                )
+            elif not self._accepts_over(why, model):
+                return
         self.plan = replace(first, budget_for=self._request.budget_for)
         self.announce(self.plan)
 
@@ -305,7 +330,8 @@ class ModelPlans:
             check_made_for(plan.fingerprint, model)
         if self._request.budget_for == "reserved":
             torch.cuda.empty_cache()  # returns segments of rehearsed steps to the device
-        applied = AppliedPlans(model, self.all, self._say, self._outgrown, self.changed, self.rehearsing)
+        told = self._say, self._outgrown, self.changed
+        applied = AppliedPlans(model, self.all, *told, self.rehearsing, self.unlike.calls)
         self._in_force.applied = applied
         self._repeats.guard(model, applied)
 
@@ -420,6 +446,50 @@ class ModelPlans:
         )
         self.larger.is_outgrown = True
         return True
+
+    def _on_unlike_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], what: str) -> None:
+        """Measure the first step of each kind whose calls are unlike those of the rehearsed steps."""
+        applied = self._in_force.held()
+        n_updates, with_coming = self.later.n_updates, self.counts_coming
+        self.unlike.begin(applied, model, (args, kwargs), what, n_updates=n_updates, with_coming=with_coming)
+        if self.unlike.are_many(self.later.n_updates):
+            self.changed("model", "is often called unlike in the rehearsed steps")
+
+    def _on_between_begin(self, model: nn.Module) -> None:
+        """Record memory between two steps."""
+        self.unlike.begin_between(self._in_force.held(), model, with_coming=self.counts_coming)
+
+    def _on_between_end(self, n_calls: int) -> None:
+        """Compare recorded memory between two steps with the budget."""
+        if self.plan is not None:
+            self.unlike.end_between(n_calls, self.plan.budget_bytes)
+
+    def _on_unlike_backward(self, what: str) -> None:
+        """Measure the next steps after one whose backward was unlike those of the measured steps."""
+        if self.plan is not None and self.later.can_rehearse(self.plan):
+            self.unlike.notice_backward(what, self.later)
+
+    def end_unlike(self) -> None:
+        """Judge the measured step, which is over."""
+        step, self.unlike.open = self.unlike.open, None
+        assert step is not None
+        self.judge_unlike(step.peak_bytes())
+
+    def judge_unlike(self, measured_bytes: int) -> None:
+        """Report the peak of a step whose calls are unlike those of the rehearsed steps."""
+        assert self.plan is not None
+        over_bytes = measured_bytes - self.plan.budget_bytes
+        if not self.unlike.is_most(measured_bytes):
+            return
+        if over_bytes <= 0:
+            self._say(f"measured {format_bytes(measured_bytes)} peak in such a step: within the budget")
+            return
+        self._say(
+            f"measured {format_bytes(measured_bytes)} peak in such a step, {format_bytes(over_bytes)} over the budget: "
+            f"no smaller plan is known for it. {FIT_SUCH}"
+        )
+        if self.verdict is not None:
+            self.verdict = replace(self.verdict, measured_peak_bytes=measured_bytes)
 
     def changed(self, kind: Literal["model", "step", "state"], what: str) -> bool:
         """Schedule a measurement because the model, a step or the optimizer state (`kind`) has changed, as `what` says.

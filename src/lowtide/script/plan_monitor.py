@@ -77,6 +77,10 @@ class InForce:
         if self.applied is not None:
             self._released, self.applied = weakref.ref(self.applied), None
 
+    def held(self) -> Applied | None:
+        """Return the plan in force, if its model is alive."""
+        return self.applied if self._released is None else self._released()
+
     def resume(self) -> Applied | None:
         """Refer to a released plan again, and return it; return None if it was freed with its model."""
         if self._released is not None and (applied := self._released()) is not None:
@@ -211,9 +215,13 @@ class Measured:
         budget_for: BudgetFor = "requested",
         *,
         is_checked: bool = True,
+        with_coming: bool = True,
     ) -> None:
-        """Begin to record; if `is_checked`, compare the tensors that backward reads with the saved ones, bit by bit."""
-        self._static, self._addresses = static_bytes(model, batch, optimizers)
+        """Begin to record; if `is_checked`, compare the tensors that backward reads with the saved ones, bit by bit.
+
+        With `with_coming`, state that L-BFGS will have counts.
+        """
+        self._static, self._addresses = static_bytes(model, batch, optimizers, with_coming=with_coming)
         self._model, self._n_with_new_buckets = model, n_with_new_buckets(model.modules())
         self._budget_for = budget_for
         self._stack = contextlib.ExitStack()

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from lowtide.planner.records import AppliedLever, Profile
     from lowtide.profiler.compiled_online import OnlineCompiledProfiler
     from lowtide.profiler.training_step import Kind
+    from lowtide.runtime.known_calls import KnownCalls
 
     TrialCall = tuple[Callable[..., Any], tuple[Any, Any]]
     """A function or module, and the arguments of one call of it."""
@@ -189,6 +190,13 @@ class StepRehearser(StepListener):
     def may_differ(self, *, creates_graph: bool) -> bool:
         """Return True if a step may differ from the rehearsed one only in backward; see `OnlineProfiler`."""
         return isinstance(self._observed, OnlineProfiler) and self._observed.may_differ(creates_graph=creates_graph)
+
+    def tell_kinds(self, calls: KnownCalls) -> None:
+        """Tell `calls` in what the backward passes of the rehearsed steps differed."""
+        if isinstance(self._observed, OnlineProfiler):
+            reads = {kind.reads for kind in self._observed.kinds}
+            calls.several_backwards |= len(reads) > 1
+            calls.builds_graphs |= any(graph for passes in reads for graph, _ in passes)
 
     @property
     def n_in_round(self) -> int:

@@ -85,7 +85,15 @@ class Replanner:
             applied = self._in_force.applied
             assert applied is not None
             with contextlib.suppress(Busy):
-                return Measured(step.model, step.batch, step.optimizers, applied, self._budget_for, is_checked=False)
+                return Measured(
+                    step.model,
+                    step.batch,
+                    step.optimizers,
+                    applied,
+                    self._budget_for,
+                    is_checked=False,
+                    with_coming=self._plans.counts_coming,
+                )
         return None
 
     def judge(self, plan: Plan, step: Measured | None) -> bool:
@@ -170,6 +178,7 @@ class Replanner:
         if plans.profile is None:
             return False
         plans.later.is_rehearsing = False
+        plans.rehearsing.tell_kinds(plans.unlike.calls)
         plans.plan = plans.plan_or_smallest(plans.profile, plan, SMALLEST_FROM_NOW)
         plans.smaller, plans.larger, plans.over = [], LargerBatches(), []
         plans.larger.has_optimizers = True

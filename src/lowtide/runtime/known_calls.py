@@ -1,0 +1,177 @@
+"""Calls of a model in rehearsed steps: a step of another kind is noticed at the first call that is unlike all of them.
+
+The form of a call tells kinds of steps apart that have batches of one size: a gradient penalty needs an input that
+requires a gradient, and flags switch parts of a model on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache, partial
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_REQUIRES_GRAD = attrgetter("requires_grad")
+
+MOST_FORMS: Final = 16
+"""Number of forms above which arguments are taken for data, as a caption is, and tell no kinds of steps apart."""
+
+MOST_BETWEEN: Final = 4096
+"""Number of calls between two steps after which their memory is no longer recorded, as in a long evaluation."""
+
+Form: TypeAlias = tuple[tuple[bool, ...], tuple[bool | str, ...]]
+"""For each tensor of a call, True if it requires a gradient; and the arguments that are flags or words."""
+
+
+class KnownCalls:
+    """The forms of the calls in rehearsed steps, and the largest number of calls in a step."""
+
+    def __init__(self) -> None:
+        """Begin without a rehearsed step: until `end_rehearsal` no call is unlike the others."""
+        self.n = 0
+        """Number of calls in this step, counted by the owner while steps are detected."""
+        self.n_planned = 0
+        """Largest number of calls in a rehearsed step; 0 until one has ended."""
+        self.n_seen = self._most_seen = 0
+        """Number of calls in this step that `see` was told of, and the largest one while steps were detected."""
+        self.is_unlike = False
+        """True from the first call on in a step that is unlike the rehearsed ones."""
+        self.are_detected = True
+        """True while steps are detected, and measured: calls in these may be learnt."""
+        self.noticed: Callable[[nn.Module, tuple[Any, ...], dict[str, Any], str], None] = lambda *_: None
+        """Function called with the model, the arguments and a description at the first unlike call of a step."""
+        self.noticed_backward: Callable[[str], None] = lambda what: None
+        """Function called with a description when a backward pass begins that is unlike those of measured steps."""
+        self.begins_between: Callable[[nn.Module], None] = lambda model: None
+        self.ends_between: Callable[[int], None] = lambda n: None
+        """Functions called in the second call of the model that does not train since a step, as in a rollout, and at
+        the next step with the number of such calls, or once they are `MOST_BETWEEN`.
+        """
+        self._n_between = 0
+        """Number of calls since the last step that do not train."""
+        self.several_backwards = self.builds_graphs = False
+        """True if rehearsed steps differed in what backward read; True if it built a graph itself in one of them."""
+        self._passes: set[tuple[int, bool]] = set()
+        """Numbers of the model's outputs at which backward passes have begun, each with True if it built a graph."""
+        self._begins = cache(partial(partial, self._pass_begins))
+        self._forms: set[Form] = set()
+        self._has_met = False
+        """True once `see` was told of a call that is like a rehearsed one."""
+        self._is_reported = False
+
+    def begin_step(self) -> None:
+        """Begin a step with its first call."""
+        self.n, self.n_seen, self.is_unlike, self.are_detected = 1, 0, False, True
+
+    def end_rehearsal(self) -> None:
+        """End a rehearsed step: plans are for steps with as many calls."""
+        self.n_planned = max(self.n_planned, self.n)
+
+    def detach(self, *, shows_ends: bool) -> None:
+        """Report calls unlike the rehearsed ones from now on, if updates show the ends of steps: none are detected."""
+        self.n_seen, self.are_detected = 0, False
+        if not shows_ends:
+            self.n_planned = 0
+
+    def see(
+        self,
+        model: nn.Module | None,
+        tensors: Iterable[Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        part: nn.Module | None = None,
+    ) -> None:
+        """Learn a call in a rehearsed step, without `model`; report another one that is the first unlike these in its
+        step. `tensors` are those of the arguments, and `part` is called in place of the model, if given.
+        """
+        flags = []
+        for value in (*args, *kwargs.values()):  # this runs in every step, so it makes few calls
+            if type(value) is bool or type(value) is str:
+                flags.append(value)
+        form = tuple(map(_REQUIRES_GRAD, tensors)), tuple(flags)
+        if model is None:
+            self._forms.add(form)
+            return
+        self.n_seen += 1
+        if self._n_between:
+            self.end_between()
+        is_known = form in self._forms or len(self._forms) > MOST_FORMS
+        if self.are_detected:
+            self._most_seen = max(self._most_seen, self.n_seen)
+            if not (is_known or self._has_met):  # the rehearsed calls were those of a wrapper
+                self._forms.add(form)
+                return
+        self._has_met |= is_known
+        too_many = not self.are_detected and self.n_seen > max(self._most_seen, self.n_planned)
+        if not self.is_unlike and (too_many or not is_known) and not _is_frozen(part):
+            self.is_unlike = True
+            self.noticed(model, args, kwargs, self._in_words(form, is_known=is_known))
+
+    def see_between(self, model: nn.Module) -> None:
+        """Count a call that does not train."""
+        self._n_between += 1
+        if self._n_between == 2:
+            self.begins_between(model)
+        elif self._n_between == MOST_BETWEEN:
+            self.ends_between(self._n_between)
+
+    def end_between(self) -> None:
+        """End the calls that do not train, because a step begins."""
+        n, self._n_between = self._n_between, 0
+        if 2 <= n < MOST_BETWEEN:
+            self.ends_between(n)
+
+    def watch(self, result: Any) -> None:
+        """Notice backward passes that begin at a tensor in the result of a call."""
+        if isinstance(result, Tensor):
+            outputs: Iterable[Any] = (result,)
+        elif isinstance(result, Mapping):
+            outputs = result.values()
+        else:
+            outputs = result if isinstance(result, tuple | list) else ()
+        for number, output in enumerate(outputs):
+            if isinstance(output, Tensor) and output.grad_fn is not None:
+                output.grad_fn.register_prehook(self._begins(number))
+
+    def _pass_begins(self, number: int, _: Any) -> None:
+        builds_graph = torch.is_grad_enabled()
+        key = number, builds_graph
+        if key in self._passes or self.is_unlike or not self.n_planned:
+            return
+        if self.are_detected or (self.builds_graphs if builds_graph else self.several_backwards):
+            self._passes.add(key)
+        elif builds_graph:
+            self.noticed_backward("backward builds a graph itself in this step (create_graph=True)")
+        else:
+            self.noticed_backward("backward begins at another output of the model in this step")
+
+    def explain_excess(self) -> bool:
+        """Return True once, for a step with more calls than planned: no other plan would bring its peak down."""
+        is_new = self.n > self.n_planned and not self._is_reported
+        self._is_reported |= is_new
+        return is_new
+
+    def in_words(self) -> str:
+        """Return the numbers of calls in this step and in the rehearsed ones as a clause of a sentence."""
+        planned = "1 call" if self.n_planned == 1 else f"{self.n_planned} calls"
+        return f"this step has {self.n} calls of the model, and the plan is for steps with {planned}"
+
+    def _in_words(self, form: Form, *, is_known: bool) -> str:
+        if is_known:
+            return f"this step has {self.n_seen} calls of the model"
+        grads, flags = form
+        if any(flags == known for _, known in self._forms):
+            which = "an argument that requires a gradient" if any(grads) else "arguments that require no gradient"
+            return f"this step calls the model with {which}"
+        return f"this step calls the model with {', '.join(map(repr, flags)) or 'other arguments'}"
+
+
+def _is_frozen(part: nn.Module | None) -> bool:
+    """Return True for a part without trained parameters: the calls of rehearsed steps that are learnt leave it out."""
+    return part is not None and not any(p.requires_grad for p in part.parameters())
