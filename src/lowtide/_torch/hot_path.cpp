@@ -77,7 +77,7 @@ bool is_none(PyObject* it) { return it == nullptr || it == Py_None; }
 NAMES(DECLARE)
 #define LENT(X)                                                                                                       \
   X(Value) X(Handle) X(Recompute) X(observed) X(materialize) X(make_in_python) X(changed_in_place) X(lay_out)         \
-  X(set_version) X(signed_constant) X(in_slot) X(is_any_autocast) X(unpack_in_python) X(strided) X(keys) X(noted_key)   \
+  X(set_version) X(signed_constant) X(in_slot) X(unpack_in_python) X(strided) X(keys) X(noted_key)   \
   X(raw_saved) X(StopReplay) X(saved) X(unpack) X(Parameter) X(aliases) X(overwritten) X(writes)
 #define DECLARE_LENT(name) PyObject* lent_##name;
 LENT(DECLARE_LENT)
@@ -208,7 +208,7 @@ void fill(
     }
   }
 }
-PyObject* no_sites;  // an empty frozenset
+PyObject *no_sites, *no_constants;  // an empty frozenset and an empty dict, which nothing adds to
 int recompute_init(Recompute* self, PyObject* args, PyObject*) {
   PyObject *recipe, *operands, *places, *constants, *stride, *captured_sites = no_sites;
   if (!PyArg_ParseTuple(args, "OOOOO|O", &recipe, &operands, &places, &constants, &stride, &captured_sites)) return -1;
@@ -291,9 +291,14 @@ Ref list_of(const std::vector<PyObject*>& items) {
   return made;
 }
 
+bool is_any_autocast() {
+  for (c10::DeviceType type : at::autocast::_AUTOCAST_SUPPORTED_DEVICES)
+    if (at::autocast::is_autocast_enabled(type)) return true;
+  return false;
+}
+
 Ref run_recipe(Recompute* self, Value* value) {
-  bool is_common = !PyTuple_GET_SIZE(self->sharded) && !is_observed() && !at::GradMode::is_enabled();
-  if (is_common) is_common = call(lent_is_any_autocast, {}).it == Py_False;
+  bool is_common = !PyTuple_GET_SIZE(self->sharded) && !is_observed() && !at::GradMode::is_enabled() && !is_any_autocast();
   Py_ssize_t count = PyTuple_GET_SIZE(self->operands);
   for (Py_ssize_t n = 0; is_common && n < count; ++n) {
     PyObject* each = PyTuple_GET_ITEM(self->operands, n);
@@ -344,7 +349,7 @@ Ref run_recipe(Recompute* self, Value* value) {
     arguments.clear();
   }
   Ref function = attribute(self->recipe, s_function);
-  Ref made = checked(PyObject_VectorcallDict(function.it, arguments.data(), arguments.size(), constants.it));
+  Ref made = checked(PyObject_VectorcallDict(function.it, arguments.data(), arguments.size(), PyDict_GET_SIZE(constants.it) ? constants.it : nullptr));
   if (PyTuple_Check(made.it)) made = borrowed(PyTuple_GET_ITEM(made.it, value->output));
   if (!is_none(self->stride)) {
     const at::Tensor& tensor = unwrapped(made.it);
@@ -589,7 +594,8 @@ Ref follow(
     if (!python_node) python_node = checked(torch::autograd::functionToPyObject(owner));
     return python_node.it;
   };
-  Ref constants = checked(PyDict_New());
+  bool has_constants = PyTuple_GET_SIZE(recorded) || PyTuple_GET_SIZE(numbers) || column(LOOKS_UP) == Py_True;
+  Ref constants = has_constants ? checked(PyDict_New()) : borrowed(no_constants);
   for (Py_ssize_t n = 0; n < PyTuple_GET_SIZE(recorded); ++n) {
     PyObject* pair = PyTuple_GET_ITEM(recorded, n);
     Ref constant = attribute(as_object(), PyTuple_GET_ITEM(pair, 1));
@@ -1092,6 +1098,7 @@ PyMODINIT_FUNC PyInit_lowtide_hot_path() {
 #define INTERN(name) s_##name = PyUnicode_InternFromString(#name);
   NAMES(INTERN)
   no_sites = PyFrozenSet_New(nullptr);
+  no_constants = PyDict_New();
   handle_type.tp_methods = handle_methods;
   for (PyTypeObject* type : {&pack_type, &replay_pack_type}) {
     type->tp_vectorcall_offset = offsetof(Pack, vectorcall);

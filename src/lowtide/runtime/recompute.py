@@ -250,5 +250,4 @@ if values.native is not None:
         make_in_python=Recompute.make,
         lay_out=lay_out,
         set_version=set_version,
-        is_any_autocast=any_autocast,
     )
