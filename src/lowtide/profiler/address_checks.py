@@ -1,4 +1,5 @@
-"""Assign one node to each address, because a decision about an address holds for every call of the model in a step.
+"""Choose one autograd node for each address (module call and ordinal of a saved tensor), because a decision about an
+address holds for every call of the model in a step.
 
 Where a model is called again on its own output (a recurrence, a rollout), the tensors saved at one address may come
 from different nodes, or from none. A plan decides about the node with the larger tensors; other tensors are kept.
@@ -16,7 +17,8 @@ OTHER_NODE = "in another call of the model, the tensor saved there is of another
 
 
 def refuse_other_nodes(values: list[ValueDraft], slots: Collection[SlotDraft]) -> None:
-    """Refuse recomputes of values whose node is not the main node at their address, the one with the most bytes.
+    """At each address, refuse recomputes of values from any node but the main one, whose values have the most bytes
+    there.
 
     If a tensor at an address is computed from overwritten memory in some call, all recomputes there are refused.
     """
@@ -38,6 +40,6 @@ def refuse_other_nodes(values: list[ValueDraft], slots: Collection[SlotDraft]) -
 
 
 def nodes_at(values: list[ValueDraft], slots: Iterable[SlotDraft]) -> dict[str, str]:
-    """Return, for each address, the node that recomputes the tensors saved there."""
+    """Return, for each address, the name of the autograd node whose recipe recomputes the tensors saved there."""
     names = {index: draft.node for index, draft in enumerate(values) if draft.recipe is not None}
     return names_at(((slot.address, slot.value) for slot in slots), names)

@@ -23,7 +23,7 @@ from lowtide.runtime.recipes import RECIPES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedStep:
-    """A traced step, with the drafts of its audit."""
+    """A traced step: its recording, the slots kept and calls replayed in it, and the drafts that an audit filled in."""
 
     drafts: StepDrafts
     kept: set[int]
@@ -184,8 +184,9 @@ class _Records:
         return (*storages, *(self._state(self._values[i]) for i in self._states))
 
     def _state(self, draft: ValueDraft) -> Storage:
-        """Return the storage of state, such as RNG state, that is held from the start of its call on, but only if a
-        recompute or replay needs the state.
+        """Return the storage of state, such as RNG state, that a call holds for recomputes and replays.
+
+        It takes no memory by itself: plans that need the state hold it from the call's start on.
         """
         assert draft.state_of is not None
         at = self.position(self._index.enter[draft.state_of])
@@ -255,7 +256,7 @@ class _Records:
         return (*saved, *inputs, *states)
 
     def calls(self, first_level: Sequence[int]) -> tuple[Call, ...]:
-        """Return the module calls. `first_level` has the bytes at the beginning of each position."""
+        """Return the module calls. `first_level` has, for each position, the bytes in memory at its beginning."""
         index = self._index
         return tuple(
             Call(
@@ -281,7 +282,7 @@ class _Records:
 
 
 def _one_storage_a_value(index: TraceIndex, slots: list[SlotDraft]) -> None:
-    """Map each slot whose tensor is a copy of a recomputed value to the block of that value's first slot.
+    """In `index`, move each slot that saved a copy of a recomputed value to the block of the value's first slot.
 
     Graphs that backward creates save such copies. Under a plan that keeps the value, these slots save the kept memory.
     """
@@ -293,7 +294,9 @@ def _one_storage_a_value(index: TraceIndex, slots: list[SlotDraft]) -> None:
 
 
 def set_transient_bytes(values: Iterable[ValueDraft], stream: EventStream) -> None:
-    """Fill in the bytes that each audited recipe allocated beyond its result, from the marks around its run."""
+    """Set `transient_bytes` of each audited recipe: the bytes that it allocated beyond its result, between the marks
+    around its run.
+    """
     peaks = {ended.run: n_bytes for ended, n_bytes in peak_between(stream, RecomputeStarted, RecomputeEnded)}
     for draft in values:
         if draft.spent is not None and draft.recipe is not None:
@@ -302,7 +305,7 @@ def set_transient_bytes(values: Iterable[ValueDraft], stream: EventStream) -> No
 
 
 def _upstream_first(step: StepDrafts) -> list[ValueDraft]:
-    """Return the values, each after its operands; renumber the values of slots, inputs and calls accordingly."""
+    """Return the values sorted so that operands come first; adapt the indices of values in slots and calls."""
     values, slots, calls = step.values, step.slots, step.calls
     place: dict[int, int] = {}
 
@@ -326,7 +329,10 @@ def _upstream_first(step: StepDrafts) -> list[ValueDraft]:
 
 
 def _even_out(values: list[ValueDraft], calls: list[CallDraft], groups: dict[int, str]) -> None:
-    """Give equal work one time, the least that was measured, so that plans do not follow the noise of single runs."""
+    """Set the times of drafts with equal work to the least time measured among them, so that plans do not follow noise.
+
+    `groups` names the group of each call that has equals, as `_groups` returns it.
+    """
     alike: dict[object, list[ValueDraft | CallDraft]] = {}
     for value in values:
         if value.recipe is not None:
@@ -347,8 +353,8 @@ def _even_out(values: list[ValueDraft], calls: list[CallDraft], groups: dict[int
 
 
 def _groups(values: list[ValueDraft], step: StepDrafts) -> dict[int, str]:
-    """Group calls that save the same kinds of tensors, of the same sizes, in the same order; groups have two calls or
-    more.
+    """Map the index of each inner call to the name of its group, if other calls of its class save tensors of the same
+    kinds and sizes in the same order. Calls without an equal are left out.
     """
     keys: dict[int, str] = {}
     for k, call in enumerate(step.calls):

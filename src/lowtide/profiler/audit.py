@@ -189,7 +189,10 @@ class Audit(SavedTensorPacker, Observer):
             self.checkpointed.by_torch[scope.path] += 1
 
     def _release(self) -> None:
-        """Release all tensors when backward begins or the step is over."""
+        """Refuse recomputes and replays that read overwritten tensors, and release all tensors that the audit holds.
+
+        Called when backward begins, or when the step is over.
+        """
         self._replays.withdraw_overwritten()
         self._recomputes.begin_backward()
 

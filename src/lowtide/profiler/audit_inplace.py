@@ -1,4 +1,5 @@
-"""Audit of gradients in place (`runtime/inplace_gradients.py`): each is written in place once and compared bit by bit.
+"""Audit of in-place gradients: write each gradient over the incoming gradient once, and compare it bit by bit with the
+result of torch's kernel (`runtime/inplace_gradients.py`).
 
 Torch's kernel runs first, and backward continues with its result. Then the incoming gradient, which has no reader left,
 is written over; if the in-place result has other bits, no gradient of such nodes is in a plan.
@@ -121,8 +122,10 @@ def _same_tensor(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def with_their_own(groups: Sequence[InPlaceGroup], levels: MemoryLevels) -> tuple[int, ...]:
-    """Return the most bytes at each position as if the gradients of `groups`, which the traced step wrote in place, had
-    memory of their own.
+    """Return the peak bytes in `levels` at each position, raised to what they would be if the gradients of `groups`
+    were not written in place.
+
+    The traced step wrote these gradients in place; without that, torch's kernels allocate memory for each.
     """
     most = list(levels.most)
     for position, level, key in levels.written:

@@ -77,7 +77,9 @@ class AuditedStep(StepDrafts):
         return len(self.values) - 1
 
     def add_slot(self, slot: SlotDraft, handle: Handle, value: Value, view: Geometry | None) -> None:
-        """Add the slot of a saved tensor. The tensor is the view `view` of `value`, and `handle` refers to it."""
+        """Add the slot of a saved tensor to the drafts: the tensor is the view `view` of `value`, and `handle` refers
+        to it.
+        """
         self.held[len(self.slots)], self.slot_of[handle] = (value, view), len(self.slots)
         self.saved.add(slot.value)
         self.slots.append(slot)
@@ -92,8 +94,8 @@ class AuditedStep(StepDrafts):
         return self.index.get(value) in self.saved
 
     def only_given(self, index: int) -> bool:
-        """Return True if the value, or a value from which it is computed, is held only as a call's argument, because no
-        slot has saved it so far.
+        """Return True if only a call's argument holds the value at `index`, or an operand that its recompute needs: no
+        slot has saved that tensor so far.
         """
         draft = self.values[index]
         if index in self.saved or draft.captured_number is not None:
@@ -101,7 +103,7 @@ class AuditedStep(StepDrafts):
         return draft.recipe is None or draft.own_strides or any(map(self.only_given, draft.operands))
 
     def is_captured_elsewhere(self, sites: Iterable[CaptureSite]) -> bool:
-        """Return True if any of `sites` is in another call than the innermost call in progress."""
+        """Return True if an operand was captured at one of `sites` outside the innermost call in progress."""
         return any(site.call != self.open_calls[-1].draft.id for site in sites)
 
     @property

@@ -102,6 +102,9 @@ def labels(stream: EventStream, trace: LabelledTrace) -> dict[int, Label]:
 def _labelled(
     category: Category, addresses: Iterable[int], at: Mapping[int, Allocate], known: Mapping[int, Label]
 ) -> dict[int, Label]:
-    """Return labels of one category for the blocks at `addresses` that have no label yet."""
+    """Return labels of `category` for the blocks at `addresses` that have no label in `known`.
+
+    `at` has the live blocks by address.
+    """
     blocks = {at[where].block for where in addresses if where in at}
     return dict.fromkeys(blocks - known.keys(), Label(category))

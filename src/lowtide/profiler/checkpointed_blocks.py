@@ -40,10 +40,10 @@ class CheckpointedCalls:
 
 
 def can_do_without(model: nn.Module) -> bool:
-    """Return True if it is safe for the process to run a step that saves every tensor.
+    """Return True if a step of the model without its checkpoints can't end the process by running out of memory.
 
-    Running out of memory on a CPU may end the process; with repeated blocks a frugal audit needs no more memory than
-    checkpointing does.
+    Running out of memory on a CPU may end the process. If the model has repeated blocks, a frugal audit needs no more
+    memory than checkpointing does.
     """
     return place_of(model).type != "cpu" or bool(repeated_blocks(model))
 

@@ -46,9 +46,10 @@ def scheduled_calls(
 ) -> EventStream | None:
     """Record a forward and backward pass of `call` with the arguments in `batch`, with marks at calls of compiled code.
 
-    Meant for code without kernels, which computes zeros. Returns None if the model raises, as it may at zeros. Outputs
-    are released before backward, except as many of each size in bytes as `held` counts: a real step, for example,
-    releases logits after their last use, so that backward frees them once it has read them.
+    Called while inductor generates code without kernels, which allocates memory as usual and computes zeros. Returns
+    None if the model raises, as it may at zeros. Outputs are released before backward, except as many of each size in
+    bytes as `held` counts: a real step, for example, releases logits after their last use, so that backward frees them
+    once it has read them.
     """
     step = _step_of(model, call, held)
     try:

@@ -59,7 +59,9 @@ class _Recorded:
 
     @property
     def rank(self) -> tuple[int, bool]:
-        """Sort key by which the step to plan for is chosen."""
+        """Sort key of recorded steps: elements of the batch, then True if nothing was compiled. The largest is planned
+        for.
+        """
         return elements(shapes_in(self.size.batch)), self.is_clean
 
 
@@ -190,7 +192,7 @@ class OnlineCompiledProfiler:
             self._set_profile(may_wait=False)
 
     def peak_with(self, record: Callable[[Counter[int]], EventStream | None]) -> int | None:
-        """Return the peak that the profiled step would have if its compiled calls allocated memory as `record` records.
+        """Return the profiled step's peak in bytes, if its compiled calls allocated the memory that `record` finds.
 
         `record` takes the number of blocks of each size in bytes that the step holds after the calls, and returns a
         recording of the calls alone, or None. Without such a recording the result is None.

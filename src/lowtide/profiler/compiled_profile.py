@@ -76,7 +76,9 @@ def assembled(graphs: Sequence[JointSlots], stream: EventStream, step_ms: float)
 
 
 def _named(graphs: Sequence[JointSlots]) -> list[JointSlots]:
-    """Return `graphs`, with the graph's name in all addresses of a graph that shares an address with another graph."""
+    """Return `graphs` with unambiguous addresses: a graph that shares an address with another one gets its hash added
+    to all of its addresses.
+    """
     of_key: dict[str, set[str]] = {}
     for graph in graphs:
         of_key.setdefault(graph.joint.key, set()).update(slot.address for slot in graph.slots)
@@ -96,7 +98,9 @@ def _sends(node: JointNode) -> bool:
 
 @dataclass(slots=True)
 class _GraphCall:
-    """One call of a joint graph: its forward, and its backward if it ran, as first and last event in the stream."""
+    """One call of a joint graph: the first and last events, in the stream, of its forward and, if that ran, its
+    backward.
+    """
 
     graph: int
     forward: tuple[int, int]
@@ -162,7 +166,7 @@ def held_after_calls(stream: EventStream) -> Counter[int]:
 
 
 def _allocated_inside(stream: EventStream) -> set[int]:
-    """Return the blocks that compiled calls allocated."""
+    """Return the numbers of the blocks that compiled calls allocated."""
     events = (event for _, enter, leave in _spans(stream) for event in stream.events[enter:leave])
     return {event.block for event in events if type(event) is Allocate}
 
@@ -173,9 +177,10 @@ def _frees_of_others(events: Sequence[Event], own: Collection[int]) -> Iterator[
 
 
 def _with_frees(events: Sequence[Event], own: Collection[int], freed: Counter[int]) -> Iterator[Event]:
-    """Yield the events of a compiled call, in which as many blocks of other code are freed as `freed` counts by size.
+    """Yield the `events` of a compiled call, changed to free as many blocks of other code as `freed` counts by size.
 
-    `own` has the blocks that compiled calls allocated.
+    Further frees of such blocks are left out, and missing ones added at the end. `own` has the blocks that compiled
+    calls allocated.
     """
     for event in events:
         if type(event) is Free and event.block not in own:
@@ -187,7 +192,8 @@ def _with_frees(events: Sequence[Event], own: Collection[int], freed: Counter[in
 
 
 def _spans(stream: EventStream) -> list[tuple[object, int, int]]:
-    """Return, for each compiled call in order: graph, direction and sizes; its first event; the event after its last.
+    """Return, for each compiled call in order: the tuple of its graph's number, direction and sizes; the index of its
+    first event; the index after its last event.
 
     Graphs are numbered by their first calls in the stream, because other graphs may have run before the recording.
     """
@@ -246,7 +252,11 @@ class _Graph:
 
 
 def _explained(joint: JointGraph, half: GraphHalf, events: Sequence[Event]) -> dict[int, int]:
-    """Return the `unmodelled` bytes of half a graph, by node, if they explain the half's recorded peak; else zeros."""
+    """Return the `unmodelled` bytes of half a graph, by node; zeros unless they explain the recorded peak.
+
+    They explain it if the recorded peak is clearly above the modelled one, and not below the modelled one with these
+    bytes added.
+    """
     more_bytes = unmodelled(joint, half, events)
     recorded_bytes = max(accumulate(map(bytes_added, events)), default=0)
     with_more_bytes = max(map(sum, zip(half.levels, more_bytes.values(), strict=True)))
@@ -256,7 +266,8 @@ def _explained(joint: JointGraph, half: GraphHalf, events: Sequence[Event]) -> d
 
 
 def _with_more(half: GraphHalf, more_bytes: dict[int, int]) -> list[int]:
-    """Return the bytes at each position of half a graph, with the unmodelled bytes in `more_bytes`.
+    """Return the bytes in memory at each position of half a graph, with the unmodelled bytes `more_bytes` (by value)
+    added.
 
     A value that is not in `more_bytes` gets the unmodelled bytes of the value before it.
     """

@@ -97,7 +97,9 @@ def rehearse_compiled(
 
 
 def on_parts_only(model: nn.Module) -> tuple[str, ...]:
-    """Return a note on containers of torch whose `.compile()` leaves a part of their layers to eager mode, if any."""
+    """Return a note for each of torch's own classes, such as `nn.Sequential`, whose modules in `model` were compiled by
+    `.compile()` only in part: it leaves layers of torch's own in eager mode.
+    """
     names = {type(module).__name__: None for module in model.modules() if compiles_parts_only(module)}
     return tuple(
         f"{name}.compile() compiles only the modules of other classes than torch's own that are in the {name}, and "

@@ -39,7 +39,10 @@ class _Step:
         return self.inside.get(index, [])
 
     def looks(self, index: int | None) -> tuple[int, list[str]]:
-        """Return the number of tensors that a call saved itself, and the paths of the calls directly inside it."""
+        """Return how many tensors the call at `index` saved itself, and the paths of the calls directly inside it.
+
+        None stands for the code around the model's outermost calls, which saves nothing.
+        """
         n_saved = 0 if index is None else self.calls[index].n_saved
         return n_saved, [self.calls[child].path for child in self.calls_in(index)]
 

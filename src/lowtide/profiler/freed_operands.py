@@ -48,8 +48,10 @@ def reject_unavailable(values: list[ValueDraft], slots: list[SlotDraft], trace: 
 
 
 def _claims(values: list[ValueDraft], saved: dict[int, list[int]]) -> dict[int, set[int]]:
-    """Map each captured operand (one that autograd does not record) to the slots that are recomputed from it. The first
-    slot holds the operand.
+    """Map each captured operand (one that autograd does not record) to the slots whose recomputes read it.
+
+    The first slot that is packed captures the operand; later slots find it only while an earlier one holds it. `saved`
+    has the slots of each saved value.
     """
     claims: dict[int, set[int]] = {}
     for index, slots in saved.items():

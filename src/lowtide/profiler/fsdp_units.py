@@ -194,8 +194,8 @@ def refuse_ungathered(step: StepDrafts, homes: FsdpScopes) -> None:
 
 
 def _upstream(index: int, values: Sequence[ValueDraft], home: Collection[int], held: Collection[int]) -> set[int]:
-    """Return the values computed in units that a recompute of value `index` may compute: that value, and operands
-    upstream that are not held.
+    """Return the values of `home` that a recompute of the value `index` computes: that value, and operands upstream of
+    it that are not in `held`. `home` has the values that are computed inside units.
     """
     reached: set[int] = set()
     pending = [index]

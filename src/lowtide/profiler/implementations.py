@@ -49,10 +49,10 @@ class ImplementationTrials:
         self.by_value.setdefault(value, {})[name] = run
 
     def choose(self, values: list[ValueDraft]) -> dict[str, str]:
-        """Choose an implementation for each kind of node, and set the costs of those that are not the first in
-        `values`.
+        """Choose the fastest implementation for each kind of node, and return each choice other than the first
+        implementation, by kind.
 
-        Returns these implementations by kind of node.
+        The drafts in `values` get the costs and operands of these implementations.
         """
         chosen: dict[str, str] = {}
         for kind in dict.fromkeys(self.kinds.values()):

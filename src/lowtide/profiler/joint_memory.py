@@ -84,7 +84,9 @@ def backward_half(
 def scratch_of(
     joint: JointGraph, torchs_own: Recomputed, recorded: tuple[Sequence[Event], Sequence[Event]]
 ) -> dict[int, int]:
-    """Return, by node, the scratch memory of products of 16-bit values, which are summed in 32 bits.
+    """Return, by node, the bytes of scratch memory of extern kernels on 16-bit values, which sum in 32 bits.
+
+    An operator is left out if its recorded allocations are not as many as its nodes.
 
     Args:
         joint: The graph.
@@ -118,7 +120,8 @@ def _transients(events: Sequence[Event]) -> Iterator[Allocate]:
 
 
 def unmodelled(joint: JointGraph, half: GraphHalf, events: Sequence[Event]) -> dict[int, int]:
-    """Return the recorded bytes that no written value accounts for, by the value computed at that time; -1 for the end.
+    """Return the recorded bytes that no written value accounts for: those in memory when each value of the half is
+    computed, by value, and those at the half's end, under -1.
 
     Such bytes belong to copies of arguments, and to values that inductor writes because many calls read them.
     Allocations are matched with written values in order: a match has equal size, and both are freed within the half, or
@@ -181,7 +184,11 @@ def _backward_order(joint: JointGraph, again: Collection[int]) -> list[int]:
 
 
 def _fused_reads(joint: JointGraph, value: int, inside: Collection[int], is_written: Collection[int]) -> set[int]:
-    """Return the values in memory that the fused kernel of `value` reads, except parameters; empty if it is extern."""
+    """Return the values in memory that the fused kernel of `value` reads, except parameters; empty for an extern
+    kernel.
+
+    `inside` has the values that this half of the graph computes, `is_written` those that it writes to memory.
+    """
     nodes, fused, pending, reads = joint.nodes, {value}, [value], set[int]()
     while pending and nodes[value].kind != "extern":
         for arg in nodes[pending.pop()].args:
@@ -357,7 +364,9 @@ def _half(
 
 
 def _allocating(joint: JointGraph, value: int, inside: Collection[int]) -> int:
-    """Return the node whose call allocates a written value; all results of one call are allocated together."""
+    """Return the node whose call allocates a written value. All results of an extern kernel, each selected by a
+    `getitem` node, are allocated in its call.
+    """
     nodes = joint.nodes
     source = nodes[value].args[0] if nodes[value].target == "getitem" else value
     return source if source in inside and nodes[source].kind == "extern" else value

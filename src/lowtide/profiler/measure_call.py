@@ -37,7 +37,7 @@ SHORT_MS = 20.0
 def attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
     """Return the FLOPs of attention's two matrix products.
 
-    Torch's formula refuses keys of fewer heads than queries before 2.13.
+    Replaces torch's formula, which before torch 2.13 refuses keys with fewer heads than the queries.
     """
     return 2 * query.shape[:-1].numel() * key.shape[-2] * (query.shape[-1] + value.shape[-1])
 
@@ -70,7 +70,7 @@ class Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class Meter:
-    """Time and FLOPs of trial runs: of each run of a recipe, and of calls that are run again."""
+    """Measurement of trial runs, in time and FLOPs: of each run of a recipe, and of module calls that run again."""
 
     def __init__(self, mark: Callable[[str, object], None], place: torch.device) -> None:
         """Measure on the device `place`; `mark` marks each run of a recipe in the recording."""
@@ -110,7 +110,7 @@ class Meter:
         )
 
     def of(self, maker: Recompute) -> ValueDraft:
-        """Return the measured cost of a recompute."""
+        """Return the draft that holds the costs measured for the recompute `maker`, which has run."""
         return self._runs[self._last[maker]]
 
     def forget(self) -> None:

@@ -119,9 +119,9 @@ def _add(values: list[ValueDraft], read: PartialRead) -> int:
 
 
 def _refuse(values: list[ValueDraft], lost: list[int], held: Collection[int]) -> None:
-    """Refuse recomputes that need a value in `lost`: values that are neither held nor computable as intermediates.
+    """Refuse recomputes that read a value in `lost`, directly or through intermediates that no slot holds.
 
-    `held` has the values that slots hold.
+    Values in `lost` are no longer held, and can't be computed as intermediates. `held` has the values that slots hold.
     """
     for index in lost:  # grows while it runs
         for place, draft in enumerate(values):

@@ -68,9 +68,9 @@ def with_margin(profile: Profile, model: nn.Module, updates: Updates, batch: Any
 
 
 def peaks_with_all_blocks(measured: Callable[[], int]) -> list[int]:
-    """Return the peaks of a step whose random numbers are all high and of one where all are low: one runs every block.
+    """Return a step's peaks in bytes with all random numbers high, and with all low; one of the two runs every block.
 
-    `measured` runs a step and returns its peak.
+    `measured` runs a step and returns its peak. A run that raises, except for lack of memory, adds no peak.
     """
     peaks = []
     for share in (HIGH, LOW):

@@ -135,9 +135,10 @@ def _fixed(
 
 
 def _is_in_sampler(frame: FrameType) -> bool:
-    """Return True if a sampler of Python's module `random` draws, such as normalvariate, which may reject the number.
+    """Return True if a function of Python's module `random`, such as normalvariate, draws the number, and may reject
+    it.
 
-    Weighted choices are none: they follow from the number.
+    `random.choices` is no such function, because it uses each number as drawn.
     """
     callers = itertools.dropwhile(lambda caller: module_name(caller) == replace_function.__module__, frames_from(frame))
     samplers = itertools.takewhile(lambda caller: module_name(caller) == random.__name__, callers)
@@ -159,7 +160,7 @@ def _even(share: float, numbers: float, a: float, b: float) -> float:
 
 
 def _whole(share: float, numbers: int, a: int, b: int) -> int:
-    """Replace a result of random.randint: `b` itself is possible."""
+    """Replace a result of random.randint by the largest possible integer, `b`, if `share` is above 0.5, else by `a`."""
     return _in_range(share, numbers, a, b + 1)
 
 

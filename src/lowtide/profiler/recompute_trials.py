@@ -235,7 +235,11 @@ class RecomputeTrials:
             register(node, output, value)
 
     def _compare(self, known: Value, value: Value, base: Tensor) -> None:
-        """Recompute `value`, compare it with `base`, and record the outcome and cost in the draft of `known`."""
+        """Run the recompute of `value`, compare the result with the original tensor `base`, and record outcome and
+        cost.
+
+        They go into the draft of `known`, which stands for the same tensor in the drafts.
+        """
         step, maker = self.step, value.maker
         index, draft = step.index[known], step.draft(known)
         assert isinstance(maker, Recompute)

@@ -77,10 +77,10 @@ class Rehearsal:
         return len(self._orders) > 1
 
     def vary(self) -> None:
-        """Run a step that draws from Python or NumPy with other random numbers, until it calls other modules.
+        """Find out if the step's work is random: run it with other random numbers, until a run calls other modules.
 
-        Numbers from Python and NumPy mostly decide what runs, and the runs so far may have called the same modules by
-        chance.
+        Nothing runs unless the step draws from Python or NumPy: these numbers mostly decide what runs, and the runs so
+        far may have called the same modules by chance.
         """
         if self.is_random or not self._draws_on_host:
             return

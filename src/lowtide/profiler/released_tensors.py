@@ -37,7 +37,10 @@ class FreedValues:
         return value in self._values
 
     def add(self, value: Value, maker: Recomputation | None) -> None:
-        """Free a value that `maker` recomputes. Without a `maker`, nothing needs the value unless it is given back."""
+        """Free the tensor of `value`, which `maker` recomputes when it is read.
+
+        Without a `maker`, nothing can recompute the value: it can be read only once `give_back` has set its tensor.
+        """
         value.tensor, value.maker = None, maker
         self._values.add(value)
 
@@ -127,9 +130,10 @@ class FreedValues:
         )
 
     def has_room_for(self, value: Value, maker: Recompute) -> bool:
-        """Return True if a recompute in backward fits into the memory that the plain step's saved tensors take.
+        """Return True if a trial of `maker` in backward fits into the memory that the plain step's saved tensors take.
 
-        The gradient that is about to be computed is as large as the value; the operands come on top.
+        The value and the operands count if they have been freed. The trial's result does not count, because the
+        gradient that backward computes next is as large.
         """
         needed = {value, *(handle.value for handle in maker.operands if handle is not None)}
         step = self._step

@@ -40,10 +40,11 @@ class AuditedBlocks:
         """
 
     def is_freed(self, module: nn.Module, *, in_call: int) -> bool:
-        """Return True if the audit frees the saved tensors of a call of `module`, inside the model's call `in_call`.
+        """Return True if the audit frees the tensors that a call of `module` saves, in order to save memory.
 
-        A module with children that is called again, such as a layer that a model uses several times, counts as a
-        repeated block. Each call must be asked about once.
+        A frugal audit does so for the blocks in `freed`, and for a module with children that was already called during
+        the same call of the model, such as a layer used several times. `in_call` is the index of the model's call. Ask
+        exactly once for each call of `module`, when it begins: the answer counts earlier questions as calls.
         """
         call = in_call, id(module)
         is_called_again = call in self._called
@@ -102,7 +103,7 @@ def freed_blocks(model: nn.Module) -> frozenset[nn.Module]:
     """Find the modules whose saved tensors a frugal audit frees; none is inside another.
 
     These are the repeated blocks, and modules with children in which the search finds no block. A module without
-    repeated blocks counts as a whole, without a search, if it has siblings with children and at most a third of the
+    repeated blocks is one block, and is not searched, if it has siblings with children and at most a third of the
     model's modules. Blocks with TorchScript are left out, because its first run saves different tensors than later
     runs.
     """

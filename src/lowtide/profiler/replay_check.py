@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 class Witness:
     """Checksums of saved tensors, with which recomputed tensors are compared.
 
-    By `mark`, allocations for the checksums are left out of the recording.
+    Calls of `mark` enclose the allocations for checksums, so that they do not count in the recording.
     """
 
     def __init__(self, mark: Callable[[str, object], None]) -> None:

@@ -64,7 +64,9 @@ class ReplayTrials:
         """Tensors that a replay of each call would read, with the versions that it needs."""
 
     def begin(self, opened: OpenCall, frame: ReplayFrame) -> None:
-        """Record the state at the beginning of a call that may be replayed, by `frame`."""
+        """Prepare the trial of a call that may be replayed, by its `frame`: record the state that the call could
+        change, and decide if its saved tensors will be freed.
+        """
         module, step = frame.interceptor.module, self._step
         is_block = self._blocks.is_freed(module, in_call=step.open_calls[0].index)
         opened.frame, opened.is_freed = frame, is_block and not step.is_in_freed_block

@@ -36,7 +36,10 @@ def resized(step: StepDrafts, traced: Sequence[int]) -> StepDrafts:
 
 
 def _of_values(step: StepDrafts, growth: Sequence[Fraction]) -> dict[int, Fraction]:
-    """Return each value's growth: the largest of the slots that hold it, else of the values computed from it."""
+    """Return the factor by which each value grows: the largest factor in `growth` among the slots that hold the value.
+
+    A value in no slot grows like the values computed from it, by the largest of their factors.
+    """
     saved: dict[int, Fraction] = {}
     for slot, by in zip(step.slots, growth, strict=True):
         saved[slot.value] = max(by, saved.get(slot.value, by))

@@ -55,7 +55,11 @@ class StepKinds:
         return next((step for step in audited if kinds and step.kind.calls == kinds[-n].calls), None)
 
     def _with_most_calls(self, form: str, kinds: list[Kind]) -> AuditedTrainingStep | None:
-        """Return the audited step of `kinds` with most calls; None if further steps are to be audited."""
+        """Return the audited step with most module calls, among the steps of `kinds`.
+
+        Return None if too few steps have run to choose one, or if none of these kinds was audited: then steps are
+        audited.
+        """
         if len(kinds) < N_DRAWS and not (len(kinds) > 1 and len({*kinds}) == 1):
             return None
         calls = {kind.calls for kind in kinds}
@@ -104,9 +108,11 @@ class StepKinds:
         return max(rounds, default=1)
 
     def is_early(self, form: str, kind: Kind) -> bool:
-        """Return True if steps of this kind came only among the first steps, as many as there are kinds with its calls.
+        """Return True if this kind has come only in the first steps, so that its recorded steps may lack optimizer
+        state.
 
-        Optimizers may have had no state then for parameters that only steps of the other kinds update.
+        Another kind with the same module calls may update further parameters, whose state is created then. The first
+        steps are as many as there are such kinds; after N_DRAWS steps in all, no kind counts as early.
         """
         kinds = self._kinds[form]
         n_alike = len({other for other in kinds if other.calls == kind.calls})

@@ -159,11 +159,13 @@ class _IndexBuilder:
 
 
 def lifetimes_without_trace(index: TraceIndex, slots: list[SlotDraft], kept: set[int], replayed: set[int]) -> None:
-    """Set the end of memory blocks that only the trace kept alive to the event that would free them without the trace.
+    """Set the end of each memory block that only the trace kept alive (`index.freed_at`) to the event at which a step
+    without the trace would free the block.
 
-    References from outside the rehearsal are checked only at marks. If the last call with the block as an argument
-    ended between two marks, the block is assumed to end then. A block that backward passes on, such as the indices of a
-    sparse gradient, ends when the last reference to it is dropped.
+    The trace looks for references from elsewhere only when it adds a mark, so it knows the last mark with such
+    references and the first mark without. If the last module call that used the block ended between these two marks,
+    the block ends with that call, else at the second mark. Blocks that outlive backward, such as the indices of a
+    sparse gradient, keep their recorded end.
     """
     over = max(index.release.values(), default=0)
     after_backward = min(
@@ -189,7 +191,7 @@ def lifetimes_without_trace(index: TraceIndex, slots: list[SlotDraft], kept: set
 
 @dataclass(frozen=True, slots=True)
 class MemoryLevels:
-    """Bytes outside storages and recomputed copies, for each position."""
+    """Bytes in memory at each position, except in blocks of storages (which slots hold) and in recomputed copies."""
 
     most: tuple[int, ...]
     """Largest level within each position."""
@@ -202,7 +204,10 @@ class MemoryLevels:
 
 
 def memory_levels(stream: EventStream, cuts: list[int], storages: set[int], index: TraceIndex) -> MemoryLevels:
-    """Return the bytes outside `storages` and recomputed copies, for the positions that begin at the events `cuts`."""
+    """Return the bytes in memory, except in the blocks `storages` and in recomputed copies, for each position.
+
+    `cuts` has the event with which each position begins.
+    """
     in_place = {i: (node, n_bytes) for i, node, n_bytes in index.in_place}
     written = []
     level = gradients = 0

@@ -67,8 +67,8 @@ class Update:
         return cls(names, made_bytes, Timeline(recorder.stream).peak_bytes, updates.untried)
 
     def counted(self, profile: Profile) -> Profile:
-        """Return `profile` with the memory of the update: the optimizer state counts from the step's beginning on, and
-        the update comes after the step.
+        """Return `profile` with the memory of the update added: optimizer state from the step's beginning on, and
+        gradients and temporary memory at the last position, because the update comes after the step.
         """
         base, most_bytes = list(profile.base_bytes), max(profile.gradient_bytes) + self.transient_bytes
         level, in_place = base[-1], []
@@ -92,7 +92,8 @@ class Update:
 
 
 class Updates:
-    """Optimizers of a model in rehearsed steps. Optimizers that the step itself does not call are stepped after it.
+    """Runner of rehearsed steps, each followed by the updates of optimizers that the step itself does not call.
+
     Used inside a `StepSnapshot`, which undoes the updates.
     """
 
