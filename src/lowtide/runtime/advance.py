@@ -22,7 +22,9 @@ if TYPE_CHECKING:
 
 
 class Advance:
-    """Recompute of a call's result, the only one that needs a gradient, by running the call's forward again."""
+    """Recompute of a module call's result, its only returned tensor that needs a gradient, by running the call's
+    forward again.
+    """
 
     __slots__ = ("_frame", "_view", "operands")
 
@@ -35,8 +37,8 @@ class Advance:
     def make(self, value: Value) -> Tensor:
         """Run the call's forward and return its result, which is stored in `value` if an unread handle needs it.
 
-        Raises ReplayMismatch if the call returns something else, RuntimeError if an argument, parameter or buffer has
-        changed.
+        Raises ReplayMismatch if the second run does not return exactly one tensor that needs a gradient, RuntimeError
+        if an argument, parameter or buffer has changed.
         """
         with one_at_a_time:
             if value.tensor is not None:  # another thread has recomputed it in the meantime
@@ -68,9 +70,9 @@ def result_of(returned: Any) -> Tensor | None:
 
 
 def result_node(frame: ReplayFrame, returned: Any) -> tuple[Tensor, Tensor, Node, int] | None:
-    """Return the result of the call of `frame`, its base, and the base's node and output number.
+    """Find the result of the call of `frame` in `returned`; return it, its base, and the base's node and output number.
 
-    None if the result is an argument of the call.
+    Returns None if there is no single result that needs a gradient, or if the result is an argument of the call.
     """
     tensor = result_of(returned)
     if tensor is None:
@@ -85,11 +87,11 @@ def result_node(frame: ReplayFrame, returned: Any) -> tuple[Tensor, Tensor, Node
 
 
 def left_to_advance(frame: ReplayFrame, returned: Any, *, replayed: bool) -> Value | None:
-    """Return the value of the result of `frame`'s call, to be recomputed by running the call's forward again.
+    """Return a value for the result of `frame`'s call, with a maker that runs the call's forward again.
 
-    None if that is impossible, or if the result's value is kept or recomputed in another way. The caller holds the
-    value until the readers of the result have handles. `replayed` is True if the operands of `frame` are already
-    claimed for its replay.
+    `returned` is what the call has returned. Returns None if that is impossible, or if the result's value is kept or
+    recomputed in another way. The caller holds the value until the readers of the result have handles. `replayed` is
+    True if the operands of `frame` are already claimed for its replay.
     """
     result = result_node(frame, returned)
     if result is None:

@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 def added_to_scores(node: Node, name: str) -> tuple[CaptureSite, Value] | None:
-    """Return the site and value of attention's additive mask if `node` adds it to the scores as operand `name`; else
-    None.
+    """Return attention's additive mask (the site where it was captured, and a value for it) if `node` adds that mask to
+    the scores as its operand `name`; else None.
     """
     attention = here.attention
     if attention is None or (node.name(), name) != ("AddBackward0", "other"):

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
 
 
 def tensors_in(tree: Any) -> list[Tensor]:
-    """Return the tensors in a batch or a step's result: in nested lists, tuples, mappings and objects' attributes."""
+    """Return the tensors in a batch or a step's result, also those inside nested lists, tuples, mappings and
+    objects.
+    """
     tensors: list[Tensor] = []
     visited: dict[int, Any] = {}
     pending = tree_leaves(tree)[::-1]
@@ -47,6 +49,8 @@ def with_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def in_words(tensors: Iterable[Tensor]) -> str:
-    """Format shapes and dtypes: `[8, 1024] int64, [8, 1024] bool`; for a nested tensor, that of all its rows."""
+    """Format the tensors' shapes and dtypes: `[8, 1024] int64, [8, 1024] bool`. A nested tensor has the shape of all
+    its rows joined.
+    """
     whole = (t.values() if t.is_nested else t for t in tensors)
     return ", ".join(f"{list(t.shape)} {str(t.dtype).removeprefix('torch.')}" for t in whole)

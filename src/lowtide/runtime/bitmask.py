@@ -78,7 +78,9 @@ def _is_positive(flat: Tensor) -> Tensor:
 
 
 def room_for_bits(tensor: Tensor) -> Tensor:
-    """Allocate one bit for each element of `tensor`. Raises TooSmall if that gains nothing."""
+    """Return an uninitialized tensor of bytes, with one bit for each element of `tensor`. Raises TooSmall if `tensor`
+    is so small that packing it would save hardly any memory.
+    """
     if tensor.nbytes < LEAST_BYTES:
         raise TooSmall("too small to gain anything")
     return torch.empty(-(-tensor.numel() // 8), dtype=torch.uint8, device=tensor.device)
@@ -96,10 +98,10 @@ def is_whole(tensor: Tensor) -> bool:
 
 
 def fill(bits: Tensor, mask: Tensor) -> int:
-    """Set in `bits` the bit of each element of `mask` that is not zero; return the value of these elements, with its
-    bits read as an integer.
+    """Set the bits in `bits` that belong to nonzero elements of `mask`, which all have one value; return that value.
 
-    Raises CannotRecompute if the values differ, or if all elements of a numeric mask are zero.
+    The value is returned as the integer that has the same bits; for a boolean mask, 1. Raises CannotRecompute if the
+    nonzero elements differ, or if all elements of a numeric mask are zero.
     """
     flat, number = mask.as_strided((mask.numel(),), (1,)), 0
     if mask.dtype is torch.bool:
@@ -129,7 +131,7 @@ def _read(tensor: Tensor) -> NDArray[Any]:
 
 
 def _first_number(part: NDArray[Any]) -> int:
-    """Return the first element that is not 0; 0 if there is none."""
+    """Return the first element of `part` that is not 0; 0 if there is none."""
     return int(part[(part != 0).argmax()])
 
 

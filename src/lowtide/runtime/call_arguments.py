@@ -99,7 +99,9 @@ class Arguments:
         return value if value is not None and value.version == base._version else None
 
     def close(self) -> None:
-        """Record the end of the call: of tensors in key-value caches that it did not replace, keep only the shape."""
+        """Record the end of the call: keep only the shape of each tensor in a key-value cache that the call did not
+        replace.
+        """
         self._values.clear()  # new tensors may reuse the ids of freed ones
         for cached in self._cached:
             cached.close()
@@ -143,7 +145,10 @@ class _Inputs:
         self.rebuilt: dict[int, Any] = {}
 
     def filled(self, key: int, new: Any, fill: Callable[[Any], object]) -> Any:
-        """Return `new`, registered under `key` before `fill` adds its contents, which may refer back to it."""
+        """Call `fill(new)`, which adds the contents of `new`, and return `new`.
+
+        `new` is registered under `key` first, because its contents may refer back to it.
+        """
         self.rebuilt[key] = new
         fill(new)
         return new

@@ -83,8 +83,10 @@ class MutableState:
         self.written = self.known = None
 
     def overwritten(self, tensor: Tensor, version: int) -> Overwritten:
-        """Return the error of a call that can't be run again, because `tensor`, which it read at `version`, was written
-        to since. No call of the module is run again from then on.
+        """Return the error for a call that can't be run again, because `tensor` was written to after the call read it
+        at `version`.
+
+        Also mark the module, so that none of its calls is run again from then on.
         """
         self.is_overwritten = True
         kind = type(self.modules[0])
@@ -214,8 +216,8 @@ class CallContext:
         return name
 
     def copy(self, storages: set[int], copy_of: Callable[[Tensor], Tensor]) -> bool:
-        """Copy the tensors that the call reads in `storages`, which are about to be written to; return True if there
-        are any.
+        """Copy, by `copy_of`, those tensors in `storages` that the call reads, before they are written to; return True
+        if there are any.
         """
         is_copied = self.uncopied.copy(storages, copy_of)
         return self.attributes.copy(storages, copy_of) or is_copied
@@ -241,7 +243,7 @@ class CallContext:
         return sum(tensor.nbytes for tensor in self.tensors if not on_gpu or tensor.device.type != "cpu")
 
     def expose_uncopied(self) -> None:
-        """From now on compare the contents of uncopied tensors that code may write to without a new version."""
+        """Begin to compare the contents of those uncopied tensors that code may write to without a new version."""
         known, n_exposures = self.known or self.mutable_state.known, exposed_memory.n_exposures
         if known is None or known.places is not self.uncopied.places:
             self.uncopied.expose(exposed_memory.is_exposed)
@@ -283,9 +285,9 @@ class CallContext:
     def _restore_uncopied(self) -> None:
         """Restore the call's parameters and buffers if other tensors have taken their places (as in `functional_call`).
 
-        A parameter that was changed in place since is replaced by a tensor that raises on use. An optimizer that steps
-        inside backward changes only parameters that backward has finished with; a later replay stops before it reads
-        these parameters, or must not run. Raises Overwritten for a buffer that was changed.
+        A parameter that was changed in place since is replaced by a tensor that raises on use, because a replay may
+        stop before it uses that parameter, as after an optimizer that steps inside backward. Raises Overwritten for a
+        buffer that was changed.
         """
         uncopied = self.uncopied
         for (table, name, tensor), version in zip(uncopied.places, uncopied.versions, strict=True):
@@ -311,7 +313,7 @@ class CallContext:
 
 
 class StateAtCall:
-    """Context manager that restores the state at the start of a call, and at the block's end the present state.
+    """Context manager under which the state is as at the start of a call; its end brings the previous state back.
 
     Inside the block no hooks of modules run except those in `acting`.
     """
@@ -375,8 +377,10 @@ def _buffers(modules: tuple[nn.Module, ...]) -> Iterator[tuple[nn.Module, str, T
 
 
 def _equal(buffer: Tensor, content: Tensor) -> bool:
-    """Return True if a buffer still has this content, compared because native batch norm and `.data` write without a
-    new version. A fake tensor, or one that is not plain, counts as unchanged.
+    """Return True if the elements of `buffer` equal those of `content`, an earlier copy.
+
+    Elements are compared because native batch norm and `.data` write without a new version. A fake tensor, or a tensor
+    that is not plain, counts as unchanged.
     """
     if is_fake(buffer) or not is_plain(buffer):
         return True

@@ -73,8 +73,8 @@ class CallInterceptor:
         return f"{self.path} ({type(self.module).__name__})" if self.path else type(self.module).__name__
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return None, so that copies and pickles of a module have no interceptor, even if its class copies all
-        attributes.
+        """Return a constructor of None, so that copies and pickles of a module have no interceptor, even if its class
+        copies all attributes.
         """
         return type(None), ()
 
@@ -132,7 +132,7 @@ class CallInterceptor:
 
 
 class OuterInterceptor:
-    """Handler of a module's calls from outside, in its CALL attribute before any `CallInterceptor`.
+    """Handler of all calls of a module, installed in its attribute CALL in front of any `CallInterceptor`.
 
     `around(inner, args, kwargs)` is called instead of the module. It may call `inner(*args, **kwargs)`, the module
     under its plan, any number of times.
@@ -152,7 +152,7 @@ class OuterInterceptor:
         self._own_calls = intercept_calls([module])
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Return None: copies and pickles do not contain the handler."""
+        """Return a constructor of None, so that copies and pickles of a module do not contain the handler."""
         return type(None), ()
 
     def remove(self) -> None:
@@ -265,8 +265,9 @@ class InterceptorsInside:
 
 
 def _used(front: Callable[..., Any] | None, module: nn.Module) -> Callable[..., Any] | None:
-    """Return `front`, the object in CALL of `module`; None if `front` compiles nothing, because a call of it would make
-    torch compile Lowtide's own code.
+    """Return `front`, the object in CALL of `module`, or None if `front` is `torch.compile`'s but compiles nothing.
+
+    Calling such a `front` would make torch compile Lowtide's own code.
     """
     return None if compiles_nothing(front, module) else front
 
@@ -282,7 +283,9 @@ def outside_capture(compiled: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def pass_on(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Call `inner` and do nothing else."""
+    """Return the result of `inner(*args, **kwargs)`. As the `around` of an `OuterInterceptor`, this function changes
+    nothing.
+    """
     return inner(*args, **kwargs)
 
 

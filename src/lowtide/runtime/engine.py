@@ -88,7 +88,8 @@ class Engine:
         return False
 
     def decide_further(self, interceptor: CallInterceptor, plan: int, number: int) -> Actions:
-        """Return decisions for call `number` of a module, which is not planned: those for its last planned call.
+        """Return the decisions for call `number` of a module if the plan has none for that call: those for its last
+        planned call.
 
         Such a call occurs if a step calls the module more often than the first step under the plan did. A message
         reports it.
@@ -119,8 +120,10 @@ class Engine:
         return False
 
     def begin(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call from outside the model, of the model or a part of it; under a plan if a training backward may
-        follow.
+        """Run a call of the model, or of a part of it, that is not inside another call of the model; return the call's
+        result.
+
+        The call runs under a plan if a training backward may follow, and otherwise as without a plan.
         """
         if not torch.is_grad_enabled() or in_backward():
             with without_overrides():  # a call inside backward, where a torch.utils.checkpoint recomputes

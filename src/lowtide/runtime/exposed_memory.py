@@ -77,7 +77,8 @@ def note_array() -> None:
 def is_exposed(tensor: Tensor) -> bool:
     """Return True if code may write to the tensor through an array, or through a tensor that `.data` returned.
 
-    torch 2.13: the storage of a tensor is not resizable once an array of it was made, or if it was made from one.
+    Arrays are recognized by a storage that can't be resized: in torch 2.13, that is so once an array of the storage was
+    made, or if the storage was made from one.
     """
     try:
         storage = tensor.untyped_storage()
@@ -89,8 +90,8 @@ def is_exposed(tensor: Tensor) -> bool:
 
 
 def _sum_of(tensor: Tensor) -> Any:
-    """Return a checksum of the tensor's memory: on a GPU a tensor, so that the host need not wait; 0 if the memory
-    can't be read.
+    """Return a checksum of the tensor's memory; 0 if the memory can't be read. On a GPU the checksum is a tensor, so
+    that the host need not wait.
     """
     if not tensor.numel() or is_fake(tensor) or tensor.is_meta or not is_plain(tensor):
         return 0

@@ -56,7 +56,7 @@ def differences_from(made: Fingerprint, current: Fingerprint) -> tuple[str, ...]
 
 
 def model_signature(model: nn.Module) -> str:
-    """Return the model's class, a hash, and the number of compiled modules.
+    """Return a text with the model's class, a hash, and the number of compiled modules, if any.
 
     The hash covers the modules' paths and classes, which of them are compiled, and the parameters' names, shapes,
     dtypes and `requires_grad`.

@@ -77,7 +77,7 @@ NO_INTERCEPTORS: frozenset[CallInterceptor] = frozenset()
 
 
 class CallHandler(Protocol):
-    """Receiver of module calls: the forward pass, or a replay in progress."""
+    """Receiver of the module calls that interceptors report, such as a forward pass or a replay in progress."""
 
     @property
     def idle(self) -> frozenset[CallInterceptor]:
@@ -250,7 +250,7 @@ class ForwardPass:
             self.is_capturing = False
 
     def site_of_numbers(self) -> CaptureSite:
-        """Return the capture site that all numbers captured in the call in progress share."""
+        """Return the capture site of the call in progress, which all numbers captured in the call share."""
         scope = self.scope
         assert scope is not None
         if scope.site is None:
@@ -331,8 +331,10 @@ class ForwardPass:
         return change is None
 
     def argument(self, scope: CallScope, places: Iterator[int], outer: ReplayFrame | None, tensor: Tensor) -> Handle:
-        """Return a handle on a tensor argument of a call that will be replayed, as if the replayed call around it,
-        `outer`, had saved the tensor.
+        """Return a handle on `tensor`, an argument of the call of `scope`, which will be replayed.
+
+        `places` yields the arguments' ordinals. If the call is inside another replayed call, with the frame `outer`,
+        the argument counts as a saved tensor of that outer call.
         """
         if outer is not None:
             outer.count += 1
@@ -369,8 +371,10 @@ paused = _Paused()
 
 @contextlib.contextmanager
 def pausing(pack: Callable[[Tensor], Any] | None) -> Iterator[None]:
-    """Set `paused.pack` inside the block. With a pack hook there, plans on inner models do nothing: their saved tensors
-    belong to the outer plan, whose hook it is.
+    """Set `paused.pack` to `pack` inside the block, in this thread.
+
+    While `paused.pack` is a pack hook, plans on inner models do nothing: their saved tensors belong to the outer plan,
+    which owns the hook.
     """
     before, paused.pack = paused.pack, pack
     try:

@@ -184,10 +184,12 @@ STATE_LOOKS = 2
 def more_state(
     model: nn.Module, plan: Plan, say: Callable[[str], None], is_taken: Callable[[], bool] = lambda: False
 ) -> RemovableHandle:
-    """Warn once if optimizers of the model have more state after an update than the plan counts.
+    """Warn once, through `say`, if optimizers of the model have more bytes of state after an update than the plan
+    counts.
 
-    `is_taken` returns True if another plan is made when it is needed. torch holds `is_taken` while the model is alive,
-    so it must not refer to the model. The returned handle removes the hook that checks the state.
+    `is_taken` is called for such a warning, and returns True if a new plan will be made when one is needed. torch holds
+    `is_taken` while the model is alive, so it must not refer to the model. The returned handle removes the hook that
+    checks the state.
     """
     reference, counted_bytes = weakref.ref(model), plan.plain.parts.get("optimizer", 0)
     looks: dict[weakref.ref[Optimizer], int] = {}  # a WeakKeyDictionary takes a call of a Python function to look into

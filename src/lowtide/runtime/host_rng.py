@@ -92,7 +92,10 @@ def numpy_state() -> Any:
 
 
 def set_numpy_state(state: Any) -> None:
-    """Set a state that `numpy_state` returned, and remember it: memory does not show if it caches a normal number."""
+    """Set NumPy's generator to `state`, which `numpy_state` returned, and remember `state`.
+
+    It is remembered because the generator's memory does not show whether the state caches a normal number.
+    """
     global _of_numpy
     np.random.set_state(state)
     _of_numpy = _memory(), state
@@ -114,7 +117,9 @@ def _memory() -> bytes | None:
 
 
 def memory() -> tuple[Any, ...] | None:
-    """Return an object that compares equal until Python's or NumPy's generator draws a number; None if unknown."""
+    """Return an object that compares equal until Python's or NumPy's generator draws a number; None if a draw could go
+    unnoticed.
+    """
     generator, numpys = _numpys
     if _PYTHONS_MEMORY is None or numpys is None or _of_numpy[1][_HAS_NORMAL]:
         return None

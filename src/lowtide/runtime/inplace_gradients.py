@@ -93,7 +93,10 @@ class InPlacePermission(Removable):
         return node in self.least and n_bytes >= self.least[node]
 
     def of_all(self, least: Mapping[str, int]) -> None:
-        """Allow writes in each later backward pass of any model. `least` is the smallest gradient in bytes, by node."""
+        """Allow writes in each later backward pass of any model.
+
+        `least` maps the names of autograd nodes to the size in bytes of the smallest gradient that is written over.
+        """
         self.least, self._is_for_all = least, True
         _register_wanted()
         if least:
@@ -102,9 +105,10 @@ class InPlacePermission(Removable):
 
     @contextlib.contextmanager
     def of_run(self, least: Mapping[str, int]) -> Iterator[list[Any]]:
-        """Allow writes in one backward pass: that of the output which the block appends to the yielded list.
+        """Allow writes in the backward pass of one run of a model. The block runs the model, and appends its output to
+        the yielded list.
 
-        `least` is the smallest gradient in bytes that is written over, by node.
+        `least` maps the names of autograd nodes to the size in bytes of the smallest gradient that is written over.
         """
         if least is not self.least:
             self.least = least
@@ -146,7 +150,9 @@ class InPlacePermission(Removable):
             del self._graphs[:1], self._unseen[:1]
 
     def run(self, operator: Operator, own: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Return the operator's result, written over its first argument. `own` is torch's kernel."""
+        """Run `operator`, whose own kernel is `own`, so that its result is written over its first argument; return the
+        result.
+        """
         self._has_written = True
         if self._on_write is not None:
             self._on_write(operator.node, args[0].numel() * args[0].element_size())
@@ -249,9 +255,9 @@ def _backward(
 
 @never_compiled
 def _awaiting() -> list[InPlacePermission]:
-    """Return the permissions that await a backward pass which begins now; none inside another backward pass.
+    """Return the permissions that apply to a backward pass which begins now; none inside another backward pass.
 
-    If no permission does, the wrapper of torch's entry into backward is removed.
+    If no permission applies, the wrapper of torch's entry into backward is removed.
     """
     global _stop_attending
     if in_backward():
@@ -396,7 +402,7 @@ _COUNTS: dict[str, Mapping[str, tuple[int, ...]]] = {}
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Trial:
-    """A trial node, and the reference counts that its operator received."""
+    """Node of a trial backward, and the reference counts of the gradient in each call of the node's operator."""
 
     node: Node
     counts: list[tuple[int, ...]] = field(default_factory=list)
@@ -406,7 +412,8 @@ _trial: _Trial | None = None
 
 
 def available(device: str) -> Mapping[str, tuple[int, ...]]:
-    """Return the nodes that can write in place on this device type with this torch, and their reference counts.
+    """Return the names of the nodes that can write in place on this device type with this torch. Each name is mapped to
+    the reference counts of a gradient that nothing else refers to.
 
     Each node is tried once per process: the node must call its kernel, and the counts must differ if other code refers
     to the gradient. Device types other than those in `DEVICES`, as in an estimated step, have no such nodes.
@@ -436,7 +443,8 @@ def available(device: str) -> Mapping[str, tuple[int, ...]]:
 
 
 def _tried(operator: Operator, device: str, *, shared: bool) -> tuple[int, ...] | None:
-    """Run a trial backward; return the gradient's reference counts when the operator's node calls the operator.
+    """Run a small backward pass, and return the gradient's reference counts when the operator's node calls the
+    operator.
 
     With `shared`, other code refers to the gradient. Returns None if the node does not call the operator exactly once.
     """

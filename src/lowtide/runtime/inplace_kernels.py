@@ -61,9 +61,10 @@ def _detached(gradient: Tensor) -> Tensor:
 
 
 def _pieces(gradient: Tensor, n_groups: int) -> list[slice]:
-    """Return slices of `n_groups` groups of channels, each about a sixteenth, such that sums keep their order.
+    """Return slices that divide `n_groups` groups of channels into pieces of about a sixteenth of them.
 
-    If channels are adjacent in memory, a CPU sums a vector of channels at a time, so a slice has whole vectors.
+    Each sum over a piece has the same order of additions as over the whole gradient. If channels are adjacent in
+    memory, a CPU sums a vector of channels at a time, so a slice has whole vectors.
     """
     step = -(-n_groups // 16)
     if gradient.stride(1) == 1:
@@ -77,16 +78,20 @@ def _pieces(gradient: Tensor, n_groups: int) -> list[slice]:
 
 
 def has_pieces(args: Sequence[Any], groups: int) -> bool:
-    """Return True if the operator needs less memory in pieces, of which three copies exist at a time, than at once.
+    """Return True if the operator needs less memory in pieces than at once: three copies of a piece exist at a time.
 
-    The last of `args` selects the outputs. Returns False if the input's gradient is not selected, because nothing
-    upstream is trained.
+    `args` are the operator's arguments; the last one selects the outputs. Returns False if the input's gradient is not
+    selected, because nothing upstream is trained.
     """
     return args[-1][0] and _form(args[0]) is not None and len(_pieces(args[0], groups)) > 3
 
 
 def _write_batch_norm(own: Any, gradient: Tensor, saved: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
-    """Run `native_batch_norm_backward` in pieces: channels are independent."""
+    """Run `native_batch_norm_backward` (`own`) for some channels at a time, and write the input's gradient over
+    `gradient`.
+
+    Returns the operator's results. The pieces are exact, because channels are independent.
+    """
     by_channel, rest = args[:5], args[5:]  # weight, running mean and variance, mean and deviation of this batch
     parts: list[tuple[Tensor | None, ...]] = []
     for channels in _pieces(gradient, gradient.shape[1]):
@@ -110,7 +115,11 @@ def _write_group_norm(
     groups: int,
     mask: list[bool],
 ) -> tuple[Tensor | None, ...]:
-    """Run `native_group_norm_backward` in pieces: groups of channels are independent."""
+    """Run `native_group_norm_backward` (`own`) for some groups of channels at a time, and write the input's gradient
+    over `gradient`.
+
+    Returns the operator's results. The pieces are exact, because groups of channels are independent.
+    """
     width = channels // groups
     parts: list[tuple[Tensor | None, ...]] = []
     for some in _pieces(gradient, groups):

@@ -62,7 +62,7 @@ Writes = Callable[[Sequence[Tensor | torch.UntypedStorage], str], bool]
 
 
 def writers() -> list[str]:
-    """Return the names of the methods of a tensor that write to it, or give away its memory."""
+    """Return the names of the tensor methods that write to the tensor, or that share its memory with a NumPy array."""
     names = (
         name for name in dir(Tensor) if name.endswith("_") and not name.startswith("_") and name not in _NO_WRITERS
     )

@@ -81,7 +81,9 @@ class Recomputed:
 
 
 class JointSlots:
-    """The slots of one joint graph. `plain` is the set of values that torch saves without a plan."""
+    """The slots of one joint graph: values that a plan may save for backward. `plain` is the set of values that torch
+    saves without a plan.
+    """
 
     def __init__(self, joint: JointGraph, plain: frozenset[int], *, is_named: bool = False) -> None:
         """Find the slots. With `is_named`, addresses begin with the graph's hash, because several graphs may contain
@@ -183,12 +185,16 @@ class JointSlots:
         return source
 
     def _follows_sum(self, node: int) -> bool:
-        """Return True if `node` is a function of a reduction's result that a vectorised loop rounds differently."""
+        """Return True if `node` takes a reduction's result and is a function, such as a logarithm, that a vectorised
+        loop rounds differently.
+        """
         nodes = self.joint.nodes
         return nodes[node].target in APPROXIMATED and any(nodes[arg].kind == "reduction" for arg in nodes[node].args)
 
     def _fused_into(self, slot: int) -> set[int]:
-        """Return the slot, and values from which fused arithmetic computes it, up to values that every plan keeps."""
+        """Return `slot` and the values from which fused arithmetic computes it, back to the values that every plan
+        keeps or that other kernels compute (both included).
+        """
         nodes, pending, fused = self.joint.nodes, [slot], set[int]()
         while pending:
             at = pending.pop()

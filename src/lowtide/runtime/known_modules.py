@@ -30,7 +30,11 @@ Bindings = list[tuple[dict[str, Any], dict[str, Any]]]
 
 
 class KnownModules:
-    """Bindings of `modules`, and their attributes as a call that begins now has captured them."""
+    """Contents of the tables (attributes, parameters, buffers, children) of `modules` as one call found them, with the
+    `attributes` that the call captured.
+
+    Later calls compare these contents by identity.
+    """
 
     __slots__ = (
         "_hooks",
@@ -65,7 +69,9 @@ class KnownModules:
                 self._values.append(value if is_held else None)
 
     def current(self) -> list[Any] | None:
-        """Return the present contents of all tables if they are the known ones; None if anything differs."""
+        """Return the present contents of the modules' tables if they are the same objects as at construction; None if
+        any differs.
+        """
         values = self._values
         if self._opaque:
             values = values.copy()
@@ -132,7 +138,9 @@ def _tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def _binds_in_python(tables: list[dict[str, Any]], names: list[str], values: list[Any]) -> bool:
-    """Return True if the tables contain these objects under these names, in this order."""
+    """Return True if `tables`, one after another, contain exactly the objects `values` under exactly these `names`, in
+    this order.
+    """
     now = chain.from_iterable(map(_VALUES, tables))
     return all(map(is_, now, values)) and [*chain.from_iterable(tables)] == names
 

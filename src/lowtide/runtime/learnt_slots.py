@@ -106,7 +106,10 @@ class LearntSlots:
 def _modules_called_by(
     interceptor: CallInterceptor, plan: int, called: Mapping[nn.Module, CallInterceptor]
 ) -> Iterator[nn.Module]:
-    """Yield the modules that the module of `interceptor` may call while hooks are pushed for its calls."""
+    """Yield the modules that the module of `interceptor` may call while hooks are pushed for its calls.
+
+    `called` maps the modules that a run has called to their interceptors.
+    """
     if interceptor.replays or any(actions.captures for actions in interceptor.actions[plan].values()):
         yield from interceptor.module.modules()  # the hooks, or the capture, are in force in all of them
         return

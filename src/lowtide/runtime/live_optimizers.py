@@ -42,7 +42,9 @@ def optimizers_of(model: nn.Module, named: Optimizers = None) -> list[Optimizer]
 
 
 def _live_optimizers_of(model: nn.Module, known: Iterable[Optimizer]) -> list[Optimizer]:
-    """Return the optimizers of `model`, including unreachable ones that Python has not collected yet."""
+    """Return the optimizers of `model` among `known` and all live ones, also unreachable ones that Python has not
+    collected yet.
+    """
     optimizers: dict[int, Optimizer] = {}
     for optimizer in [*known, *live_objects(Optimizer)]:
         if is_of(model, optimizer) and (id(optimizer.state) not in optimizers or "state" in vars(optimizer)):

@@ -98,7 +98,7 @@ class Attributes:
 
     @property
     def is_unchanged(self) -> bool:
-        """Return True if the captured lists, dicts and similar containers have the contents that they had at the start
+        """Return True if the captured containers, such as lists and dicts, have the contents that they had at the start
         of the call.
         """
         return all(map(_is_as, self.mutable, self.contents))

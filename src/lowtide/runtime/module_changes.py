@@ -60,7 +60,9 @@ def _look(module: nn.Module) -> _Look:
 
 
 def _is_as(was: _Look, module: nn.Module) -> bool:
-    """Return True if `module` is as it `was`; this check is faster than a search for the change."""
+    """Return True if `module` has not changed since `was` was recorded. This check is faster than a search for the
+    change.
+    """
     own = module.__dict__
     parameters, buffers = own["_parameters"], own["_buffers"]
     hooks = (*own["_forward_pre_hooks"].items(), *own["_forward_hooks"].items())

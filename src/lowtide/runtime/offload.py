@@ -139,7 +139,8 @@ class OffloadedStorage:
             self._back = self._copying.back(self._host)
 
     def bring_back(self) -> Tensor:
-        """Wait for the copy back to the device, store it in the values that need it, and return it.
+        """Wait for the copy back to the device, store views of it in the values that need them, and return the
+        storage's bytes.
 
         The copy back of the storage that was offloaded just before this one starts now.
 

@@ -106,7 +106,7 @@ _SAVED = frozenset({"condition", "mask"})
 
 
 class CaptureListener(Protocol):
-    """Receiver of captured operands: one run of a model's forward."""
+    """Receiver of the operands that `OperandCapture` captures: `ForwardPass`, one run of a model's forward."""
 
     def site_of_numbers(self) -> CaptureSite:
         """Return the site that all numbers captured in the module call in progress share."""

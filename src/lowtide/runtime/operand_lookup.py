@@ -149,7 +149,9 @@ class OperandLookup:
         return not sizes or not any(sizes)  # (0,) means no bias
 
     def owned(self, name: str) -> Any:
-        """Return the attribute `name` of the modules that own the recipe's parameter; None if they disagree."""
+        """Return the attribute `name` of the modules that own the recipe's parameter; None if they have none, or
+        different ones.
+        """
         if self.recipe.owner is None:
             return None
         modules = self.builder.owners.of(self.parameter(self.recipe.owner))
@@ -169,7 +171,9 @@ class OperandLookup:
 
 
 def leaf_behind(node: Node | None) -> int:
-    """Return the `id` of the leaf that a node is a view of, such as `weight` for `weight.t()`; 0 for none."""
+    """Return the `id` of the leaf of which the output of `node` is a view, such as `weight` for `weight.t()`; 0 if
+    there is none.
+    """
     while node is not None and not hasattr(node, "variable"):
         node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
     return 0 if node is None else id(node.variable)

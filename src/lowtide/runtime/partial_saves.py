@@ -89,10 +89,10 @@ def _shape_of(tensor: Tensor) -> dict[str, Any]:
 def _no_values(
     *, shape: torch.Size, stride: tuple[int, ...], plain: bool, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    """Return a tensor of this shape whose elements do not matter.
+    """Return a tensor with this shape, dtype and device whose elements do not matter.
 
-    A permuted tensor (`plain=False`) takes memory: the strides of 0 of an expanded number would hide the order of
-    dimensions.
+    With `plain`, it is a single number, expanded. Otherwise it has the strides `stride`, and takes memory: strides of 0
+    would hide the order of permuted dimensions.
     """
     if plain:
         return torch.zeros((), dtype=dtype, device=device).expand(shape)

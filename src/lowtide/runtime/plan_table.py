@@ -90,8 +90,8 @@ def actions_for(
 
 
 def with_like_blocks(model: nn.Module, table: Mapping[str, dict[int, Actions]]) -> dict[str, dict[int, Actions]]:
-    """Return a copy of `table` in which blocks without decisions get those of a block of their class in the same
-    container.
+    """Return a copy of `table` in which each block without decisions gets those of another block of the same class in
+    the same container.
 
     This is for steps that skip blocks at random, because a rehearsal may not have run every block.
     """

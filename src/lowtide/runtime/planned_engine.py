@@ -1,4 +1,6 @@
-"""Engine with plans for batches of several sizes, and with the largest plan's fallback for larger batches."""
+"""Engine for plans of several batch sizes. Batches larger than all of these run under the last plan's fallback, if it
+has one.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ def most_elements(plan: Plan) -> float:
 
 
 def elements_that_fit(plan: Plan) -> float:
-    """Return the number of elements in a call's arguments up to which the step is within the budget without a plan.
+    """Return the largest number of elements in a call's arguments for which a step without a plan is within the budget;
+    0 if it is unknown.
 
     The step's held activations are assumed to grow with that number, and all other memory to be as in a full step.
     """
@@ -45,7 +48,9 @@ def elements_that_fit(plan: Plan) -> float:
 
 
 def shared_implementations(plans: Sequence[Plan]) -> dict[str, str]:
-    """Return, by node, the implementations of recipes that all plans agree on; other nodes use the recipe itself."""
+    """Return the implementations of recipes, by name of the node, on which all plans agree. All other nodes use the
+    recipe itself.
+    """
     common = dict(plans[0].implementations) if plans else {}
     return {
         node: name
@@ -86,10 +91,11 @@ class PlannedEngine(Engine):
         """True if the last call ran under the plan with the smallest peak."""
 
     def choose(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return the index of the plan for the number of elements passed to a call; that of the fallback if the number
-        is larger than in all planned calls, or if the step is of a kind that was not rehearsed.
+        """Return the index of the smallest plan for calls with at least as many elements as this call's arguments.
 
-        A call with longer but fewer rows, as in batches assembled by tokens, need not have more elements.
+        If the call has more elements than all planned calls, or the step is of a kind that was not rehearsed, the last
+        index is returned: the fallback's, if there is one. A call with longer but fewer rows, as in batches assembled
+        by tokens, need not have more elements.
         """
         if interceptor.module is not self.model:
             self.of_a_part(args, kwargs, interceptor.module)

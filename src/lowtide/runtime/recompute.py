@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class _FieldsInPython:
-    """Fields of a `Recompute`."""
+    """Fields of a `Recompute`, in Python: used if the compiled hooks, which have the same fields, are not loaded."""
 
     __slots__ = (
         "captured_sites",

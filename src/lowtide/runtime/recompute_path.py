@@ -146,7 +146,9 @@ class RecomputePath:
     def look_up(
         self, builder: Builder, node: Node, output: int, like: Tensor | None, constants: dict[str, Any]
     ) -> bool:
-        """Add `constants` that modules own, or that are computed; return False if the path has changed."""
+        """Add the constants that modules own, and those that are computed, to `constants`; return False if the path has
+        changed.
+        """
         for name, edge, key, modules in self.owned:
             if leaf_behind(node.next_functions[edge][0]) != key:
                 return False

@@ -188,8 +188,10 @@ class ReplayFrame:
         return value
 
     def take_over(self, value: Value, tensor: Tensor, base: Tensor, *, is_intermediate: bool) -> None:
-        """Let this replay restore `value`, which this call now saves, if so far an inner call's replay was to restore
-        it or (`is_intermediate`) only recomputes have read it. Other values stay unchanged.
+        """Let this replay restore `value`, which this call now saves as `tensor`, a view of `base` or `base` itself.
+
+        This is done if the replay of an inner call was to restore the value so far, or if only recomputes have read it
+        (`is_intermediate`). Otherwise nothing changes.
         """
         inside = isinstance(value.maker, ReplayFrame) and value.maker is not self and self.encloses(value.maker)
         if is_intermediate or inside:

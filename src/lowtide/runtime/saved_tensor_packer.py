@@ -252,7 +252,12 @@ class SavedTensorPacker:
         return None
 
     def free_values(self, scope: CallScope, result: Any) -> None:
-        """Replace the saved input of a finished call by its shape, if the plan says so and backward reads no more."""
+        """Replace the saved input of a finished call by its shape if the plan says so and backward reads only the
+        shape.
+
+        `result` is what the call returned. If backward may read more than the shape, the input stays, and the
+        difference from the plan is reported.
+        """
         held = saved_for_shape(result)
         for ordinal, decision in scope.actions.recompute.items():
             if decision.node != SHAPE or ordinal >= scope.ordinal:  # nothing was saved

@@ -52,7 +52,9 @@ KeptTensor = tuple["Tensor", int]
 
 
 class Recomputation(Protocol):
-    """Maker of a value: a recompute from a recipe, or the replay of a module call."""
+    """Maker of a value in backward: `Recompute` runs a recipe, `ReplayFrame` and `Advance` run a module call again,
+    `Offloaded` fetches the value from the host.
+    """
 
     @property
     def operands(self) -> Iterable[Handle | None]:
@@ -80,7 +82,7 @@ class Value(ValueFields):
         return self.version != EXPOSED or not _contents[self].are_in(tensor)
 
     def expose(self) -> None:
-        """From now on, compare the tensor's contents before each read: autograd does not count all writes to it."""
+        """Begin to compare the tensor's contents before each read, because autograd does not count all writes to it."""
         if self.version != EXPOSED and self.tensor is not None and not self.is_changed:
             _contents[self], self.version = Contents(self.tensor), EXPOSED
 
@@ -143,7 +145,9 @@ class Handle(HandleFields):
     value: Value
 
     def get_compared(self) -> Tensor:
-        """Return the tensor as `get` does, without a second comparison of contents that were compared just before."""
+        """Return the tensor as `get` does, but without comparing the contents of exposed memory: the caller has just
+        compared them.
+        """
         tensor, view = self.value.tensor, self.view
         if self.value.version != EXPOSED or tensor is None:
             return self.get()
@@ -243,7 +247,11 @@ def _within(slot: Any) -> Handle | Tensor | None:
 
 
 class Observer:
-    """Observer of events under the plan of one engine. Never present in a training loop except for its first steps."""
+    """Base class of observers, which are told of events under one engine's plan; its methods do nothing.
+
+    The audit and the trace of a rehearsal, and the check of replays, override them. A training loop has an observer
+    only in its first steps.
+    """
 
     engine: Engine
 
@@ -264,7 +272,7 @@ class Observer:
         """Observe that `tensor` was saved for backward, as `handle`."""
 
     def on_capture(self, place: CaptureSite, operand: Tensor) -> None:
-        """Observe an operand that autograd does not record."""
+        """Observe the capture, at `place`, of an operand that autograd does not record."""
 
     def on_sized_by_contents(self, operator: str) -> None:
         """Observe an operator whose memory depends on the contents of a tensor."""

@@ -64,8 +64,9 @@ def offsets_of(tensor: Tensor) -> dict[str, Any]:
 
 
 def _extremes(tensor: Tensor, dims: tuple[int, ...]) -> tuple[Any, Any]:
-    """Return the lowest and the highest index at each point; on a CPU as NumPy arrays, whose memory recordings do not
-    count.
+    """Return the lowest and the highest index over the dimensions `dims`, at each point of the others.
+
+    On a CPU these are NumPy arrays, because recordings of memory do not count those.
     """
     if tensor.device.type == "cpu":
         array = np.from_dlpack(tensor)

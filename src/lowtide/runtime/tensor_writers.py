@@ -47,8 +47,8 @@ _overwritten: dict[int, weakref.ref[Tensor]] = {}
 
 
 class Overwritten(RuntimeError):
-    """Error for a write that no earlier step made, between forward and backward, to a tensor that a recompute or replay
-    reads.
+    """Error for a write, between forward and backward, to a tensor that a recompute or replay reads. No rehearsed step
+    made such a write.
     """
 
     def __init__(self, tensor: Tensor, version: int, reader: str, module_class: type | None = None) -> None:
@@ -287,7 +287,9 @@ class ReliedOn:
             self._say(tensor, writer)
 
     def expose(self, storages: set[int]) -> None:
-        """From now on compare the contents of tensors in these storages before the tensors are read again."""
+        """Begin to compare the contents of tensors in these storages before each further read, because code may write
+        to them unnoticed.
+        """
         self._expose(lambda tensor: storage_id(tensor) in storages)
 
     def _expose(self, is_exposed: Callable[[Tensor], bool]) -> None:

@@ -1,6 +1,7 @@
 """Parameters and buffers that a replay reads again, and that are not copied when the call begins.
 
-Autograd's versions, or checksums where those do not count writes, tell whether a tensor is still as the call found it.
+Autograd's version of a tensor, or a checksum where writes may not change the version, tells whether the tensor is still
+as the call found it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ class UncopiedTensors:
     __slots__ = ("_contents", "_sums", "copies", "places", "summed", "versions")
 
     def __init__(self, places: list[Place], summed: list[int] | None = None) -> None:
-        """Record the tensors at `places`; `summed` are the numbers of the buffers among them, if known."""
+        """Record the tensors at `places`. `summed` are the indices in `places` of the buffers to take checksums of, if
+        known.
+        """
         self.places = places
         self.summed = _buffers_among(places) if summed is None else summed
         self.versions = [*map(VERSION_OF, map(TENSOR_OF, places))]
@@ -86,7 +89,9 @@ class UncopiedTensors:
         return version != EXPOSED or not self._contents[id(tensor)].are_in(tensor)
 
     def copy(self, storages: set[int], copy_of: Callable[[Tensor], Tensor]) -> bool:
-        """Copy the tensors in `storages`, which are about to be written to; return True if there are any."""
+        """Copy, by `copy_of`, the recorded tensors in `storages`, before they are written to; return True if there are
+        any.
+        """
         n_copies, sums = len(self.copies), dict(zip(self.summed, self._sums, strict=True))
         uncopied: list[int] = []
         for n, ((table, name, tensor), version) in enumerate(zip(self.places, self.versions, strict=True)):
@@ -102,13 +107,13 @@ class UncopiedTensors:
         return True
 
     def expose(self, is_exposed: Callable[[Tensor], bool]) -> None:
-        """From now on compare the contents of the tensors for which `is_exposed` returns True."""
+        """Begin to compare the contents of the tensors for which `is_exposed` returns True."""
         for n, (_, _, tensor) in enumerate(self.places):
             if tensor._version == self.versions[n] and is_exposed(tensor):
                 self.expose_at(n)
 
     def expose_at(self, n: int) -> None:
-        """From now on compare the contents of tensor number `n`."""
+        """Begin to compare the contents of the tensor with the index `n` in `places`."""
         tensor = self.places[n][2]
         if id(tensor) not in self._contents:
             self._contents[id(tensor)] = Contents(tensor)

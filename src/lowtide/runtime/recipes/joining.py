@@ -36,7 +36,10 @@ def roll(self: Tensor, *, shifts: tuple[int, ...], dims: tuple[int, ...]) -> Ten
 
 
 def padding(out: Tensor | None, node: Source) -> Tensor | None:
-    """Return the padding value, read from a corner of the output; None if there is no padding."""
+    """Return the padding value, read from a corner of the output `out`; None if the node pads nothing.
+
+    Raises CannotRecompute if the node pads but the output is not available.
+    """
     pad = node.constant("pad")
     side = next((side for side, width in enumerate(pad) if width > 0), None)
     if side is None:

@@ -23,7 +23,7 @@ EPS_IN_USE = (1e-5, 1e-6, 1e-12, 1e-8, 1e-7, 1e-3)
 
 def first_with(rstd: Tensor, op: Callable[[float | None], Tensor], *eps: float | None) -> Tensor:
     """Find the first `eps` for which the last result of `op(eps)`, the reciprocal deviation, equals `rstd`; return the
-    first result of that call.
+    first result of the same call.
 
     Raises RuntimeError if no `eps` does, or if `rstd` is rounded to 16 bits.
     """

@@ -27,7 +27,11 @@ Function = Callable[..., Tensor | tuple[Tensor, ...]]
 
 
 class Aten(Protocol):
-    """torch's operators, untyped; take `[0]` of an operator with several results."""
+    """Type of `torch.ops.aten` in recipes: each operator is declared to return a single tensor.
+
+    An operator with several results really returns a tuple of tensors; a recipe selects one by its index, such as
+    `[0]`.
+    """
 
     def __getattr__(self, name: str) -> Callable[..., Tensor]: ...
 
@@ -36,7 +40,7 @@ aten: Aten = torch.ops.aten
 
 
 class Source(Protocol):
-    """The view of an autograd node that `read_off` functions get."""
+    """View of an autograd node, passed to the functions in `read_off`. `OperandLookup` implements it."""
 
     def constant(self, name: str) -> Any:
         """Return the constant `name`. Raises CannotRecompute if the node does not record it."""
@@ -47,7 +51,9 @@ class CannotRecompute(Exception):
 
 
 class TooSmall(CannotRecompute):
-    """The reason why a tensor is kept although it could be packed: that gains too little, as in a small batch."""
+    """The reason why a tensor is kept although it could be packed: packing would save too little memory, as in a small
+    batch.
+    """
 
 
 EVERY: Final = -1
