@@ -53,7 +53,7 @@ class GraphBuilder:
         return Graph(roots, tuple(self._nodes.values()), tuple(self._values.values()))
 
     def _in_order(self) -> Iterable[Function]:
-        """Yield the nodes in topological order, ties in forward order, except AccumulateGrad nodes."""
+        """Yield the nodes except AccumulateGrad nodes: each after its inputs, otherwise in the order of the forward."""
         waiting: dict[Function, int] = {}
         consumers: dict[Function, list[Function]] = defaultdict(list)
         ready: list[tuple[int, int, Function]] = []
@@ -114,7 +114,7 @@ class GraphBuilder:
         return constants
 
     def _locate(self, function: Function, node: Node, saved: SavedSlot) -> None:
-        """Record on the value of a saved tensor that `function` holds its data, for `Value.tensor`."""
+        """Record in a saved tensor's Value that this slot of `function` holds the tensor, for `Value.tensor`."""
         if saved.packed or saved.name.startswith("ctx."):
             return
         maker = producer(saved.tensor)
@@ -152,7 +152,7 @@ class GraphBuilder:
 
 
 def _argument_names(node_name: str, count: int) -> tuple[str, ...]:
-    """Return the names of the operator's tensor arguments if an overload has `count` of them, else empty names."""
+    """Return the names of the tensor arguments in the operator's overload with `count` of them; else empty names."""
     return next((names for names in arguments(node_name) if len(names) == count), ("",) * count)
 
 

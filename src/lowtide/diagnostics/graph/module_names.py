@@ -54,7 +54,7 @@ def name_modules(graph: Graph, model: nn.Module) -> None:
 
 
 def _owner(node: Node, paths: list[str], model: nn.Module) -> str:
-    """Return the module that ran `node`: one of `paths`, the modules that share the node's parameter.
+    """Return the path of the module that ran `node`, one of the `paths` of modules that share the node's parameter.
 
     An embedding lookup belongs to an `nn.Embedding`, any other node to a module of another class.
     """

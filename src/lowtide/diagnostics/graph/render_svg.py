@@ -81,7 +81,7 @@ class _Drawing:
 
 
 def _layers(graph: Graph) -> list[int]:
-    """Return the layer of each node, counted from 1: one below the lowest node that reads its output."""
+    """Return the layer of each node, counted from 1 at the leaves: one below the lowest node that reads its output."""
     layer = depths(graph)
     placed: set[int] = set()
     for node in reversed(graph.nodes):

@@ -60,12 +60,15 @@ class _Tree:
         self._reader = self._readers()
 
     def _deepest(self, node: Node) -> int:
-        """Return the index of the input node with the longest path upstream, written at the same depth; -1 for none."""
+        """Return the index of the input of `node` with the longest path to a leaf, or -1 without node inputs.
+
+        The tree continues with this input at the same indentation; the other inputs branch off.
+        """
         producers = [value.producer.index for value in node.inputs if value.producer is not None]
         return max(producers, key=lambda index: (self._depth[index], index), default=-1)
 
     def _readers(self) -> dict[int, int]:
-        """Map each node's index to the index of the least indented node that reads its output, and is written above."""
+        """Map each node's index to the index of the reader below which the tree writes it: the least indented one."""
         indent = {root.producer.index: 0 for root in self._graph.roots if root.producer is not None}
         reader: dict[int, int] = {}
         for node in reversed(self._graph.nodes):

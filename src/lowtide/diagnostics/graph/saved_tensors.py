@@ -48,7 +48,7 @@ class SavedSlot:
 
 
 def saved_by(function: Function) -> Iterator[SavedSlot]:
-    """Yield the tensors that a node keeps: saved, inside packed objects, and attributes of a custom Function's ctx."""
+    """Yield all tensors that a node keeps: saved tensors, tensors inside packed objects, and attributes of a ctx."""
     for name, slot in saved_slots(function):
         data = slot.data
         if isinstance(data, Tensor) and slot.unpack_hook is None:
@@ -85,7 +85,7 @@ _RESULT = re.compile(r"(?:result|output|out)(\d*)")
 
 
 def output_index(name: str) -> int | None:
-    """Parse a saved tensor's name, such as `result1`, into the index of the node's output; None if it is no output."""
+    """Return the index of the output that a saved tensor's name (`result1`) stands for; None for other names."""
     match = _RESULT.fullmatch(name)
     return None if match is None else int(match[1] or 0)
 

@@ -12,7 +12,7 @@ from lowtide.units import format_bytes
 
 
 class Graph:
-    """The autograd graph behind one or several tensors when `graph` was called. `print` it for a tree.
+    """Autograd graph behind one or several tensors, as it was when `lowtide.graph` was called; `print` shows a tree.
 
     The record keeps torch's nodes alive, and with them the tensors that they have saved. A backward pass still releases
     saved tensors as usual.
@@ -31,7 +31,7 @@ class Graph:
 
     @property
     def constants(self) -> tuple[Value, ...]:
-        """Inputs that need no gradient, as far as a node keeps them."""
+        """Inputs of the graph that need no gradient; only those that some node keeps are known."""
         return tuple(value for value in self.values if not value.requires_grad)
 
     @property

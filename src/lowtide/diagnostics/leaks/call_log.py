@@ -119,7 +119,7 @@ class SiteStats:
 
 
 class StepNumbers:
-    """Map from autograd nodes to steps, because each step begins at a sequence number, and these only grow."""
+    """Sequence numbers at which the steps begin, to find the step in which an autograd node was created."""
 
     def __init__(self) -> None:
         self._starts = array("Q", [0])
@@ -139,7 +139,7 @@ class StepNumbers:
 
 
 class _Mark:
-    """Object in the metadata of an autograd node, freed together with the node."""
+    """Object in an autograd node's metadata; a weak reference to the object tells when the node is freed."""
 
     __slots__ = ("__weakref__", "call")
 
@@ -219,7 +219,7 @@ class CallLog:
         return (*self.alive.values(), *self._recent)
 
     def between(self, first: int, last: int) -> list[Call]:
-        """Return the calls (alive or recent) that created any node with a sequence number from `first` to `last`."""
+        """Return the calls (alive or recent) that created a graph node with a number from `first` to `last`."""
         return [c for c in self.known() if c.first <= last and first < c.stop]
 
     def of_output(self, storages: set[int]) -> dict[int, Call]:
@@ -262,7 +262,7 @@ class CallLog:
 
 
 class _Prehook:
-    """Node hook that records on a model's call that a backward pass has reached the node."""
+    """Hook of an autograd node: records, on the model's call that made the node, that backward has reached it."""
 
     __slots__ = ("call", "calls")
 
@@ -292,7 +292,7 @@ def roots_among(nodes: Iterable[Node]) -> list[Backward]:
 
 
 def tensors_in(output: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
-    """Yield the tensors in arguments or an output: in tuples, lists, dicts and attributes, to a depth of `depth`."""
+    """Yield the tensors in a call's arguments or output: in tuples, lists, dicts and attributes, down to `depth`."""
     if isinstance(output, Tensor):
         yield output
     elif depth and isinstance(output, dict):

@@ -87,7 +87,10 @@ def stores(code: CodeType, name: str) -> bool:
 
 
 def is_carried(cls: type, attribute: str) -> bool:
-    """Return True if `attribute` is state: a method of `cls` reads it before it assigns it, or only its entries."""
+    """Return True if `attribute` is state that objects of class `cls` carry from call to call.
+
+    It is state if a method reads the attribute before assigning it, or never assigns it but reads its entries.
+    """
     functions = (f for base in cls.__mro__ for name, f in vars(base).items() if name != "__init__")
     codes = (f.__code__ for f in functions if isinstance(f, FunctionType) and origin(f.__code__.co_filename) != "ours")
     return any(_reads_first(code, attribute) for code in codes if attribute in code.co_names)

@@ -94,7 +94,7 @@ class CheckpointChecks:
         self._log.record("LT028", str(place), held_bytes=0, step=self._step(), text=text, name=names[0], made_at=place)
 
     def _add_name(self, names_at: dict[Place, dict[int, str]], place: Place, module: nn.Module) -> list[str]:
-        """Add the module's name to the names of `place` and return them all; an empty list if it was there before."""
+        """Add the name of `module` to the names of `place`, and return them all; none if the name was there before."""
         known = names_at.setdefault(place, {})
         if id(module) in known:
             return []
@@ -160,7 +160,7 @@ class _Calls:
             self._written[id(module)] = {name for name, version in before.items() if after.get(name) != version}
 
     def wrote(self, module: nn.Module) -> set[str]:
-        """Return the names of the buffers that the calls of `module` wrote to; an empty set for norms."""
+        """Return the names of the buffers that the calls of `module` wrote to; none for batch and instance norms."""
         return self._written.get(id(module), set())
 
     def modules(self) -> Iterator[nn.Module]:
@@ -172,7 +172,7 @@ class _Calls:
 
 
 def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return the identity and version of each buffer; writes through `.data` change neither."""
+    """Return the identity and version counter of each buffer, by name; writes through `.data` change neither."""
     buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
     return {name: (id(buffer), buffer._version) for name, buffer in buffers.items() if not buffer.is_inference()}
 
@@ -183,5 +183,5 @@ def _is_norm(module: nn.Module) -> bool:
 
 
 def _counts(module: nn.Module) -> bool:
-    """Return True if the module is a norm whose running statistics a training forward updates."""
+    """Return True if the module is a batch or instance norm whose running statistics a training forward updates."""
     return _is_norm(module) and module._buffers["running_mean"] is not None and bool(getattr(module, "momentum", None))

@@ -56,11 +56,11 @@ class _Line:
 
 
 class DiscardedGradients:
-    """Check for gradients that each step computes and resets before their optimizer reads them.
+    """Check for gradients that each step computes and `zero_grad` resets before their optimizer reads them.
 
-    A line of code counts only if another optimizer has read other gradients of its pass, as in a GAN whose
-    discriminator is trained on images that are not detached. Without any update, the user's own code may have read the
-    gradients.
+    A line that starts backward passes counts only if another optimizer has read other gradients of its pass, as in a
+    GAN whose discriminator is trained on images that are not detached. Without any update, the user's own code may have
+    read the gradients.
     """
 
     def __init__(self, log: FindingLog, calls: CallLog) -> None:
@@ -73,7 +73,7 @@ class DiscardedGradients:
 
     @property
     def is_active(self) -> bool:
-        """True as long as backward passes are followed."""
+        """True until the check has followed as many backward passes as it looks at."""
         return self._n_passes < _WATCHED_PASSES
 
     def backward_begins(self, nodes: Iterable[Node], backward: Backward) -> None:
@@ -101,7 +101,11 @@ class DiscardedGradients:
             record.unread -= read
 
     def zeroed(self, parameters: Iterable[Tensor], place: Place, least_bytes: int) -> None:
-        """Report unread gradients that `zero_grad` at `place` is about to reset, if they have `least_bytes`."""
+        """Note that `zero_grad` at `place` is about to reset `parameters`, and log the unread gradients among theirs.
+
+        They are logged only if they take at least `least_bytes` bytes, and the same line had gradients discarded
+        before.
+        """
         given = {id(p): p for p in parameters} if self._passes else {}
         for record in self._passes:
             discarded = {n: given[n] for n in record.unread & given.keys() if given[n].grad is not None}
@@ -117,7 +121,10 @@ class DiscardedGradients:
         self._passes = [each for each in self._passes if each.unread]
 
     def drop_needed(self) -> None:
-        """Withdraw findings about lines whose discarded gradients turned out to be needed."""
+        """Withdraw the findings about a line of backward passes if its discarded gradients turned out to be needed.
+
+        They are needed if an optimizer read them later, or if their part of the graph also leads to other parameters.
+        """
         for place, line in self._lines.items():
             if line.is_needed:
                 self._log.entries.pop(f"LT031 {place}", None)

@@ -24,7 +24,7 @@ _TIMES = 2
 
 
 class _Mark:
-    """Object in the metadata of an autograd node, freed together with the node."""
+    """Object in an autograd node's metadata; a weak reference to the object tells when the node is freed."""
 
     __slots__ = ("__weakref__",)
 
@@ -84,9 +84,10 @@ class DroppedGraphs:
             self._parts.append(_Part(calling_site(), id(module), next_sequence_number(), []))
 
     def part_ends(self, module: nn.Module, output: Any, arguments: Callable[[], list[Tensor]]) -> None:
-        """Record the graph of `module`, which has returned `output` inside the observed forward, or None if it raised.
+        """Record the graph of `module`, which has returned `output` inside the observed forward.
 
-        `arguments` returns the tensors passed to the model, whose memory does not count as part of the graph.
+        `output` is None if the module raised. `arguments` returns the tensors passed to the model, whose memory does
+        not count as part of the graph.
         """
         self._depth -= 1
         if self._depth or not self._parts:
@@ -104,7 +105,10 @@ class DroppedGraphs:
         self.is_observing = False
 
     def model_ends(self, step: int, least_bytes: int) -> None:
-        """End the observed forward, and log the modules whose graph has been freed, from `least_bytes` on."""
+        """End the observed forward, and log the modules called in it whose graph has been freed already.
+
+        A module is logged from the second such forward on, if its graph kept at least `least_bytes` bytes.
+        """
         parts, self._parts = [part for part in self._parts if part.ends], []
         if not self.is_observing:
             return

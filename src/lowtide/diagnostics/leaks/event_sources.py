@@ -59,7 +59,7 @@ class EventSources:
         return [tensor for value in self._values() for tensor in tensors_in(value)]
 
     def takes_containers(self) -> bool:
-        """Return True if an argument of the outermost running module may be a container that the call can fill."""
+        """Return True if an argument of the outermost running module may be a container that its call can extend."""
         return not all(value is None or isinstance(value, Tensor | int | float | str) for value in self._values())
 
     def _values(self) -> list[Any]:

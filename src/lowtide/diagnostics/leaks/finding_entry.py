@@ -135,7 +135,7 @@ class Entry:
         return next((rule for rule in rules if rule.matches(main, history)), None)
 
     def note_calls(self, rule: Rule, group: Sequence[RetainedObject]) -> None:
-        """Record the calls and backward passes of the graphs in `group`, which `rule` is about."""
+        """Record the calls that made the graphs in `group`, and their backward passes, for a finding under `rule`."""
         calls = sorted((call for item in group for call in item.calls), key=lambda call: call.number)
         self.calls = {call.number for call in calls}
         if calls:

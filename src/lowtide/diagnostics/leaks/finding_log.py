@@ -58,7 +58,10 @@ class FindingLog:
             entry.outputs.clear()
 
     def retract(self, retained: Iterable[RetainedObject], step: int) -> None:
-        """Withdraw findings about growing containers that, as `retained` shows at `step`, no longer grow."""
+        """Withdraw findings about containers that have stopped growing.
+
+        `retained` are the objects that an inspection in `step` found, which show the containers' present sizes.
+        """
         growing = [e for e in self.entries.values() if e.rule and e.rule.ends_without_growth and not e.is_cycle]
         for group in _by_holder(retained).values() if growing else ():
             storages, n_entries = storages_of(group), n_entries_of(group)
@@ -98,7 +101,7 @@ class FindingLog:
     def findings(self, stats: Iterable[SiteStats], *, least_bytes: int) -> list[Finding]:
         """Return all certain findings, the largest first.
 
-        Lines of `stats` whose forwards no backward pass reaches count from `least_bytes` on.
+        They include each line in `stats` whose graphs no backward pass reaches, if these take at least `least_bytes`.
         """
         stats = list(stats)
         found: list[tuple[Entry, Finding]] = []
@@ -129,8 +132,9 @@ class FindingLog:
         return sorted(findings, key=lambda finding: (-finding.held_bytes, finding.code))
 
     def _claimant(self, group: list[RetainedObject]) -> str | None:
-        """Return the key of the entry that already reports the graph of `group`, so that no other holder of the graph
-        is reported; None if no entry does.
+        """Return the key of the entry that already reports the graph of `group`; None if no entry does.
+
+        Another holder of the same graph is then not reported as well.
         """
         calls = {call.number for s in group if s.has_graph and not s.is_input for call in s.calls}
         claims = (key for key, e in self.entries.items() if e.rule and e.rule.claims_graph and e.calls & calls)
@@ -164,7 +168,7 @@ def _as_carried(item: RetainedObject) -> RetainedObject:
 
 
 def _is_in_use(entry: Entry, stats: Iterable[SiteStats]) -> bool:
-    """Return True if a model of the entry was called after the inspection that found it idle: models take turns."""
+    """Return True if a model that the entry reports as idle has been called since: programs may use models in turn."""
     last = {number: step for s in stats for number, step in s.module_ids.items() if number in entry.idle_since}
     return any(step > entry.idle_since[number] for number, step in last.items())
 

@@ -39,7 +39,10 @@ class HandUpdates:
         return self._have_changed(id(module), lambda: _trained(module))
 
     def has_updated_leaves(self, nodes: Iterable[Node]) -> bool:
-        """Return True if leaves of the graph at `nodes` changed since the last pass, in a loop without a model."""
+        """Return True if leaves of the graph at `nodes` have changed, or are new tensors, since the last backward pass.
+
+        For loops that call no model.
+        """
         return self._have_changed(_WITHOUT_MODEL, lambda: _leaves(nodes))
 
     def _have_changed(self, number: int, tensors: Callable[[], Iterable[Tensor]]) -> bool:

@@ -96,10 +96,10 @@ class Inspections:
         )
 
     def is_refilled(self, retained: Sequence[RetainedObject]) -> bool:
-        """Return True if a container of outputs was emptied and filled again since the last inspection, as after an
-        epoch.
+        """Return True if a container of model outputs was emptied and filled again since the last inspection.
 
-        A full queue may also have only new entries, but their number stays the same.
+        That happens once an epoch: all entries are new, and their number differs. In a full queue, the number stays the
+        same.
         """
         is_of_outputs = any(item.calls for item in retained)
         is_large = max(*self.held_bytes, sum(storages_of(retained).values()), 0) >= LEAST_GATHERED_BYTES
@@ -147,8 +147,8 @@ def storages_of(retained: Iterable[RetainedObject]) -> dict[int, int]:
 def n_entries_of(retained: Iterable[RetainedObject]) -> int:
     """Count the entries of all containers through which the holder of `retained` reaches its tensors.
 
-    Without containers, count the parts, if there are at least three: of a tuple, attributes whose names differ in
-    numbers, or generators that wait at one place.
+    Without containers, count instead, from three on, the parts of a tuple, the attributes whose names differ in numbers
+    (`h1`, `h2`), or the generators that wait at one place.
     """
     containers: dict[int, int] = {}
     parts: set[str] = set()

@@ -112,10 +112,10 @@ def context_holder(way: ReferencePath, context: BackwardCFunction) -> Holder:
 
 
 def context_variable_holder(way: ReferencePath, inner: ReferencePath) -> Holder | None:
-    """Make the holder for a context variable, found in a node of the tree inside a `contextvars.Context`.
+    """Make the holder for a context variable whose value leads to tensors; None if `way` has not reached a variable.
 
-    `way` has reached the node from the object of `inner`. None for an upper node, which refers to other nodes, not to
-    variables.
+    `way` ends at a node of the tree inside a `contextvars.Context`, reached from the object of `inner`. Upper nodes of
+    the tree refer to other nodes, not to variables.
     """
     referents = gc.get_referents(way.obj)  # in reverse order, each value before its variable
     for value, variable in pairwise(referents):

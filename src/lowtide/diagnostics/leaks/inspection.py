@@ -122,9 +122,10 @@ def inspect(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
 def _carried(
     numbers: set[int], held: list[int], outputs: dict[int, Call], view: InspectionInput, live: LiveObjects
 ) -> Iterator[tuple[RetainedObject, list[int]]]:
-    """Yield a record for each storage in `numbers`, with the indices of its tensors.
+    """Yield a record, with the indices of its tensors, for each storage in `numbers`.
 
-    The storages are outputs of earlier calls, without a graph, that are passed to the current call.
+    The storages hold outputs of earlier calls (`outputs` maps storage to call), without a graph, which are passed to
+    the current call.
     """
     by_storage: dict[int, list[int]] = {}
     for index in held if numbers else ():
@@ -167,7 +168,7 @@ def _note_data(retained: list[tuple[RetainedObject, list[int]]], view: Inspectio
 
 
 def _is_relevant(index: int, graph: Graph, item: RetainedObject, live: LiveObjects) -> bool:
-    """Return True if releasing the tensor with this index frees part of the graph, or enough memory of its own."""
+    """Return True if releasing the tensor with this index frees part of `graph`, or 5 % of the bytes of `item`."""
     own_bytes = item.storages.get(storage_id(live.tensors[index]), 0)
     return index in graph.keepers or 20 * own_bytes >= item.held_bytes
 

@@ -132,7 +132,7 @@ class Inspector:
         return max(LEAST_BYTES, int(LEAST_SHARE * self.largest_graph_bytes))
 
     def _begin_step_or_inspect(self, key: int, module: nn.Module, *, has_gradients: bool) -> None:
-        """Begin a new step if this call is its first; otherwise inspect memory left by this step or evaluation."""
+        """Begin a step if this call of `module` is its first; otherwise inspect memory that the step has left."""
         if has_gradients and self._by_hand.has_updated(module):
             self.boundaries.stepped(next_sequence_number())
         if self.has_begun and self.boundaries.is_next_step(key):
@@ -171,7 +171,10 @@ class Inspector:
             )
 
     def _inspect_evaluation(self, key: int) -> None:
-        """Inspect memory after 2, 4, 8 ... calls without gradients at one place and no update, as time allows."""
+        """Inspect memory after 2, 4, 8 ... calls without gradients at the place `key`, and no weight update.
+
+        Beyond the first few, such inspections are left out if inspections have taken more than their share of the time.
+        """
         n_updates, n_calls = self._evaluations.get(key, (-1, 0))
         n_calls = n_calls + 1 if n_updates == self.boundaries.n_updates else 1
         self._evaluations[key] = self.boundaries.n_updates, n_calls

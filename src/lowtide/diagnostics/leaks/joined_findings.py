@@ -26,8 +26,8 @@ def joined(findings: Iterable[tuple[Entry, Finding]]) -> list[Finding]:
     """Join findings about one mistake, and return all findings that remain.
 
     Findings are joined if they are about parts of the same container's entries, or about graphs that one call made and
-    one backward pass retains. Left out are single outputs in a container that gathers outputs, and empty graphs of
-    losses beside larger tensors.
+    one backward pass retains. Where a container gathers tensors, that finding replaces those about single outputs of
+    the same line alive in backward, and about empty graphs in the same container.
     """
     findings = list(findings)
     gathering = {entry.words.container for entry, finding in findings if finding.code in _GATHERING} - {""}
@@ -77,9 +77,10 @@ def _join(group: list[tuple[Entry, Finding]]) -> Finding:
 
 
 def one_of_line(findings: list[Finding]) -> list[Finding]:
-    """Keep one finding for each line whose forward needs no graph (LT002): the largest.
+    """Keep only the largest finding LT002 (a forward needs no graph) of each line, and all findings about other lines.
 
-    Left out are findings about outputs of that line in a container, or alive during backward.
+    Findings about graphs of the same line in a container (LT008), or its outputs alive in backward (LT006), are left
+    out.
     """
     largest: dict[str | None, Finding] = {}
     for finding in findings:

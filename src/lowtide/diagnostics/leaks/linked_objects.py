@@ -10,7 +10,7 @@ LEAST_LINKS = 3
 
 
 class LinkedObjects:
-    """Finder of linked lists among the living objects. Refers to objects, so it is used once and dropped."""
+    """Finder of linked lists among the living objects. Keeps objects alive, so it is used once and dropped."""
 
     def __init__(self) -> None:
         self._before: dict[type, dict[int, Any]] = {}  # class -> id of an object -> the object that refers to it
@@ -33,7 +33,7 @@ class LinkedObjects:
 
 
 def _links(kind: type) -> dict[int, Any]:
-    """Map the id of each object of class `kind` to an object of that class that has it as an attribute."""
+    """Map ids of objects of class `kind` to another object of the class that refers to them by an attribute."""
     links: dict[int, Any] = {}
     for obj in gc.get_objects():
         if type(obj) is kind:

@@ -27,7 +27,7 @@ class Orphans:
 def orphans_of_optimizers(live: LiveObjects) -> Iterator[Orphans]:
     """Yield, for each optimizer, the parameters to which nothing else refers, if it has such parameters and others.
 
-    A parameter that only a variable of a running function refers to counts, too, because frames are no referrers.
+    A local variable of a running function does not count as a reference, because `gc.get_referrers` does not see it.
     """
     of_modules = {id(p) for m in live.modules for p in m.__dict__.get("_parameters", {}).values()}
     for optimizer in live.optimizers:

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 
 def record_outputs_alive(view: InspectionInput, roots: list[Node], backward: Backward, log: FindingLog) -> None:
-    """Log outputs of this step that variables hold when backward begins, although its graph does not need them.
+    """Log outputs of this step that variables hold as `backward` begins at `roots`, and that its graph does not need.
 
-    Outputs among the roots are left out: a loss may share the memory of all elements that it is the mean of.
+    An output computed by a root is left out: a loss may share the memory of all elements that it is the mean of.
     """
     if backward.create_graph:
         return  # later code goes on with the graph, and may read the outputs
@@ -127,7 +127,10 @@ _ADDING = re.compile(r"(?:Add|Sum|Stack|Cat|Mean|Unsqueeze|Mul|Div|Neg)Backward\
 
 
 def _summands(nodes: Iterable[Node]) -> Iterator[Node]:
-    """Yield the root nodes of the terms that were added up to `nodes`, through sums, means and multiples of scalars."""
+    """Yield the nodes that computed the scalar terms of a sum, walking upstream from `nodes`.
+
+    The walk passes through sums, means and multiples of scalars. A node that is none of these yields itself.
+    """
     pending = list(nodes)
     visited = set()
     while pending:
@@ -142,7 +145,7 @@ def _summands(nodes: Iterable[Node]) -> Iterator[Node]:
 
 
 def _is_scalar(node: Node) -> bool:
-    """Return True if a node's first output is a scalar, or has one element for each term of a sum."""
+    """Return True if a node's first output is a scalar, or a vector made by stack, cat or unsqueeze."""
     if not is_numbered(node):
         return False
     try:

@@ -51,7 +51,7 @@ def _is_namespace(obj: Any) -> bool:
 
 
 def _link_of(obj: Any, level_of: dict[int, int]) -> str | None:
-    """Return the attribute by which the cycle leads from `obj` away from the tensor; None if there is none.
+    """Return the attribute of `obj`, as `Class.name`, by which the cycle leads away from the tensor; None if none does.
 
     `level_of` maps ids of objects to their distance from the tensor.
     """

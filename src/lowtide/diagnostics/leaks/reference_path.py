@@ -32,9 +32,7 @@ CYCLED = "itertools.cycle "
 
 @dataclass(slots=True)
 class ReferencePath:
-    """Path of references from `obj` to tensors, which are given by number. `path` is written as code, from the outside
-    in.
-    """
+    """Path of references from `obj` to tensors (a set of numbers). `path` is the path as code, beginning at `obj`."""
 
     obj: Any
     tensors: set[int]
@@ -57,7 +55,7 @@ class ReferencePath:
 
     @property
     def all_containers(self) -> dict[int, int]:
-        """The containers on the path, including `obj` itself, with their numbers of entries."""
+        """Unbounded containers on the path, including `obj` itself -> numbers of their entries, as in `containers`."""
         is_queue = isinstance(self.obj, deque) and self.obj.maxlen is not None  # bounded
         is_counted = is_array_of_objects(self.obj) or is_block_of_tee(self.obj)
         if is_queue or not (isinstance(self.obj, list | deque | set | dict) or is_counted):
@@ -74,7 +72,7 @@ class ReferencePath:
     def is_keyed(self) -> bool:
         """True if the tensors are in a dict that is no namespace, or in the cache of a function.
 
-        At most one container on the path may have entries without names.
+        False if more than one container on the path has entries without names.
         """
         n_unnamed = sum(bool(ENTRIES.fullmatch(step)) for step in self.path)
         kind = self.outermost if n_unnamed else self.innermost
@@ -82,12 +80,12 @@ class ReferencePath:
 
     @property
     def gathers(self) -> bool:
-        """True if the path begins with an entry, and leads through a container whose entries have no names."""
+        """True if the path begins with an entry (`[8 entries]`) and leads through a container with unnamed entries."""
         return is_container(self.container) and bool(self.path) and self.path[0].startswith("[")
 
     @property
     def text(self) -> str:
-        """The path as code."""
+        """The path, written as code: `.cache[8 entries]`."""
         return "".join(self.path)
 
     def shown(self, name: str, kind: str) -> tuple[str, str, str]:

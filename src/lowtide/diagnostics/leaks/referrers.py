@@ -209,8 +209,8 @@ class HolderSearch:
     def _outward(self, referrer: Any, inner: list[ReferencePath]) -> Iterator[tuple[ReferencePath, ReferencePath]]:
         """Yield the paths `inner` extended outwards to `referrer`, each with the path that it extends.
 
-        Each entry of `referrer` with a name gets a path of its own. Entries without names share a path if the rest of
-        it is equal.
+        Each entry of `referrer` with a name gets a path of its own. Entries without names share one extended path if
+        they have equal paths in `inner`.
         """
         if isinstance(referrer, dict) and _is_of_module(referrer):
             for way in inner:
@@ -295,7 +295,10 @@ class HolderSearch:
         return None
 
     def _follow_links(self, way: ReferencePath, inner: ReferencePath) -> None:
-        """Move `way` to the head of the linked list that contains its object, if any, as if from an entry of a list."""
+        """Continue `way` from the head of the linked list that contains its object, if it is in one.
+
+        The path then reads as if the object were an entry of a list as long as the linked list.
+        """
         head = self.linked.head_of(way.obj)
         if head is not None:
             path = inner.path if type(inner.obj) is type(way.obj) else way.path
@@ -338,7 +341,10 @@ class HolderSearch:
         return self._inside("closure", text, function.__code__, way, local)
 
     def _inside(self, kind: str, text: str, code: CodeType, way: ReferencePath, local: str | None) -> Holder:
-        """Make the holder for the variable `local` of a function that is not running, described by `text`."""
+        """Make the holder for a suspended or stored function, described by `text`.
+
+        Its variable `local` leads to the tensors; if that is None, the holder names the function only.
+        """
         if local is None:
             return Holder(kind=kind, text=text, key=text, containers=way.containers)
         shown, name, grouped = way.shown(local, "variable")
@@ -405,7 +411,7 @@ class HolderSearch:
         return Holder(kind="exception", text=f"exception {kind} that is kept", key=f"exception {kind}")
 
     def _is_gathered(self, function: FunctionType) -> bool:
-        """Return True if `function` is an entry of a list, set or queue. Searches once per code object."""
+        """Return True if `function` is an entry of a list, set or queue. Each code object is searched for only once."""
         if function.__code__ not in self.gathered:
             others = (r for r in gc.get_referrers(function) if id(r) not in self.ignored)
             self.gathered[function.__code__] = any(isinstance(r, list | deque | set) for r in others)

@@ -78,8 +78,8 @@ class RegisteredHooks:
 def _registration(file: str, qualified: str, defined: int) -> int | None:
     """Return the line of `file` that registers a hook; None if there is none.
 
-    `qualified` is the hook's qualified name, in which the function that made the hook may be. `defined` is the line of
-    a lambda.
+    The line passes the hook, or the function that makes it, by a name in `qualified` (the hook's qualified name), or a
+    lambda that is at line `defined`.
     """
     names = set(qualified.split(".")) - {"<locals>"}
     try:

@@ -75,12 +75,12 @@ class RetainedObject:
 
     @property
     def holder(self) -> Holder | None:
-        """The holder to report: a list, or an object with a list, rather than a variable of its last entry."""
+        """The holder to report: a list, or an object with a list, rather than a variable of the list's last entry."""
         return min(self.holders, key=lambda h: (RANK.index(h.kind), not h.gathers, not h.containers), default=None)
 
     @property
     def is_used_again(self) -> bool:
-        """True if backward passes of later forwards go through the graphs of earlier calls of the same line."""
+        """True if earlier calls of one line made this graph, and backward of the line's later forwards uses it."""
         return any(call.stats.is_used_again for call in self.calls)
 
     def is_held_as(self, kind: str) -> bool:

@@ -96,7 +96,10 @@ def _part(value: ast.expr, step: str) -> ast.expr:
 
 
 def _line_of(value: ast.expr, scope: ast.AST, name: str, depth: int) -> int | None:
-    """Return the line that computes `value`, through up to `depth` variables; None for an argument of the function."""
+    """Return the line that computes `value`, followed back through up to `depth` assignments of variables.
+
+    None if no assignment is found, as for an argument of the function.
+    """
     while True:
         if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _SAME_MEMORY:
             value = value.func.value

@@ -31,7 +31,7 @@ _NEXT_TO_NOTHING = 0.05
 
 @dataclass(slots=True)
 class Graph:
-    """Autograd nodes connected other than through parameters, and the tensors, by index, that they computed."""
+    """Autograd nodes that are connected (a shared parameter connects none), and indices of tensors computed by them."""
 
     nodes: list[Node] = field(default_factory=list)
     tensors: list[int] = field(default_factory=list)
@@ -72,7 +72,7 @@ def computing(nodes: Iterable[Node]) -> list[Node]:
 
 
 def split_by_leaves(graph: Iterable[Node], leaves: set[int]) -> tuple[list[Node], list[Node]] | None:
-    """Split the nodes of a graph: nodes that lead to no leaves but these (given by `id`), and all other nodes.
+    """Split a graph into the nodes that lead to no leaves except `leaves` (ids of tensors), and all other nodes.
 
     None if a node that uses these leaves also passes gradients to other leaves.
     """
@@ -90,7 +90,7 @@ def split_by_leaves(graph: Iterable[Node], leaves: set[int]) -> tuple[list[Node]
 
 
 def kept_by(nodes: Iterable[Node]) -> tuple[dict[int, int], dict[int, int]]:
-    """Return two maps, storage -> bytes: of tensors that nodes saved, and of attributes that Functions set on ctx."""
+    """Return bytes by storage, in two maps: of tensors that nodes saved, and of tensors that Functions put on ctx."""
     saved: dict[int, int] = {}
     context: dict[int, int] = {}
     for node in nodes:
@@ -103,7 +103,7 @@ def kept_by(nodes: Iterable[Node]) -> tuple[dict[int, int], dict[int, int]]:
 
 
 def kept_beside(nodes: Iterable[Node], *others: Iterable[Tensor]) -> dict[int, int]:
-    """Return bytes by storage of all tensors that these nodes keep, except the storages of `others`."""
+    """Return the bytes, by storage, of all tensors that `nodes` keep, except the storages of tensors in `others`."""
     saved, context = kept_by(nodes)
     excused = {storage_id(tensor) for group in others for tensor in group}
     return {number: n_bytes for number, n_bytes in {**saved, **context}.items() if number not in excused}
@@ -112,10 +112,10 @@ def kept_beside(nodes: Iterable[Node], *others: Iterable[Tensor]) -> dict[int, i
 def graphs_of(
     tensors: Sequence[Tensor], held: Iterable[int], gradients: Iterable[tuple[int, Tensor]], *, new_from: int
 ) -> list[Graph]:
-    """Return the connected graphs behind the tensors with indices `held` and behind `gradients`.
+    """Return the connected graphs behind the tensors with indices `held`, and behind `gradients`.
 
-    Each of `gradients` is the index of a leaf and its gradient. Graphs without a node older than the number `new_from`
-    are left out.
+    Each of `gradients` is the index of a leaf and its gradient. A graph all of whose nodes have the sequence number
+    `new_from` or a higher one is left out.
     """
     roots: list[tuple[int, Node, int | None]] = [
         (index, node, None) for index in held if (node := computed_by(tensors[index])) is not None

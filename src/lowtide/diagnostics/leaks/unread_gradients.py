@@ -49,7 +49,7 @@ class _Candidate:
 
     @property
     def is_always_zero(self) -> bool:
-        """True if the gradient was zero at both inspections, like that of a bias that losses cancel out."""
+        """True if the gradient was zero at both inspections, as for a bias whose effect on the loss cancels out."""
         parameter, gradient = self.parameter(), self.gradient()
         is_same = parameter is not None and gradient is not None and parameter.grad is gradient
         return is_same and self.was_zero and not self.is_idle
@@ -66,7 +66,7 @@ class _Idle:
 
 
 class UnreadGradients:
-    """Check for gradients that no optimizer reads, by a look at all gradients after an early and a later update."""
+    """Check for gradients that no optimizer reads, which compares all gradients after an early and a later update."""
 
     def __init__(self, log: FindingLog) -> None:
         self._log = log
@@ -82,7 +82,8 @@ class UnreadGradients:
     def step_begins(self, live: LiveObjects, model: nn.Module | None, step: int, least_bytes: int) -> None:
         """Look for unread gradients as a step's first forward begins: first for candidates, later for idle modules.
 
-        A gradient that is still there then was not read by an update.
+        Gradients that a loop resets after each update are gone by then. Modules with less than `least_bytes` bytes of
+        gradients do not count.
         """
         if not self._has_looked and self._n_updates >= _INSPECTED_UPDATES[0]:
             self._has_looked = True
@@ -180,9 +181,9 @@ def _is_read(parameter: Tensor) -> bool:
 
 
 def _idle_modules(module: nn.Module, idle: set[int], unsure: set[int]) -> Iterator[nn.Module]:
-    """Yield the largest modules inside `module` whose parameters with gradients are all in `idle` or `unsure`.
+    """Yield the largest modules inside `module` whose trained parameters all have idle or unsure gradients.
 
-    Both are sets of ids; at least one of the parameters is in `idle`.
+    `idle` and `unsure` are sets of parameters' ids; at least one of a module's parameters is in `idle`.
     """
     with_gradient = [p for p in module.parameters() if p.grad is not None]
     if not any(id(p) in idle for p in with_gradient):

@@ -154,7 +154,7 @@ def _accesses_within(flow: _Flow, name: str, part: range) -> bool:
 
 
 def _is_read_by_others(code: CodeType, name: str) -> bool:
-    """Return True if a function defined in `code` reads variable `name`, of its closure or of its module's globals."""
+    """Return True if a function defined in `code` reads `name`, either from its closure or as a global variable."""
     is_shared = name in code.co_cellvars or name not in (*code.co_varnames, *code.co_freevars)
     return is_shared and any(_reads_outer(function, name) for function in _defined_in(code))
 

@@ -199,7 +199,10 @@ class Watch(Displayed):
             self._run_guarded(lambda: self._end_call(call, module, output))
 
     def backward_begins(self, roots: Iterable[Any], retain: bool, create: bool, partial: bool) -> None:
-        """Handle the beginning of a backward pass at `roots`; `partial` is True if it was given `inputs=`."""
+        """Handle the beginning of a backward pass at `roots`, with its options `retain_graph` and `create_graph`.
+
+        `partial` is True if the pass was given `inputs=`.
+        """
         site, roots = calling_site(), list(roots)
         if not self._inspector.has_model:
             nodes = [node for root in roots if (node := getattr(root, "grad_fn", None)) is not None]
@@ -297,7 +300,7 @@ class Watch(Displayed):
             self._inspector.inspect_end()
 
     def _run_guarded(self, handler: Callable[[], None]) -> None:
-        """Run `handler`; a failure ends the watch, which reports it, and never the user's training."""
+        """Run `handler`. If it raises, log the error and end the watch, so that the user's training goes on."""
         if self._failure is not None:
             return
         try:
@@ -318,7 +321,8 @@ def watch(model: nn.Module | None = None, batches: Iterable[Any] | None = None) 
         batches: Batches to iterate over, if the watch is used as the loop's iterable.
 
     Returns:
-        The watch; it has the `findings`. Iterated over, it logs them at the end.
+        The watch, whose `findings` are the report. Used as an iterable, it yields the batches and logs its findings at
+        the end.
 
     Example:
         >>> import torch, lowtide

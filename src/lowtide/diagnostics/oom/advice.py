@@ -211,7 +211,7 @@ def _expandable(m: Message, f: Facts) -> str:
 
 
 def _setting_of(m: Message) -> str:
-    """Return the environment variable of the allocator's settings: the message's, else the oldest of its kind."""
+    """Return the environment variable with the allocator's settings: the one named in the message, else the oldest."""
     return m.setting or ("PYTORCH_HIP_ALLOC_CONF" if m.kind == "hip" else "PYTORCH_CUDA_ALLOC_CONF")
 
 

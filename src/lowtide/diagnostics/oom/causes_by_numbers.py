@@ -75,7 +75,7 @@ def mps_limit(m: Message, _: Facts) -> Cause | None:
 
 
 def one_allocation(m: Message, _: Facts) -> Cause | None:
-    """Return the cause if the request is larger than the device allows for a single one."""
+    """Return the cause if the request is larger than the device allows for a single allocation."""
     tried, held, total = m.tried_bytes, m.held_bytes, m.total_bytes
     if m.kind != "xpu" or tried is None or tried < _ONE_ALLOCATION_BYTES:
         return None
@@ -111,7 +111,7 @@ def host_limit(m: Message, f: Facts) -> Cause | None:
 
 
 def tiny_request(m: Message, _: Facts) -> Cause | None:
-    """Return the cause if the request was too small to fail for its size."""
+    """Return the cause if the request was so small that its size cannot have made it fail."""
     tried = m.tried_bytes
     if m.kind not in ("cpu", "jax") or tried is None or tried > TINY_BYTES:
         return None

@@ -166,7 +166,7 @@ def _evidence_of_held(m: Message) -> tuple[str, ...]:
 
 
 def evaluation(m: Message, f: Facts) -> Cause | None:
-    """Return the cause if graphs of a model in evaluation mode hold enough memory."""
+    """Return the cause if graphs of a model in evaluation mode hold so much that the request would fit without them."""
     if not _would_do(f.evaluation_bytes, m):
         return None
     n = f.evaluation_graphs
@@ -179,7 +179,7 @@ def evaluation(m: Message, f: Facts) -> Cause | None:
 
 
 def leak(m: Message, f: Facts) -> Cause | None:
-    """Return the cause if graphs of earlier steps hold enough memory."""
+    """Return the cause if graphs of earlier steps hold so much that the request would have fitted without them."""
     if not _would_do(f.leftover_bytes, m):
         return None
     graphs, they = ("graph", "it") if f.leftover_graphs == 1 else ("graphs", "they")

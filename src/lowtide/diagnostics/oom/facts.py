@@ -405,7 +405,7 @@ class FactReader:
             traceback.add(_place(kind, match, process))
 
     def _process(self, position: int) -> str | None:
-        """Return the process that the line of `position` names at its beginning; None for lines that are too long."""
+        """Return the process that the line of `position` names at its beginning; None without one or in a long line."""
         begin = self._window.rfind("\n", max(0, position - _LINE), position) + 1
         if begin == 0 and (self._has_moved or position > _LINE):
             return None

@@ -95,7 +95,7 @@ class Message(Record):
 
     @property
     def known_own_bytes(self) -> int | None:
-        """Memory of this process by the largest amount stated: in all, else reserved, else (`async`) allocated."""
+        """Memory of this process as far as stated: all of it, else what is reserved, else (`async`) allocated."""
         stated = self.reserved_bytes if self.process_bytes is None else self.process_bytes
         return self.allocated_bytes if stated is None and self.form == "async" else stated
 
@@ -109,7 +109,7 @@ class Message(Record):
 
     @property
     def hidden_bytes(self) -> int | None:
-        """Memory on the device of processes that the message does not list.
+        """Memory that processes missing in the message's list hold on the device.
 
         If the message does not state this process's total, the size of a usual CUDA context is subtracted.
         """

@@ -24,5 +24,5 @@ class MessageHead:
 
 
 def head(words: str, pattern: str, kind: str, form: str = "", *, certain: bool = True) -> MessageHead:
-    """Make a head. Every match of `pattern` must contain one of `words`, which bars separate."""
+    """Make a message head. `words` are separated by bars, and every match of `pattern` contains one of them."""
     return MessageHead(tuple(words.split("|")), re.compile(pattern), kind, form, certain)

@@ -70,7 +70,7 @@ _SLACK_BYTES = 1 << 26
 
 
 class Messages:
-    """Reader of the out-of-memory messages in a text that is read in chunks, in order of appearance."""
+    """Reader that finds out-of-memory messages, in order of appearance, in a text that arrives in chunks."""
 
     def __init__(self) -> None:
         self._line = LineJoiner()
@@ -146,7 +146,10 @@ def messages(text: str) -> list[Message]:
 
 
 def most_informative(known: list[Message]) -> Message:
-    """Return the message to explain: the first with request and capacity, else a request, else certain, else any."""
+    """Return the message to explain: the first that states the request and the device's capacity, if there is one.
+
+    Otherwise it is the first certain one that states a request, else the first certain one, else the first.
+    """
     return next(message for tells in _INFORMATIVE for message in known if tells(message))
 
 
@@ -166,8 +169,9 @@ _INFORMATIVE: tuple[Callable[[Message], bool], ...] = (
 
 @lru_cache(maxsize=64)
 def _read(number: int, kind: str, text: str) -> Message:
-    """Read the message in `text`, which begins with head `number`; `kind` is the kind of memory, if the head names
-    it.
+    """Parse the message in `text`, which begins with a match of HEADS[number].
+
+    `kind` is the kind of memory that ran out if the match states it, else empty.
     """
     head = HEADS[number]
     amounts = {name: _amount(pattern, text) for name, pattern in _CLAUSES.items()}

@@ -17,7 +17,7 @@ JOINS = 5
 
 
 def _accumulates(item: RetainedObject) -> bool:
-    """Return True if `item` has a graph, and no pass used `create_graph`: learning to learn keeps graphs on purpose."""
+    """Return True if `item` has a graph, and no backward pass through it used `create_graph`, as meta-learning does."""
     return item.has_graph and not any(backward.create_graph for backward in item.backwards)
 
 
@@ -34,7 +34,7 @@ def _accumulates(item: RetainedObject) -> bool:
 class ListOfGraphs(Rule):
     """Rule for a container that collects tensors with graphs over several steps.
 
-    A list that each step creates does not match: it never has two graphs from one call site.
+    A list that is made anew in each step does not match, because it never has two graphs from one call site.
     """
 
     is_refuted_by_backward = True
@@ -47,11 +47,14 @@ class ListOfGraphs(Rule):
     fix_of_terms = "; if the loss is computed from the entries, clear them after its backward pass"
 
     def fix_unreached(self, fix: str) -> str:
-        """Put `no_grad` before the advice `fix`, because no backward pass needs these graphs."""
+        """Return the advice to run the forward under `no_grad`, because no backward pass follows, and then `fix`."""
         return "run the forward at {made} under `torch.no_grad()`, because no backward pass reaches it; and " + fix
 
     def fix_for(self, item: RetainedObject, history: History) -> str:
-        """Return the advice for `item`: `.item()` only for scalars, and another for terms of a loss."""
+        """Return the advice for `item`: to store `.item()` if it is a scalar, else `.detach().cpu()`.
+
+        If backward has reached the graph, entries that are terms of a loss are to be cleared after its backward pass.
+        """
         fix = super().fix_for(item, history) if item.is_scalar else self.fix_of_values
         return fix + self.fix_of_terms if item.backwards else fix
 
@@ -87,8 +90,7 @@ class RunningSumOfGraphs(Rule):
         return _accumulates(item) and is_sum and is_over_steps and item.goes_through_calls
 
     def refined(self, stats: SiteStats) -> Rule:
-        """Return LT002, for forwards that need no graph, if no backward pass reaches this site's graphs; else this
-        rule.
+        """Return rule LT002 (a forward needs no graph) if no backward pass reaches this site's graphs, else this rule.
 
         Under no_grad, such forwards leave the sum without a graph.
         """
@@ -195,7 +197,10 @@ _NAMED_KINDS = ("variable", "closure", "generator", "class", "context variable")
 
 
 def _is_added_to(item: RetainedObject, history: History) -> bool:
-    """Return True if outputs are concatenated to `item`: its tensors, the same number, grew at many inspections."""
+    """Return True if outputs are concatenated to the tensors of `item`.
+
+    That is so if their bytes grew at many inspections, and the numbers of tensors and entries stayed the same.
+    """
     is_joined_state = item.is_state and item.is_held_as("module")
     has_name = item.holder is not None and (item.holder.kind in _NAMED_KINDS or is_joined_state)
     numbers = {*zip(history.entries[-JOINS:], history.n_storages[-JOINS:], strict=True)}
@@ -235,7 +240,7 @@ class RunningTotalOfEmptyGraphs(Rule):
     fix_of_module = "assign values without a graph to `self.{name}`: `.detach()` them first"
 
     def fix_for(self, item: RetainedObject, history: History) -> str:
-        """Return the advice for a total or a list of losses, or other advice for a value on a module."""
+        """Return the advice for `item`: one for totals and lists of losses, another for a value stored on a module."""
         is_value = item.is_held_as("module") and item.holder is not None and not item.holder.gathers
         return self.fix_of_module if is_value else super().fix_for(item, history)
 
@@ -272,7 +277,7 @@ class GatheredOutputs(Rule):
     fix_of_keys_and_values = "call the model with `use_cache=False`, because nothing reads the keys and values; and "
 
     def fix_for(self, item: RetainedObject, history: History) -> str:
-        """Return the advice for `item`; if its outputs have a cache of keys and values, first to turn that off."""
+        """Return the advice for `item`, beginning with turning off the key-value cache if its outputs contain one."""
         has_cache = item.holder is not None and "past_key_values" in item.holder.text
         return self.fix_of_keys_and_values * has_cache + super().fix_for(item, history)
 

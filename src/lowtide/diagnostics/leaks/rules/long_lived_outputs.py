@@ -21,7 +21,7 @@ SHARE = 0.05
     fix="compute everything that uses `{name}` before backward, then `del {name}`{remedy}",
 )
 class AliveDuringBackward(Rule):
-    """Rule for outputs alive in backward, recorded when a backward pass begins."""
+    """Rule for model outputs that a variable still holds when a backward pass begins, which does not need them."""
 
 
 @rule(
@@ -52,14 +52,16 @@ class AliveInNextStep(Rule):
     fix_of_last = "set `{names}` to None when the next step begins: code after the loop reads its last value"
 
     def names_part(self, holder: Holder, history: History) -> bool:
-        """Return True if the advice is about an entry or attribute, not the variable: a container of several tensors is
-        deleted as a whole.
+        """Return True if the advice is about the entry or attribute that holds the tensors, not about the variable.
+
+        A container of several tensors is deleted as a whole.
         """
         return "[..]" not in holder.part and super().names_part(holder, history)
 
     def fix_for(self, item: RetainedObject, history: History) -> str:
-        """Return the advice for `item`: other advice for closures, whose variables must not be deleted, for context
-        variables, and for variables that code after the loop reads.
+        """Return the advice for `item`, in general to free the variable; for some holders that would be wrong.
+
+        These are closures, context variables, and variables that code after the loop reads.
         """
         if item.is_held_as("context variable"):
             return self.fix_of_context

@@ -52,7 +52,7 @@ class RetainGraph(Rule):
         return item.has_graph and any(b.retain_graph for b in item.backwards) and is_sizable(item, history)
 
     def names_part(self, holder: Holder, history: History) -> bool:
-        """Return True if the advice is about an entry, because the container is used for several steps."""
+        """Return True if the advice is about an entry, because the holder's container is used for several steps."""
         # A container that each step creates can be deleted.
         is_the_same = len(history.held_bytes) > 1 and not history.has_changed
         has_grown = holder.gathers and bool(holder.containers) and history.entries[-1] > history.entries[0]
@@ -71,7 +71,7 @@ class RetainGraph(Rule):
     fix="use `torch.autograd.grad(..., create_graph=True)` at {backward}, or set `.grad` to None after the step",
 )
 class GraphInGradients(Rule):
-    """Rule for gradients of parameters that hold a graph."""
+    """Rule for gradients of parameters if the gradients themselves have a graph (`create_graph=True`)."""
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         return item.is_of_gradients
@@ -98,8 +98,8 @@ class PartialBackward(Rule):
 def is_sizable(item: RetainedObject, history: History) -> bool:
     """Return True if a large part of a forward's graph is still in memory.
 
-    If two losses run backward in turn, the first with `retain_graph=True`, only the end of the first graph stays. Then
-    outputs do not count, because they stay until they are assigned again.
+    If two losses run backward in turn, the first with `retain_graph=True`, the second pass frees all but the end of the
+    first loss's graph. Outputs do not count then, because they stay until their variables are assigned again.
     """
     passes = [call.backwards for call in item.calls if call.backwards]
     in_turns = any(sequence[0].retain_graph and not sequence[-1].retain_graph for sequence in passes)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Rule:
-    """One kind of finding. Subclasses override the methods that differ."""
+    """Base class of rules, one subclass per kind of finding. `Entry.judge` asks each rule about a retained object."""
 
     code: str
     priority: int | None
@@ -63,11 +63,11 @@ class Rule:
         return False
 
     def names_holder(self, item: RetainedObject) -> bool:
-        """Return True if the holder of `item` is the one to report."""
+        """Return True if the finding is to name the holder of `item`, and to give advice about it."""
         return True
 
     def names_part(self, holder: Holder, history: History) -> bool:
-        """Return True if the advice for `holder` is about its entry or attribute, not about the variable."""
+        """Return True if the advice for `holder` is about its entry or attribute, not about the whole variable."""
         return holder.is_part and bool(self.fix_of_part)
 
     def fix_for(self, item: RetainedObject, history: History) -> str:
@@ -88,7 +88,7 @@ class Rule:
         return history.held_bytes[-1]
 
     def fix_unreached(self, fix: str) -> str:
-        """Return the advice to give instead of `fix` if no backward pass reaches any graph of the line."""
+        """Return the advice to give instead of `fix` if no backward pass reaches any graph made at the line."""
         return fix
 
     def refined(self, stats: SiteStats) -> Rule:

@@ -14,7 +14,7 @@ from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
     fix="call `zero_grad()` before the forward, or right after `optimizer.step()`",
 )
 class ZeroGradLate(Rule):
-    """Rule for late `zero_grad` calls, recorded at the backward pass that follows."""
+    """Rule for `zero_grad` calls between a forward and its backward, recorded once that backward pass has ended."""
 
 
 @rule(
@@ -58,4 +58,4 @@ class DiscardedGradients(Rule):
     fix="remove `set_to_none=False`; the default is True",
 )
 class SetToZero(Rule):
-    """Rule for gradients that are set to zero, recorded when `zero_grad` is called."""
+    """Rule for gradients that `zero_grad(set_to_none=False)` sets to zero instead of freeing, recorded then."""

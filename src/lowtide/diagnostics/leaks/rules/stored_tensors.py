@@ -18,7 +18,7 @@ from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
     fix="use `ctx.save_for_backward({name})` instead of `ctx.{name} = ...`",
 )
 class ContextAttribute(Rule):
-    """Rule for memory that is mostly held by attributes of a ctx."""
+    """Rule for graphs whose memory is mostly held by attributes of a custom Function's ctx."""
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         return item.is_held_as("context") and 2 * item.context_bytes >= item.unfreed_bytes

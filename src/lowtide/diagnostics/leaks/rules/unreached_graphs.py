@@ -48,7 +48,7 @@ class BackwardSkipped(Rule):
     "`loss.detach()` for the total",
 )
 class OneBackwardForSeveralLosses(Rule):
-    """Rule for a sum of losses with separate graphs, recorded when backward begins at it."""
+    """Rule for a sum of several losses with separate graphs, recorded when a backward pass begins at the sum."""
 
 
 @rule(
