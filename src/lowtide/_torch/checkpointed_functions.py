@@ -17,19 +17,19 @@ F = TypeVar("F", bound=Callable[..., Any])
 _ARGUMENTS_IN_TUPLE = hasattr(checkpoint, "_checkpoint_without_reentrant_generator_impl")
 
 GENERATOR = f"_checkpoint_without_reentrant_generator{'_impl' if _ARGUMENTS_IN_TUPLE else ''}"
-"""Name in `torch.utils.checkpoint` of the generator around each call with `use_reentrant=False`. Torch 2.13, since 2.1;
-another name in 2.15.
+"""Name in `torch.utils.checkpoint` of the generator around each call with `use_reentrant=False`. Read in torch 2.13;
+present since 2.1, and under another name in 2.15.
 """
 
 
 class Region(Protocol):
-    """Observer of one checkpointed call."""
+    """Observer of one checkpointed call, returned by the function that is passed to `observe_checkpoints`."""
 
     def forward(self) -> AbstractContextManager[None]:
-        """Return a context for the run in forward."""
+        """Return a context in which the function runs in forward."""
 
     def recompute(self) -> AbstractContextManager[None]:
-        """Return a context for a run in backward."""
+        """Return a context in which the function runs again in backward."""
 
 
 def observe_checkpoints(observe: Callable[[Any, tuple[Any, ...], bool], Region | None]) -> Callable[[], None]:
@@ -74,7 +74,9 @@ def observe_checkpoints(observe: Callable[[Any, tuple[Any, ...], bool], Region |
 
 
 def without_checkpoints() -> AbstractContextManager[None]:
-    """Disable torch.utils.checkpoint inside this `with` block: the same bits, and every tensor saved."""
+    """Make checkpointed calls run as plain calls inside this `with` block: results have the same bits, and all tensors
+    are saved.
+    """
 
     def plain_generator(*args: Any, **kwargs: Any) -> Iterator[None]:
         yield
@@ -89,7 +91,8 @@ def without_checkpoints() -> AbstractContextManager[None]:
 
 @contextlib.contextmanager
 def _replaced(generator: Callable[..., Iterator[None]], function: type) -> Iterator[None]:
-    """Replace the two implementations of checkpointed calls inside this `with` block. Torch 2.13, since 2.1; 2.15.
+    """Replace the two implementations of checkpointed calls inside this `with` block. Relies on internals of torch 2.13
+    and 2.15, present since 2.1.
 
     Modules that imported `torch.utils.checkpoint.checkpoint` hold references to it. So the two implementations that it
     calls are replaced, not the function itself.

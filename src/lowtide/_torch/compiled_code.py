@@ -17,13 +17,14 @@ from lowtide._torch.modules import CALL
 F = TypeVar("F", bound=Callable[..., Any])
 
 STATIC_INPUT = "_dynamo_static_input_type"
-"""Attribute that `torch.compile` sets on parameters and buffers of the modules that it traces. Torch 2.13."""
+"""Attribute that `torch.compile` sets on parameters and buffers of the modules that it traces. Read in torch 2.13."""
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Return True if `torch.compile` returned this module, or `module.compile()` compiled it. Torch 2.13, since 2.2.
+    """Return True if `torch.compile` returned this module, or `module.compile()` compiled it.
 
-    A wrapper in CALL around the compiled code has the next wrapper, or the compiled code, in its attribute `before`.
+    A wrapper in the module's attribute CALL is looked through by its attribute `before`, the wrapped object. Relies on
+    internals of torch 2.13, present since 2.2.
     """
     return _compiled_front(module) is not None
 
@@ -34,7 +35,9 @@ def has_compiled_modules(model: torch.nn.Module) -> bool:
 
 
 def is_compiled_by_inductor(module: torch.nn.Module) -> bool:
-    """Return True if inductor compiles the module, and no CUDA graphs replay it. Torch 2.13, since 2.2."""
+    """Return True if inductor compiles the module, and no CUDA graphs replay it. Relies on internals of torch 2.13,
+    present since 2.2.
+    """
     front = _compiled_front(module)
     settings: Any = None if front is None else front.get_compiler_config()
     return bool(settings) and not settings.get("triton.cudagraphs", False)
@@ -54,8 +57,8 @@ def _compiled_front(module: torch.nn.Module) -> Any:
 def compiles_nothing(front: object, module: torch.nn.Module) -> bool:
     """Return True if `module.compile()` has put `front` into the module's attribute CALL, but compiles nothing.
 
-    Torch compiles the frames of forward methods, but not those of torch's own layers and containers, such as
-    `nn.Sequential`. Torch 2.13; not so in 2.15.
+    Torch 2.13 compiles the frames of forward methods, but not those of torch's own layers and containers, such as
+    `nn.Sequential`; torch 2.15 compiles those too.
     """
     if not hasattr(front, "_torchdynamo_orig_callable") or _compiles_own_layers():
         return False
@@ -63,13 +66,15 @@ def compiles_nothing(front: object, module: torch.nn.Module) -> bool:
 
 
 def _compiles_own_layers() -> bool:
-    """Return True if `module.compile()` compiles torch's own layers as well. Torch 2.15."""
+    """Return True if `module.compile()` of this torch compiles torch's own layers as well, as that of torch 2.15
+    does.
+    """
     return hasattr(sys.modules["torch._dynamo.eval_frame"].OptimizedModule, "_should_wrap_module_call_impl")
 
 
 def compiles_parts_only(module: torch.nn.Module) -> bool:
-    """Return True if `module.compile()` compiles only modules below it, of other classes than torch's own. Torch 2.13;
-    not so in 2.15.
+    """Return True if `module.compile()` compiles only modules inside `module` whose classes are not torch's own. That
+    is so in torch 2.13, but not in 2.15.
     """
     return CALL in vars(module) and is_compiled(module) and not _compiles_own_layers() and _is_left_alone(module)
 
@@ -80,44 +85,50 @@ def _is_left_alone(module: torch.nn.Module) -> bool:
 
 
 def is_compiled_form(obj: object, module: torch.nn.Module) -> bool:
-    """Return True if `torch.compile(module)` made `obj`. Torch 2.13, since 2.0."""
+    """Return True if `torch.compile(module)` made `obj`. Relies on internals of torch 2.13, present since 2.0."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")
     return dynamo is not None and isinstance(obj, dynamo.OptimizedModule) and obj._orig_mod is module
 
 
 def is_compiled_function(obj: object) -> bool:
-    """Return True if `torch.compile(function)` made `obj`. Torch 2.13, since 2.0."""
+    """Return True if `torch.compile(function)` made `obj`. Relies on internals of torch 2.13, present since 2.0."""
     return callable(obj) and "_torchdynamo_orig_callable" in getattr(obj, "__dict__", ())
 
 
 def anything_compiled() -> bool:
-    """Return True if torch.compile has compiled any code in this process. Torch 2.13, since 2.1."""
+    """Return True if torch.compile has compiled any code in this process. Relies on internals of torch 2.13, present
+    since 2.1.
+    """
     return n_compiled() > 0
 
 
 def n_compiled() -> int:
-    """Return the number of graphs that torch.compile has compiled, or read from its caches, so far. Torch 2.13, since
-    2.1.
+    """Return the number of graphs that torch.compile has compiled, or read from its caches, so far. Relies on internals
+    of torch 2.13, present since 2.1.
     """
     utils = sys.modules.get("torch._dynamo.utils")
     return 0 if utils is None else int(utils.counters["stats"]["unique_graphs"])
 
 
 def not_compiled_alone(function: F) -> F:
-    """Return `function`, marked so that compilation may continue through it but never starts at it. Torch 2.13, since
-    2.7.
+    """Return `function`, marked so that compilation may continue through it but never starts at it. Relies on internals
+    of torch 2.13, present since 2.7.
     """
     return _marked(function, _FRAMES._FrameAction.DEFAULT)
 
 
 def never_compiled(function: F) -> F:
-    """Return `function`, marked so that neither it nor its callees are ever compiled. Torch 2.13, since 2.7."""
+    """Return `function`, marked so that neither it nor its callees are ever compiled. Relies on internals of torch
+    2.13, present since 2.7.
+    """
     return _marked(function, _FRAMES._FrameAction.SKIP)
 
 
 def called_between_graphs(function: F) -> F:
-    """Return `function`, marked so that compiled code is split at its calls, like `torch.compiler.disable` does: for
-    hooks of optimizers, which compiled code would otherwise call in its first run only. Torch 2.13, since 2.0.
+    """Return `function`, marked so that compiled code is split at its calls, as by `torch.compiler.disable`.
+
+    This is for hooks of optimizers, which compiled code would otherwise call in its first run only. Relies on internals
+    of torch 2.13, present since 2.0.
     """
     why = "Lowtide watches updates by optimizers, so code that calls optimizer.step() can't be compiled with fullgraph"
     vars(function).update(_torchdynamo_disable=True, _torchdynamo_disable_msg=why)
@@ -125,7 +136,8 @@ def called_between_graphs(function: F) -> F:
 
 
 def compiled_as(function: F, own: Callable[..., Any]) -> F:
-    """Return `function`, marked so that compiled code calls torch's `own` function in its place. Torch 2.13, since 2.2.
+    """Return `function`, marked so that compiled code calls torch's `own` function in its place. Relies on internals of
+    torch 2.13, present since 2.2.
 
     Dynamo loads its tables of torch's functions, by name, when it first compiles something.
     """
@@ -134,8 +146,8 @@ def compiled_as(function: F, own: Callable[..., Any]) -> F:
 
 
 def scripted_as(function: Callable[..., Any], own: Callable[..., Any]) -> Callable[[], object]:
-    """Let TorchScript call torch's `own` function in place of `function`, until the returned function is called. Torch
-    2.13, since 1.2.
+    """Let TorchScript call torch's `own` function in place of `function`, until the returned function is called. Relies
+    on internals of torch 2.13, present since 1.2.
     """
     table = torch.jit._builtins._get_builtin_table()  # type: ignore[no-untyped-call]
     if (operator_name := table.get(id(own))) is None:
@@ -155,18 +167,21 @@ _FRAMES = torch._C._dynamo.eval_frame
 
 is_traced: Callable[[], bool] = functools.lru_cache(torch.compiler.is_dynamo_compiling)
 """Return True in code that torch.compile traces, where the call is a constant. Elsewhere it is False, which the cache
-returns without a call of a Python function; torch.compile traces past the cache. Torch 2.13, since 2.2.
+returns without a call of a Python function; torch.compile traces past the cache. Relies on internals of torch 2.13,
+present since 2.2.
 """
 
 is_compiling_anywhere: Callable[[], bool] = functools.partial(operator.attrgetter("_is_compiling_flag"), torch.compiler)
-"""Return True if any thread compiles or exports code. Not for code that may be traced. Torch 2.13; in 2.10 the flag is
-set during export only.
+"""Return True if any thread compiles or exports code. Not for code that may be traced. Read in torch 2.13; in 2.10 the
+flag is set during export only.
 """
 
 
 @not_compiled_alone
 def is_compiling_here() -> bool:
-    """Return True if this thread compiles or exports code, or if this call is traced. Torch 2.13."""
+    """Return True if this thread compiles or exports code, or if this call is traced. Relies on internals of torch
+    2.13.
+    """
     return is_traced() or (
         is_compiling_anywhere()
         and (torch.compiler.is_exporting() or torch._guards.CompileContext.try_get() is not None)
@@ -174,14 +189,17 @@ def is_compiling_here() -> bool:
 
 
 def is_recompiling() -> bool:
-    """Return True if this thread compiles code once more, because its arguments are new. Torch 2.13, since 2.7."""
+    """Return True if this thread compiles code once more, because its arguments are new. Relies on internals of torch
+    2.13, present since 2.7.
+    """
     context = torch._guards.CompileContext.try_get()
     number = None if context is None or context.compile_id is None else context.compile_id.frame_compile_id
     return bool(number)
 
 
 def in_compiled_backward() -> bool:
-    """Return True if the node that backward runs in this thread is compiled code. Torch 2.13, since 2.0.
+    """Return True if the node that backward runs in this thread is compiled code. Relies on internals of torch 2.13,
+    present since 2.0.
 
     Such a node clears its saved tensors after reading them, and holds each tensor for as long as it computes with it.
     """

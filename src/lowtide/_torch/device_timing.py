@@ -17,7 +17,10 @@ longer.
 
 
 def accelerator_in_use() -> bool:
-    """Return True if an accelerator exists and has been used; any other query would initialize it."""
+    """Return True if the machine has an accelerator and this process has used it.
+
+    Any other query would initialize the accelerator.
+    """
     if not torch.accelerator.is_available():
         return False
     used = getattr(torch.get_device_module(), "is_initialized", None)
@@ -29,12 +32,13 @@ _simulated: dict[str, Callable[[], float]] = {}
 
 
 def simulated_clock(device_type: str, clock: Callable[[], float]) -> contextlib.AbstractContextManager[object]:
-    """Let devices of a type take their milliseconds from `clock` in a `with` block."""
+    """Let devices of the type `device_type` take their milliseconds from `clock` inside this `with` block."""
     return patch.dict(_simulated, {device_type: clock})
 
 
 def now_ms(device: torch.device | None = None) -> float:
-    """Return a clock's milliseconds after `device`, an accelerator, has finished all its queued work.
+    """Wait until `device`, an accelerator, has finished all its queued work; return the time of a clock in
+    milliseconds.
 
     Without the wait, only the launch of GPU work would be measured. For None or the CPU, the wait is for the current
     device of the accelerator in use, if any.
@@ -47,13 +51,15 @@ def now_ms(device: torch.device | None = None) -> float:
 
 
 def has_two_clocks(device: torch.device) -> bool:
-    """Return True if `device` runs work asynchronously: the host launches it, and it is done later."""
+    """Return True if `device` runs work asynchronously, so that the host's time to launch it differs from the device's
+    time.
+    """
     return device.type == "cuda"
 
 
 def occupy(milliseconds: float) -> None:
     """Queue a kernel that sleeps for `milliseconds`, so that work queued behind it is launched before it can begin.
-    Torch 2.13, since 1.0.
+    Relies on internals of torch 2.13, present since 1.0.
     """
     torch.cuda._sleep(int(milliseconds * CYCLES_PER_MS))  # type: ignore[no-untyped-call]
 
@@ -64,7 +70,7 @@ def timing_event() -> torch.cuda.Event:
 
 
 class Times(NamedTuple):
-    """Milliseconds of some work: `host` to launch it, `device` to do it."""
+    """Milliseconds that some work took: `host` to launch it, `device` to run it."""
 
     host: float
     device: float
@@ -93,7 +99,7 @@ class Stopwatch:
             self._began = now_ms(self._device)
 
     def stop(self) -> Times:
-        """Return the times since `start`, once the device is done."""
+        """Wait until the device is done, and return the times since `start`."""
         if not self._has_two_clocks:
             return Times(0.0, now_ms(self._device) - self._began)
         host_ms = time.perf_counter() * 1000 - self._began

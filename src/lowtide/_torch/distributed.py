@@ -29,12 +29,12 @@ _COLLECTIVES = (
     *("all_to_all_single", "alltoall", "alltoall_base", "barrier", "monitored_barrier", "broadcast", "gather"),
     *("reduce", "scatter", "send", "recv", "recv_anysource"),
 )
-"""Methods of a process group that take part in a collective. Torch 2.13, as far as present."""
+"""Methods of a process group that take part in a collective: those that this torch has. Read in torch 2.13."""
 
 
 def n_collectives() -> int:
-    """Return the number of collectives that this process has started, over all process groups. Torch 2.13, since
-    1.10.
+    """Return the number of collectives that this process has started, over all process groups. Relies on internals of
+    torch 2.13, present since 1.10.
     """
     groups: Any = torch.distributed.distributed_c10d._world.pg_map
     real = (group for group, (backend, _) in groups.items() if backend != "fake")
@@ -46,13 +46,14 @@ _n_local = [0]
 
 
 def n_local_collectives() -> int:
-    """Return the number of collectives that this process has computed alone, with `collectives_alone`."""
+    """Return the number of collectives that this process has computed alone so far, inside `collectives_alone`."""
     return _n_local[0]
 
 
 @contextlib.contextmanager
 def collectives_alone() -> Iterator[None]:
-    """Compute the collectives of distributed tensors, and HSDP's sums, from this process's own parts. Torch 2.13.
+    """Compute the collectives of distributed tensors, and HSDP's sums, from this process's own parts. Relies on
+    internals of torch 2.13.
 
     Each collective takes its usual memory, but nothing is sent: a sum is this process's own addend, and all gathered
     parts are copies of this process's part.
@@ -120,12 +121,14 @@ _ALONE: dict[str, Callable[..., Any]] = {
     "reduce_scatter_tensor_coalesced": lambda tensors, *rest: [_scattered(tensor, *rest) for tensor in tensors],
     "all_to_all_single": _exchanged,
 }
-"""Functional collectives with one process's own parts, by name. Torch 2.13, since 2.3."""
+"""Functional collectives with one process's own parts, by name. Read in torch 2.13; present since 2.3."""
 
 
 @contextlib.contextmanager
 def simulated_collectives_counted() -> Iterator[None]:
-    """Let `n_collectives` also count collectives of simulated groups inside this `with` block. Torch 2.13."""
+    """Let `n_collectives` also count collectives of simulated groups inside this `with` block. Relies on internals of
+    torch 2.13.
+    """
 
     def counting(collective: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -151,31 +154,37 @@ def ddp_wrappers(modules: Iterable[Any]) -> list[torch.nn.parallel.DistributedDa
 
 
 def awaits_first_backward(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
-    """Return True if a `static_graph` wrapper has not yet recorded its parameters' use. Torch 2.13, since 1.13."""
+    """Return True if a `static_graph` wrapper has not yet recorded its parameters' use. Relies on internals of torch
+    2.13, present since 1.13.
+    """
     return wrapper.static_graph and not wrapper._static_graph_delay_allreduce_enqueued
 
 
 def has_new_buckets(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
-    """Return True if `wrapper` has put its buckets in gradient order, as its second forward does. Torch 2.13, since
-    2.1.
+    """Return True if `wrapper` has put its buckets in gradient order, as its second forward does. Relies on internals
+    of torch 2.13, present since 2.1.
     """
     return wrapper._has_rebuilt_buckets
 
 
 def after_backward(call: Callable[[], None]) -> None:
-    """Have `call` called at the end of the running backward pass. Torch 2.13, since 1.0."""
+    """Have `call()` run at the end of the running backward pass. Relies on internals of torch 2.13, present since
+    1.0.
+    """
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 SYNC_BUFFERS = "_distributed_broadcast_coalesced"
-"""Method of a wrapper that sends buffers. Arguments: tensors, bytes at a time and a rank. Torch 2.13, since 1.10."""
+"""Method of a wrapper that sends buffers. Arguments: tensors, bytes at a time and a rank. Read in torch 2.13; present
+since 1.10.
+"""
 
 
 def sent_parameters(
     wrapper: torch.nn.parallel.DistributedDataParallel,
 ) -> tuple[list[torch.nn.Parameter], list[bool]]:
-    """Return the parameters whose gradients DDP reduces, and for each of them True if its gradient is sparse. Torch
-    2.13, since 1.10.
+    """Return the parameters whose gradients DDP reduces, and for each of them True if its gradient is sparse. Relies on
+    internals of torch 2.13, present since 1.10.
     """
     return wrapper._build_params_for_reducer()  # type: ignore[no-any-return, no-untyped-call]
 
@@ -185,7 +194,11 @@ _buckets: dict[int, weakref.ref[torch.Tensor]] = {}
 
 
 def own_gradients(bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """Return the gradients in a bucket as their own average: a communication hook that sends nothing. Torch 2.13."""
+    """Return the gradients in `bucket` unchanged as a completed future: a communication hook for DDP that sends
+    nothing.
+
+    Relies on internals of torch 2.13.
+    """
     buffer = bucket.buffer()
     _buckets[id(buffer)] = weakref.ref(buffer, functools.partial(_forget, id(buffer)))
     done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
@@ -198,13 +211,15 @@ def _forget(number: int, _: object) -> None:
 
 
 def seen_buckets() -> list[torch.Tensor]:
-    """Return the live buckets that `own_gradients` has seen; no other bucket has a Python object."""
+    """Return the tensors of those DDP buckets that `own_gradients` has received and that are alive. No other bucket has
+    a Python object.
+    """
     return [bucket for reference in [*_buckets.values()] if (bucket := reference()) is not None]
 
 
 def bucket_limits(wrapper: torch.nn.parallel.DistributedDataParallel) -> tuple[list[int], list[int]]:
-    """Return the limits of DDP's bucket sizes in bytes: for the first forward, and from the second one on. Torch
-    2.13.
+    """Return the limits of DDP's bucket sizes in bytes: for the first forward, and from the second one on. Relies on
+    internals of torch 2.13.
     """
     config = getattr(wrapper, "_bucket_config", None)
     if config is None:  # as in torch 2.10, where the wrapper itself has the numbers
@@ -223,7 +238,7 @@ def communication_hooks(
     wrapper: torch.nn.parallel.DistributedDataParallel,
 ) -> tuple[list[str], list[torch.dtype]]:
     """Return the names of the user's hooks that send a wrapper's gradients, and the dtypes to which torch's own hooks
-    compress copies of the buckets. Torch 2.13, since 2.1.
+    compress copies of the buckets. Relies on internals of torch 2.13, present since 2.1.
     """
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as own
 
@@ -239,7 +254,7 @@ def assign_buckets(
 ) -> list[list[int]]:
     """Assign parameters to DDP's buckets as torch does; return the numbers of the parameters in each bucket.
 
-    `sparse` is indexed by a parameter's number. Torch 2.13, since 1.10.
+    `sparse` is indexed by a parameter's number. Relies on internals of torch 2.13, present since 1.10.
     """
     with without_modes(), without_function_modes():
         like = [torch.empty_strided(p.size(), p.stride(), dtype=p.dtype, device="meta") for p in parameters]
@@ -252,7 +267,9 @@ _wrapping: dict[type[Any], bool] = {}
 
 
 def is_wrapping(kind: type[Any]) -> bool:
-    """Return True if a tensor class wraps this process's shard, as DTensor does. Torch 2.13, since 2.0."""
+    """Return True if `kind` is a tensor class whose instances wrap this process's shard, as DTensor's do. Relies on
+    internals of torch 2.13, present since 2.0.
+    """
     wrapping = _wrapping.get(kind)
     if wrapping is None:
         wrapping = _wrapping[kind] = kind.__module__.startswith("torch.distributed.")
@@ -260,20 +277,22 @@ def is_wrapping(kind: type[Any]) -> bool:
 
 
 def own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a distributed tensor that this process has; any other tensor unchanged."""
+    """Return this process's part of a distributed tensor; return any other tensor unchanged."""
     return next(parts_of(tensor)) if is_wrapping(type(tensor)) else tensor
 
 
 def functional_collectives() -> Any:
-    """Return the module of collectives that return new tensors. Torch 2.13, since 2.0."""
+    """Return torch's module of collectives that return new tensors. Relies on internals of torch 2.13, present since
+    2.0.
+    """
     from torch.distributed import _functional_collectives
 
     return _functional_collectives
 
 
 def distributed_like(tensor: Any, local: torch.Tensor) -> Any:
-    """Return a leaf like `tensor`, a DTensor or a tensor to be waited for, with `local` as this process's part. Torch
-    2.13, since 2.4.
+    """Return a leaf of the class of `tensor` (a DTensor, or a collective's result to be waited for) with `local` as
+    this process's part. Relies on internals of torch 2.13, present since 2.4.
     """
     if type(tensor).__name__ == "AsyncCollectiveTensor":
         return type(tensor)(local)
@@ -281,7 +300,8 @@ def distributed_like(tensor: Any, local: torch.Tensor) -> Any:
 
 
 def start_absent_processes(start: Callable[..., None], rank: int, size: int) -> None:
-    """Make this process rank `rank` of a simulated group of `size`, whose collectives return at once. Torch 2.13.
+    """Make this process rank `rank` of a simulated group of `size`, whose collectives return at once. Relies on
+    internals of torch 2.13.
 
     `start` is `torch.distributed.init_process_group`.
     """
@@ -291,10 +311,10 @@ def start_absent_processes(start: Callable[..., None], rank: int, size: int) -> 
 
 
 def keeping_own_state() -> tuple[Any, str, Callable[..., None]]:
-    """Return a replacement for the broadcast of rank 0's state dict, as (owner, name, function).
+    """Return a replacement for the function that broadcasts rank 0's state dict, as (owner, name, function).
 
-    The replacement keeps this process's own state, and gives memory to tensors in it that are on the meta device. Torch
-    2.13, since 2.4.
+    On ranks other than 0 the replacement receives nothing: it keeps the process's own state, and gives memory to
+    tensors in it that are on the meta device. Relies on internals of torch 2.13, present since 2.4.
     """
     from torch.distributed.checkpoint import state_dict
 
@@ -315,20 +335,24 @@ def keeping_own_state() -> tuple[Any, str, Callable[..., None]]:
 
 
 def is_replicated(module: torch.nn.Module) -> bool:
-    """Return True if `replicate` was called on a module, which makes a DDP wrapper in its first forward. Torch 2.13."""
+    """Return True if `replicate` was called on `module`. Its first forward then makes a DDP wrapper. Relies on
+    internals of torch 2.13.
+    """
     contract = sys.modules.get("torch.distributed._composable.contract")
     return contract is not None and "replicate" in (contract._get_registry(module) or ())
 
 
 def n_groups() -> int:
-    """Return the number of process groups of more than one process. Torch 2.13, since 1.10."""
+    """Return the number of process groups that have more than one process. Relies on internals of torch 2.13, present
+    since 1.10.
+    """
     return sum(group.size() > 1 for group in torch.distributed.distributed_c10d._world.pg_map)
 
 
 @contextlib.contextmanager
 def sharding_without_modes(contents: Callable[[torch.Tensor], torch.Tensor | None]) -> Iterator[None]:
-    """Let DTensor compute shapes, and device meshes their ranks, without dispatch modes inside this `with` block. Torch
-    2.13.
+    """Let DTensor compute shapes, and device meshes their ranks, without dispatch modes inside this `with` block.
+    Relies on internals of torch 2.13.
 
     DTensor runs operators on fake tensors of the global shape, which take no memory. A mesh reads its tensor of ranks;
     if it is fake, `contents` returns its real contents, if known.
@@ -365,13 +389,14 @@ def sharding_without_modes(contents: Callable[[torch.Tensor], torch.Tensor | Non
 
 
 _OVER_LISTS = ("aten::_foreach_", "aten::_amp_foreach_", "aten::_fused_")
-"""Beginnings of the names of operators that treat the tensors of their lists one by one. Torch 2.13."""
+"""Beginnings of the names of operators that treat the tensors of their lists one by one. Read in torch 2.13."""
 
 
 def _once_for_like_tensors(propagate: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Return a version of DTensor's `propagate` that runs once for all like tensors of a list. Torch 2.13.
+    """Return a version of DTensor's `propagate` that runs once for all tensors of a list that have equal metadata.
 
-    An optimizer's lists hold all parameters, and torch's time grows with the square of their number.
+    An optimizer's lists hold all parameters, and torch's time grows with the square of their number. Relies on
+    internals of torch 2.13.
     """
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
     from torch.distributed.tensor._op_schema import OpSchema
@@ -414,8 +439,8 @@ def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def meshes_on(device_type: str) -> Iterator[None]:
-    """Make device meshes on the CPU report `device_type` to torch, and "cuda" to other code, in a `with` block. Torch
-    2.13.
+    """Make device meshes on the CPU report `device_type` to torch, and "cuda" to other code, in a `with` block. Relies
+    on internals of torch 2.13.
     """
     if not torch.distributed.is_available():
         yield
@@ -432,8 +457,8 @@ def meshes_on(device_type: str) -> Iterator[None]:
 
 
 def ring_attention() -> tuple[Any, tuple[str, ...]] | None:
-    """Return the module of context parallel, if imported, and its functions that begin and run attention. Torch
-    2.13.
+    """Return the module of context parallel, if imported, and its functions that begin and run attention. Relies on
+    internals of torch 2.13.
     """
     module = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
     if module is None:
@@ -443,8 +468,8 @@ def ring_attention() -> tuple[Any, tuple[str, ...]] | None:
 
 
 def symmetric_memory() -> Iterator[tuple[Any, str]]:
-    """Yield the functions, as owner and name, that begin to use symmetric memory, if this torch has them. Torch
-    2.13.
+    """Yield the functions, as owner and name, that begin to use symmetric memory, if this torch has them. Relies on
+    internals of torch 2.13.
     """
     from torch.distributed import _symmetric_memory
     from torch.distributed.fsdp import FSDPModule
@@ -458,5 +483,7 @@ def symmetric_memory() -> Iterator[tuple[Any, str]]:
 
 
 def is_spawned(process: BaseProcess) -> bool:
-    """Return True if `torch.multiprocessing.spawn`, or `start_processes`, made the process. Torch 2.13."""
+    """Return True if `torch.multiprocessing.spawn` or `start_processes` started `process`. Relies on internals of torch
+    2.13.
+    """
     return getattr(getattr(process, "_target", None), "__module__", "") == "torch.multiprocessing.spawn"

@@ -1,4 +1,4 @@
-"""Private names of torch: the cache of a fake tensor mode. All of torch 2.13, and of 2.15."""
+"""Private names of torch: the cache of a fake tensor mode. Read in torch 2.13 and 2.15."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _QUERIES: Any = _fake_tensor._DISPATCH_META_HANDLERS
 
 
 class QuickFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
-    """Fake tensor mode that finds and rebuilds torch's cached results of operators at a fraction of torch's own time.
+    """Fake tensor mode that finds and rebuilds torch's cached results of operators in less time than torch's own mode.
 
     Torch decides which results are cached. Keys and results are equivalent to torch's own as long as sizes are numbers.
     In an estimate of a simple step, an operator takes 45 % less time under this mode.

@@ -30,30 +30,33 @@ _taken_on_the_way: list[BaseException] = []
 
 
 DATA_DEPENDENT = (_fake_tensor.DynamicOutputShapeException, _fake_tensor.DataDependentOutputException)
-"""Exceptions of fake operators whose result's shape, or value, depends on contents. Torch 2.13, since 2.0."""
+"""Exceptions of fake operators whose result's shape, or value, depends on contents. Read in torch 2.13; present since
+2.0.
+"""
 
 NO_FAKE_KERNEL = _fake_tensor.UnsupportedOperatorException
-"""Exception of operators without a kernel for fake tensors, where `run_on_zeros` is not allowed. Torch 2.13."""
+"""Exception of operators without a kernel for fake tensors, where `run_on_zeros` is not allowed. Read in torch 2.13."""
 
 
 OWN_OPERATORS = frozenset({"aten", "prim", "prims", "profiler"})
-"""Namespaces of torch's own operators. Torch 2.13."""
+"""Namespaces of torch's own operators. Read in torch 2.13."""
 
 SENDING_OPERATORS = frozenset({"_c10d_functional", "_c10d_functional_autograd"})
-"""Namespaces of collectives that a compiler can trace. Torch 2.13."""
+"""Namespaces of collectives that a compiler can trace. Read in torch 2.13."""
 
 WRAPPING_OPERATOR = "_c10d_functional::_wrap_tensor_autograd"
-"""Operator that wraps a collective's result without a copy; its fake kernel would allocate one. Torch 2.13."""
+"""Operator that wraps a collective's result without a copy; its fake kernel would allocate one. Read in torch 2.13."""
 
 SHARDING_OPERATORS = SENDING_OPERATORS | {"c10d", "fsdp"}
-"""Namespaces of operators that send between processes, or copy what is sent. Torch 2.13."""
+"""Namespaces of operators that send between processes, or copy what is sent. Read in torch 2.13."""
 
 
 def fake_mode(run_on_zeros: bool = True, nested: Exception | None = None) -> _fake_tensor.FakeTensorMode:
-    """Return a mode under which operators return fake tensors, and raise `nested` in place of a nested tensor. Torch
-    2.13, since 1.13.
+    """Return a mode under which operators return fake tensors. If `nested` is given, it is raised when a nested tensor
+    would be made.
 
     With `run_on_zeros`, operators without a kernel for fake tensors run on real zeros, on the fake tensors' device.
+    Relies on internals of torch 2.13, present since 1.13.
     """
     mode = QuickFakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=run_on_zeros)
 
@@ -67,13 +70,17 @@ def fake_mode(run_on_zeros: bool = True, nested: Exception | None = None) -> _fa
 
 
 def end_fakes(mode: _fake_tensor.FakeTensorMode) -> None:
-    """Make every later operator that mixes fake tensors of `mode` with real tensors raise. Torch 2.13, since 2.0."""
+    """Make every later operator that mixes fake tensors of `mode` with real tensors raise. Relies on internals of torch
+    2.13, present since 2.0.
+    """
     mode.allow_non_fake_inputs = False
 
 
 @contextlib.contextmanager
 def running_on_zeros(mode: _fake_tensor.FakeTensorMode) -> Iterator[None]:
-    """Allow `mode` to run operators on zeros inside this `with` block. Torch 2.13, since 2.0."""
+    """Allow `mode` to run operators that have no kernel for fake tensors on zeros inside this `with` block. Relies on
+    internals of torch 2.13, present since 2.0.
+    """
     before, mode.allow_fallback_kernels = mode.allow_fallback_kernels, True
     try:
         yield
@@ -82,7 +89,9 @@ def running_on_zeros(mode: _fake_tensor.FakeTensorMode) -> Iterator[None]:
 
 
 def is_fake(tensor: Any) -> bool:
-    """Return True if the tensor is fake, or a distributed tensor whose local part is fake. Torch 2.13."""
+    """Return True if the tensor is fake, or a distributed tensor whose local part is fake. Relies on internals of torch
+    2.13.
+    """
     return isinstance(tensor, FakeTensor) or (
         type(tensor) not in _WITH_STORAGE
         and isinstance(tensor, torch.Tensor)
@@ -91,7 +100,7 @@ def is_fake(tensor: Any) -> bool:
 
 
 def is_strided(tensor: torch.Tensor) -> bool:
-    """Return True if the tensor is a strided part of one storage. Torch 2.13."""
+    """Return True if the tensor is a strided part of one storage. Relies on internals of torch 2.13."""
     return tensor.layout is torch.strided and type(tensor) in _WITH_STORAGE
 
 
@@ -99,7 +108,7 @@ _WITH_STORAGE = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, Fa
 
 
 class on_real_tensors:
-    """Context in which operators and functions bypass all modes. Torch 2.13, since 1.13.
+    """Context in which operators and functions bypass all modes. Relies on internals of torch 2.13, present since 1.13.
 
     Function modes are bypassed as well, because in a backward pass they are active while an operator is dispatched.
     """
@@ -117,12 +126,12 @@ class on_real_tensors:
 
 
 def uncompiled(obj: Any) -> Any:
-    """Return the original function if `torch.compile` returned `obj`, else `obj`. Torch 2.13."""
+    """Return the original function if `torch.compile` returned `obj`, else `obj`. Relies on internals of torch 2.13."""
     return vars(obj).get("_torchdynamo_orig_callable", obj) if isinstance(obj, FunctionType) else obj
 
 
 def bytes_of(tensor: torch.Tensor) -> Any:
-    """Return a CPU tensor's whole storage as an array of bytes on the same memory.
+    """Return a CPU tensor's whole storage as a NumPy array of bytes that shares its memory.
 
     `Tensor.numpy` is not used: it makes the storage impossible to resize, as if the storage belonged to an array.
     """
@@ -131,12 +140,16 @@ def bytes_of(tensor: torch.Tensor) -> Any:
 
 
 def without_modes() -> contextlib.AbstractContextManager[Any]:
-    """Disable all current dispatch modes inside this `with` block. Torch 2.13, since 2.0."""
+    """Disable all current dispatch modes inside this `with` block. Relies on internals of torch 2.13, present since
+    2.0.
+    """
     return _python_dispatch._disable_current_modes()
 
 
 def on_default_device(function: Any, kwargs: dict[str, Any]) -> bool:
-    """Return True if a call creates a tensor on the device set by `with torch.device(...)`. Torch 2.13."""
+    """Return True if a call creates a tensor on the device set by `with torch.device(...)`. Relies on internals of
+    torch 2.13.
+    """
     return (
         _device.CURRENT_DEVICE is not None
         and kwargs.get("device") is None
@@ -145,7 +158,9 @@ def on_default_device(function: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def default_device() -> torch.device | None:
-    """Return the device set by `with torch.device(...)` or `set_default_device`, or None. Torch 2.13."""
+    """Return the device set by `with torch.device(...)` or `set_default_device`, or None. Relies on internals of torch
+    2.13.
+    """
     return _device.CURRENT_DEVICE
 
 
@@ -157,11 +172,11 @@ def is_own(frame: FrameType) -> bool:
 
 @contextlib.contextmanager
 def fake_devices_shown(true: torch.device, shown: torch.device, inside: Callable[[], bool]) -> Iterator[None]:
-    """Make fake tensors on the device `true` report `shown` inside this `with` block.
+    """Make fake tensors on the device `true` report `shown` as their device inside this `with` block.
 
     Torch and this package still get `true`, and so does all code while `inside()` is True, that is inside operators,
-    where third-party fake kernels make tensors on the reported device. Torch 2.13: `device` is a Python property, which
-    torch itself reads all the time.
+    where third-party fake kernels make tensors on the reported device. In torch 2.13 `device` is a Python property of
+    fake tensors, which torch itself reads all the time.
     """
     meta, device_property = torch.device("meta"), vars(FakeTensor)["device"]
 
@@ -180,7 +195,7 @@ def function_modes_in_backward() -> Iterator[None]:
     """Keep the current function modes active in this thread's backward passes, in which Python code may run forward
     again.
 
-    Torch 2.13: `tensor.backward` is a function that modes handle, and a mode is off while it handles a function.
+    In torch 2.13 `tensor.backward` is a function that modes handle, and a mode is off while it handles a function.
     """
     modes = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     thread = threading.get_ident()
@@ -229,7 +244,9 @@ os.register_at_fork(after_in_child=_forked)
 
 @contextlib.contextmanager
 def workers_without_modes() -> Iterator[None]:
-    """Run a data loader's forked workers without modes, so that their tensors are rebuilt as real ones. Torch 2.13."""
+    """Run a data loader's forked workers without modes, so that their tensors are rebuilt as real ones. Relies on
+    internals of torch 2.13.
+    """
     rebuild = torch._utils._rebuild_tensor
 
     def real(*args: Any) -> torch.Tensor:
@@ -245,18 +262,22 @@ def workers_without_modes() -> Iterator[None]:
 
 
 n_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
-"""Return the number of modes that see calls of torch's functions in this thread. Torch 2.13, since 2.0."""
+"""Return the number of modes that see calls of torch's functions in this thread. Relies on internals of torch 2.13,
+present since 2.0.
+"""
 
 without_function_modes: Callable[[], contextlib.AbstractContextManager[Any]] = torch._C.DisableTorchFunction
-"""Bypass all function modes and tensor subclasses inside this `with` block. Torch 2.13, since 1.13."""
+"""Bypass all function modes and tensor subclasses inside this `with` block. Read in torch 2.13; present since 1.13."""
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a differentiable alias of a tensor; the tensor itself if it is not strided. Torch 2.13."""
+    """Return a differentiable alias of a tensor; the tensor itself if it is not strided. Relies on internals of torch
+    2.13.
+    """
     return torch.ops.aten.alias.default(tensor) if is_strided(tensor) else tensor
 
 
 def make_parameter(fake: torch.Tensor, requires_grad: bool) -> None:
-    """Make a fake tensor count as an `nn.Parameter`. Torch 2.13, since 2.0."""
+    """Make a fake tensor count as an `nn.Parameter`. Relies on internals of torch 2.13, present since 2.0."""
     fake.requires_grad_(requires_grad)
     fake._is_param = True

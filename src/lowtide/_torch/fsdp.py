@@ -19,7 +19,9 @@ Purpose = Literal["gathered parameters", "communication buffers", "gradients"]
 
 
 class ShardGroup:
-    """Parameters that `fully_shard` gathers together. Torch 2.13; `senders` since 2.9 at the latest."""
+    """Parameters that `fully_shard` gathers together. Relies on internals of torch 2.13; `senders` has been possible
+    since 2.9 at the latest.
+    """
 
     __slots__ = ("_group",)
 
@@ -49,7 +51,7 @@ class ShardGroup:
 
     @property
     def is_gathered_in_backward(self) -> bool:
-        """Return True if the parameters are gathered for backward at all."""
+        """Return True unless `set_unshard_in_backward(False)` keeps the parameters from being gathered for backward."""
         return bool(self._group.unshard_in_backward)
 
     @property
@@ -80,7 +82,7 @@ class ShardGroup:
         self._group.reshard = lambda: None
 
     def reshard(self) -> None:
-        """Reshard the parameters as after forward, if forward does so at all."""
+        """Reshard the parameters as forward does at its end, unless forward leaves them gathered."""
         del self._group.reshard
         with self._group.use_training_state(type(self._group._training_state).FORWARD):
             self._group.reshard()
@@ -143,7 +145,9 @@ class ShardGroup:
 
 
 def shard_groups(module: Any) -> list[ShardGroup]:
-    """Return the groups of a module that `fully_shard` was called on. Torch 2.13; one group until 2.11."""
+    """Return the groups of parameters of a module that `fully_shard` was called on; up to torch 2.11, there is only
+    one. Relies on internals of torch 2.13.
+    """
     return _groups(module._get_fsdp_state())
 
 
@@ -153,14 +157,16 @@ def _groups(state: Any) -> list[ShardGroup]:
 
 
 def has_default_resharding(module: Any) -> bool:
-    """Return True if `reshard_after_forward` was left unset; a root then does not reshard after forward. Torch 2.13."""
+    """Return True if `reshard_after_forward` was left unset; a root then does not reshard after forward. Relies on
+    internals of torch 2.13.
+    """
     return bool(module._get_fsdp_state()._auto_reshard_after_forward)
 
 
 @contextlib.contextmanager
 def as_in_backward(module: Any) -> Iterator[None]:
-    """Treat forward inside this `with` block as a recompute in backward: gathered parameters stay gathered. Torch
-    2.13.
+    """Treat forward inside this `with` block as a recompute in backward: gathered parameters stay gathered. Relies on
+    internals of torch 2.13.
     """
     state = module._get_fsdp_state()
     before, state._training_state = state._training_state, type(state._training_state).PRE_BACKWARD
@@ -171,8 +177,8 @@ def as_in_backward(module: Any) -> Iterator[None]:
 
 
 def forget_step(module: Any) -> None:
-    """Reset a root module to the state between steps after an aborted step. Torch 2.13; torch has a method for it since
-    2.11.
+    """Reset a root module to the state between steps after an aborted step. Relies on internals of torch 2.13; torch
+    has had a method for it since 2.11.
     """
     state = module._get_fsdp_state()
     if not state._is_root:
@@ -189,9 +195,10 @@ def forget_step(module: Any) -> None:
 def report_purposes(
     inside: Callable[[Purpose], AbstractContextManager[None]], becomes: Callable[[torch.Tensor, Purpose], None]
 ) -> Iterator[None]:
-    """Report the purpose of FSDP2's allocations inside this `with` block. Torch 2.13, since 2.6.
+    """Report the purpose of each of FSDP2's allocations inside this `with` block.
 
-    `inside` is entered around allocations of one purpose, `becomes` gets an existing tensor and its new purpose.
+    `inside(purpose)` returns a context that is entered around allocations; `becomes(tensor, purpose)` is called when an
+    existing tensor gets a new purpose. Relies on internals of torch 2.13, present since 2.6.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -233,8 +240,8 @@ def report_purposes(
 
 @contextlib.contextmanager
 def meta_parameters_ungathered(refuse: Callable[[], None]) -> Iterator[None]:
-    """Let `unshard` gather no parameters on the meta device in this block; a forward with them calls `refuse`. Torch
-    2.13, since 2.6.
+    """Let `unshard` leave parameters on the meta device ungathered inside this `with` block; a forward with such
+    parameters calls `refuse`. Relies on internals of torch 2.13, present since 2.6.
     """
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -270,7 +277,8 @@ class _Gathered:
 
 @contextlib.contextmanager
 def observe_resizes(on_resize: Callable[[torch.UntypedStorage], None], devices: Iterable[str]) -> Iterator[None]:
-    """Call `on_resize` after each resize of a storage on one of `devices` inside this `with` block. Torch 2.13.
+    """Call `on_resize` after each resize of a storage on one of `devices` inside this `with` block. Relies on internals
+    of torch 2.13.
 
     FSDP2 frees and allocates gathered parameters this way. It also compares addresses; for fake storages, which have
     none, their numbers are used instead. Shards that are padded are not padded again: FSDP2 recognizes them only by the
@@ -306,7 +314,9 @@ def observe_resizes(on_resize: Callable[[torch.UntypedStorage], None], devices: 
 
 
 def devices_of_states(module: Any, device: torch.device) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the attributes to change to run a sharded module on `device`: (owner, name, value). Torch 2.13."""
+    """Yield the attributes to change to run a sharded module on `device`: (owner, name, value). Relies on internals of
+    torch 2.13.
+    """
     state = module._get_fsdp_state()
     handle = getattr(torch, device.type)
     yield state, "_device", device

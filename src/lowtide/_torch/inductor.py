@@ -26,12 +26,12 @@ def partitioning_by(partitioner: Any) -> Iterator[None]:
 
 
 def partition_by(partitioner: Any, of: object = None, *, reuse: bool = True) -> Callable[[], None]:
-    """Have inductor use `partitioner` until the returned function is called, or `of` is freed.
+    """Have inductor use `partitioner` until the returned function is called, or the object `of` is freed.
 
     Code compiled before is recompiled at its next call, and once more after the returned function was called. With
-    `reuse=False`, compiled code frees each buffer after its last read. Otherwise inductor may keep one for a later
-    buffer of the same size, wherever its own estimate of the peak allows that; the estimate leaves out the memory
-    inside operators and what exists outside the graph. Read in torch 2.13 (`torch/_inductor/codegen/wrapper.py`,
+    `reuse=False`, compiled code frees each buffer after its last read. Otherwise inductor may keep a buffer for a later
+    one of the same size, wherever its own estimate of the peak allows that; the estimate leaves out the memory inside
+    operators and what exists outside the graph. Read in torch 2.13 (`torch/_inductor/codegen/wrapper.py`,
     `should_reuse_buffer`).
     """
     from torch._inductor import config
@@ -62,7 +62,9 @@ def partition_by(partitioner: Any, of: object = None, *, reuse: bool = True) -> 
 
 
 def is_addmm_unfused() -> bool:
-    """Return True if the active partitioner is that of the lever `unfused addmm`."""
+    """Return True if inductor now uses the partitioner that separates each `addmm` into a product and a sum, which the
+    lever `unfused addmm` asks for.
+    """
     from torch._inductor import config
 
     return bool(getattr(config.custom_partitioner_fn, "is_lever", False))
@@ -76,7 +78,9 @@ def _other(partitioner: Any) -> str:
 
 
 def hindrances() -> Iterator[str]:
-    """Yield settings of torch that prevent plans for compiled code, with a remedy for each."""
+    """Yield descriptions of those current settings of torch that prevent plans for compiled code, each with a
+    remedy.
+    """
     from torch._dynamo import config as dynamo
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
@@ -111,8 +115,8 @@ def always_partitioned() -> Iterator[None]:
 
 @contextlib.contextmanager
 def kernels_left_out() -> Iterator[None]:
-    """Have inductor use functions that write zeros in place of compiled CPU kernels, inside this `with` block. Torch
-    2.13.
+    """Have inductor replace compiled CPU kernels by functions that write zeros, inside this `with` block. Relies on
+    internals of torch 2.13.
     """
     from torch._inductor.async_compile import AsyncCompile
 

@@ -1,6 +1,6 @@
 """Private names of torch: functions and storages' methods that write to their first argument; `tensor.data = other`.
 
-Torch 2.13. `torch._C._nn` and `torch._VF` are what `torch.nn.functional` calls with `inplace=True`.
+Read in torch 2.13. `torch.nn.functional` calls functions of `torch._C._nn` and `torch._VF` with `inplace=True`.
 """
 
 from __future__ import annotations

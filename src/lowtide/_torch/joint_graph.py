@@ -211,7 +211,9 @@ def partitioned(
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """The difference that a plan makes to a graph's saved values."""
+    """Names of the values of fused kernels that torch would save for backward and a plan does not, with the names of
+    the graph's views, and whether it has 16-bit values.
+    """
 
     is_mixed: bool
     """True if the graph has 16-bit values."""
@@ -291,7 +293,9 @@ def _joint_graph(gm: fx.GraphModule, info: Any, num_fwd_outputs: int) -> JointGr
 
 
 def _after_tangents(gm: fx.GraphModule, info: Any, partitioners: Any) -> Collection[fx.Node]:
-    """Return the nodes that can only be computed in backward. Torch 2.13; in 2.10 `info` does not hold them."""
+    """Return the nodes that can only be computed in backward. Relies on internals of torch 2.13; in 2.10 `info` does
+    not hold these nodes.
+    """
     if (known := getattr(info, "tangents_closure", None)) is not None:
         return cast("Collection[fx.Node]", known)
     nodes: set[fx.Node] = set()

@@ -22,14 +22,18 @@ MARK: Final = "lowtide_fuses_nearby_only"
 
 
 def fuse_nearby_only(graph: fx.GraphModule) -> None:
-    """Let inductor fuse only kernels of `graph` that no matrix product or other extern kernel separates, on a CPU and
-    after `respect_marks`. A kernel is fused with its only reader wherever that is.
+    """Mark `graph`, for inductor, so that kernels which a matrix product or other extern kernel separates are not
+    fused.
+
+    A kernel is fused with its only reader wherever that is. The mark takes effect on a CPU, after `respect_marks`.
     """
     graph.meta[MARK] = True
 
 
 def respect_marks() -> Callable[[], None]:
-    """Respect the marks of `fuse_nearby_only` in inductor until the returned function is called."""
+    """Make inductor respect the marks of `fuse_nearby_only`, and never fuse kernels that recompute with other kernels,
+    until the returned function is called.
+    """
     from torch._inductor.choices import InductorChoices
 
     owner: Any = InductorChoices
@@ -67,7 +71,9 @@ def respect_marks() -> Callable[[], None]:
 
 
 def _is_marked(node: Any) -> bool:
-    """Return True if kernels of the scheduled graph are fused only with neighbouring kernels, on a CPU."""
+    """Return True if `node`, a kernel that inductor schedules on a CPU, belongs to a graph marked by
+    `fuse_nearby_only`.
+    """
     from torch._inductor.virtualized import V
 
     graph: Any = V.graph.module

@@ -14,12 +14,14 @@ from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 
 
 def without_subclasses() -> Any:
-    """Disable `__torch_function__` of tensor subclasses inside this `with` block. Torch 2.13, since 2.0."""
+    """Disable `__torch_function__` of tensor subclasses inside this `with` block. Relies on internals of torch 2.13,
+    present since 2.0.
+    """
     return torch._C.DisableTorchFunctionSubclass()
 
 
 def accelerator_type() -> str:
-    """Return the device type of this machine's accelerator, "cpu" without one. Torch 2.13."""
+    """Return the device type of this machine's accelerator, "cpu" without one. Relies on internals of torch 2.13."""
     return str(torch._C._get_accelerator().type)
 
 
@@ -30,7 +32,7 @@ ATTENTION_KERNELS: dict[str, tuple[Callable[[], bool], Callable[[bool], None]]] 
     "cudnn": (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
 }
 """For each kernel of attention, the function that returns True if it is allowed, and the one that allows or forbids it.
-They apply to the CPU too. Torch 2.13, since 2.5.
+They apply to the CPU too. Read in torch 2.13; present since 2.5.
 """
 
 
@@ -40,27 +42,33 @@ def attention_allowed(kernel: str) -> bool:
 
 
 any_autocast: Callable[[], bool] = torch._C._is_any_autocast_enabled
-"""Return True if autocast is on for any device in this thread. Torch 2.13."""
+"""Return True if autocast is on for any device in this thread. Relies on internals of torch 2.13."""
 
 
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
-"""Switch the recording of gradients on or off in this thread. Torch 2.13, since 1.0."""
+"""Switch the recording of gradients on or off in this thread. Relies on internals of torch 2.13, present since 1.0."""
 
 saved_tensor_hooks: Callable[[], tuple[Any, Any] | None] = functools.partial(
     torch._C._autograd._top_saved_tensors_default_hooks, True
 )
-"""Return the innermost pair of saved-tensor hooks, pack and unpack, in force in this thread. Torch 2.13."""
+"""Return the innermost pair of saved-tensor hooks, pack and unpack, in force in this thread. Relies on internals of
+torch 2.13.
+"""
 
 
 push_saved_tensor_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-"""Put a pair of saved-tensor hooks, pack and unpack, in force in this thread. Torch 2.13, since 1.10."""
+"""Put a pair of saved-tensor hooks, pack and unpack, in force in this thread. Relies on internals of torch 2.13,
+present since 1.10.
+"""
 pop_saved_tensor_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
-"""Remove this thread's innermost pair of saved-tensor hooks. Torch 2.13, since 1.10."""
+"""Remove this thread's innermost pair of saved-tensor hooks. Relies on internals of torch 2.13, present since 1.10."""
 
 
 @contextlib.contextmanager
 def saved_tensor_hooks_off(unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
-    """Disable the innermost saved-tensor hooks inside this `with` block, if `unpack` is theirs. Torch 2.13."""
+    """Disable the innermost saved-tensor hooks inside this `with` block, if `unpack` is theirs. Relies on internals of
+    torch 2.13.
+    """
     hooks = saved_tensor_hooks()
     if hooks is None or hooks[1] is not unpack:
         yield
@@ -73,7 +81,9 @@ def saved_tensor_hooks_off(unpack: Callable[[Any], torch.Tensor]) -> Iterator[No
 
 
 class _OffInTransforms(threading.local):
-    """Saved-tensor hooks of each thread, disabled inside transforms of torch.func; replaces a function of torch."""
+    """Replacement for a function of torch, by which transforms of torch.func disable chosen saved-tensor hooks of their
+    thread.
+    """
 
     _lock, _n_blocks, _torchs = threading.Lock(), 0, staticmethod(graph.disable_saved_tensors_hooks)
 
@@ -128,8 +138,8 @@ def off_in_transforms(
 ) -> Iterator[None]:
     """Disable the saved-tensor hooks with this `unpack` in transforms of torch.func that run inside this `with` block.
 
-    `inside` is entered in each such transform. Torch 2.13, since 2.0: transforms call
-    `graph.disable_saved_tensors_hooks`.
+    The context that `inside` returns is entered in each such transform. Relies on internals of torch 2.13, present
+    since 2.0: transforms call `graph.disable_saved_tensors_hooks`.
     """
     _off_in_transforms.begin(unpack, inside)
     try:

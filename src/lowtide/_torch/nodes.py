@@ -14,23 +14,27 @@ if TYPE_CHECKING:
 
 
 node_metadata: Callable[[Node], dict[Any, Any]] = operator.attrgetter("metadata")
-"""Return a dict that lives and dies with the C++ node. Torch 2.13: `Node.metadata`, documented, but not for such a
-use.
+"""Return a dict that lives and dies with the C++ node: `Node.metadata`, which torch 2.13 documents, but not for such
+a use.
 """
 
 
 def output_metadata(node: Node, output: int) -> Any:
-    """Return the `.shape`, `.dtype` and `.device` of a node's forward output. Torch 2.13."""
+    """Return the `.shape`, `.dtype` and `.device` of a node's forward output. Relies on internals of torch 2.13."""
     return node._input_metadata[output]
 
 
 def packet_of(func: Any) -> Any:
-    """Return the operator to which an overload belongs; dispatch modes get overloads. Torch 2.13, since 1.12."""
+    """Return the operator to which an overload belongs; dispatch modes get overloads. Relies on internals of torch
+    2.13, present since 1.12.
+    """
     return func._overloadpacket
 
 
 WITH_WORKSPACE = "MkldnnRnnLayerBackward0"
-"""Node that saves its results, and then a workspace in uint8 of which oneDNN leaves bytes unwritten. Torch 2.13."""
+"""Node that saves its results, and then a workspace in uint8 of which oneDNN leaves bytes unwritten. Read in torch
+2.13.
+"""
 
 
 def is_workspace(tensor: torch.Tensor, node: str) -> bool:
@@ -39,17 +43,20 @@ def is_workspace(tensor: torch.Tensor, node: str) -> bool:
 
 
 SAVED = "_saved_"
-"""Prefix of a node's attributes for saved tensors and constants; reading one runs the unpack hook. Torch 2.13, since
-1.9.
+"""Prefix of a node's attributes for saved tensors and constants; reading one runs the unpack hook. Read in torch 2.13;
+present since 1.9.
 """
 
 
 RAW_SAVED = "_raw_saved_"
-"""Prefix of a node's attributes for the slots of saved tensors: see `saved_slot`. Torch 2.13, since 1.9."""
+"""Prefix of a node's attributes for the slots of saved tensors: see `saved_slot`. Read in torch 2.13; present since
+1.9.
+"""
 
 
 def saved_slot(node: Node, attribute: str) -> Any:
-    """Return the slot or slots of the saved tensors in `attribute`; None for constants. Runs no hook. Torch 2.13.
+    """Return the slot or slots of the saved tensors in `attribute`; None for constants. Runs no hook. Relies on
+    internals of torch 2.13.
 
     A slot has `.data`, the tensor or a pack hook's result, and `.unpack_hook`, None if no hook packed the tensor.
     """
@@ -57,7 +64,9 @@ def saved_slot(node: Node, attribute: str) -> Any:
 
 
 def has_yet_to_save(node: Node, attribute: str) -> bool:
-    """Return True if `node` has not yet saved the tensor in `attribute`; False if the tensor was freed. Torch 2.13."""
+    """Return True if `node` has not yet saved the tensor in `attribute`; False if the tensor was freed. Relies on
+    internals of torch 2.13.
+    """
     slot = saved_slot(node, attribute)
     if slot is None or slot.data is not None or slot.unpack_hook is not None:
         return False
@@ -68,7 +77,9 @@ def has_yet_to_save(node: Node, attribute: str) -> bool:
 
 
 def saved_slots(node: Node) -> Iterator[tuple[str, Any]]:
-    """Yield name and slot (see `saved_slot`) of each tensor that `node` has saved; runs no unpack hook. Torch 2.13."""
+    """Yield name and slot (see `saved_slot`) of each tensor that `node` has saved; runs no unpack hook. Relies on
+    internals of torch 2.13.
+    """
     for name in _raw_saved_names(type(node)):
         try:
             saved = getattr(node, name)
@@ -82,13 +93,15 @@ def saved_slots(node: Node) -> Iterator[tuple[str, Any]]:
 
 
 def raw_saved(node: Node) -> Iterator[Any]:
-    """Yield the tensors that `node` has saved, or pack hooks' results; runs no unpack hook. Torch 2.13."""
+    """Yield the tensors that `node` has saved, or pack hooks' results; runs no unpack hook. Relies on internals of
+    torch 2.13.
+    """
     for _, slot in saved_slots(node):
         yield slot.data
 
 
 def n_slots(node: Node) -> int:
-    """Return the number of tensors that `node` can save. Torch 2.13."""
+    """Return the number of tensors that nodes of this kind can save. Relies on internals of torch 2.13."""
     return len(_raw_saved_names(type(node)))
 
 
@@ -103,11 +116,13 @@ _names_of: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()  # wea
 
 
 def sequence_number(node: Node) -> int:
-    """Return the node's number in its thread's order of creation; nodes of leaves have the largest number. Torch
-    2.13.
+    """Return the node's number in its thread's order of creation; nodes of leaves have the largest number. Relies on
+    internals of torch 2.13.
     """
     return node._sequence_nr()
 
 
 next_sequence_number: Callable[[], int] = torch.autograd._get_sequence_nr  # type: ignore[attr-defined]
-"""Return the `sequence_number` of the next autograd node made in this thread. Torch 2.13, since 1.4."""
+"""Return the `sequence_number` of the next autograd node made in this thread. Relies on internals of torch 2.13,
+present since 1.4.
+"""

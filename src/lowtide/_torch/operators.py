@@ -8,7 +8,9 @@ import torch
 
 
 def tensor_arguments(op: str) -> tuple[tuple[str, ...], ...]:
-    """Return the names of tensor arguments for each overload of `aten.<op>`; empty for an unknown op. Torch 2.13."""
+    """Return the names of tensor arguments for each overload of `aten.<op>`; empty for an unknown op. Relies on
+    internals of torch 2.13.
+    """
     packet = getattr(torch.ops.aten, op, None)
     if packet is None:
         return ()
@@ -22,17 +24,21 @@ def op_name(func: Any) -> str:
 
 
 def changes_geometry(operator: Any) -> bool:
-    """Return True if an operator changes size or strides of its first argument in place. Torch 2.13, since 1.12."""
+    """Return True if an operator changes size or strides of its first argument in place. Relies on internals of torch
+    2.13, present since 1.12.
+    """
     return torch.Tag.inplace_view in operator.tags
 
 
 def draws(operator: Any) -> bool:
-    """Return True if an operator draws random numbers. Torch 2.13, since 2.0."""
+    """Return True if an operator draws random numbers. Relies on internals of torch 2.13, present since 2.0."""
     return torch.Tag.nondeterministic_seeded in operator.tags
 
 
 def written_by(operator: Any) -> tuple[int | str, ...]:
-    """Return the arguments that an operator writes to: positions, or names if keyword-only. Torch 2.13, since 1.8."""
+    """Return the arguments that an operator writes to: positions, or names if keyword-only. Relies on internals of
+    torch 2.13, present since 1.8.
+    """
     positions = _written.get(operator)
     if positions is None:
         arguments = operator._schema.arguments

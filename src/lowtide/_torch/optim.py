@@ -11,7 +11,9 @@ from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
-    """Return the optimizer's own `step`, which runs no step hooks. Torch 2.13: the wrapper has `hooked`."""
+    """Return the optimizer's own `step`, which runs no step hooks. In torch 2.13 a wrapper of `step` has the attribute
+    `hooked`.
+    """
     step: Any = type(optimizer).step
     while getattr(step, "hooked", False):
         step = step.__wrapped__
@@ -19,14 +21,15 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
 
 
 def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if the optimizer has a step pre-hook. Torch 2.13, since 1.14."""
+    """Return True if the optimizer has a step pre-hook. Relies on internals of torch 2.13, present since 1.14."""
     return bool(optimizer._optimizer_step_pre_hooks)
 
 
 def clipped(names: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Return the gradients that `clip_grad_norm_` or `clip_grad_value_` has clipped, from its local variables `names`.
+    """Return the gradients that `clip_grad_norm_` or `clip_grad_value_` has clipped; `names` are the local variables of
+    that call.
 
-    Torch 2.13.
+    Relies on internals of torch 2.13.
     """
     if "grouped_grads" in names:
         return [gradient for (gradients,), _ in names["grouped_grads"].values() for gradient in gradients]
@@ -34,7 +37,9 @@ def clipped(names: Mapping[str, Any]) -> list[torch.Tensor]:
 
 
 def norm_of(gradient: torch.Tensor, norm_type: float, foreach: bool | None) -> torch.Tensor:
-    """Return the norm of one gradient, by the operator that `clip_grad_norm_` uses for many. Torch 2.13, since 2.1."""
+    """Return the norm of one gradient, computed by the operator that `clip_grad_norm_` uses for a list of gradients.
+    Relies on internals of torch 2.13, present since 2.1.
+    """
     device = gradient.device
     if _has_foreach_support([gradient], device) if foreach is None else foreach:
         return torch._foreach_norm([gradient], norm_type)[0]
@@ -43,19 +48,21 @@ def norm_of(gradient: torch.Tensor, norm_type: float, foreach: bool | None) -> t
 
 
 def as_grouped(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return `tensors` in the order of `clip_grad_norm_`'s groups by device and dtype. Torch 2.13, since 2.1."""
+    """Return `tensors` in the order of `clip_grad_norm_`'s groups by device and dtype. Relies on internals of torch
+    2.13, present since 2.1.
+    """
     groups = _group_tensors_by_device_and_dtype([tensors])  # type: ignore[list-item]
     return [tensor for (group,), _ in groups.values() for tensor in group if tensor is not None]
 
 
 def scaler_stages(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
-    """Return each optimizer's stage (unscaled, stepped) since the last `update()`; not in the state_dict. Torch
-    2.13.
+    """Return each optimizer's stage (unscaled, stepped) since the last `update()`; not in the state_dict. Relies on
+    internals of torch 2.13.
     """
     return {key: {**state} for key, state in scaler._per_optimizer_states.items()}
 
 
 def set_scaler_stages(scaler: torch.amp.GradScaler, stages: dict[int, dict[str, Any]]) -> None:
-    """Restore stages that `scaler_stages` returned. Torch 2.13."""
+    """Restore stages that `scaler_stages` returned. Relies on internals of torch 2.13."""
     scaler._per_optimizer_states.clear()
     scaler._per_optimizer_states.update({key: {**state} for key, state in stages.items()})

@@ -89,9 +89,11 @@ def original(owner: Any, name: str) -> Any:
 def wrap_module_calls(
     begins: Callable[[nn.Module], object], ends: Callable[[nn.Module, Any], object]
 ) -> Callable[[], None]:
-    """Call `begins(module)` and `ends(module, output or None)` around module calls, until the returned function runs.
+    """Call `begins(module)` before each module call and `ends(module, output)` after it, until the returned function is
+    called.
 
-    A global module hook would be compiled along with modules that `Module.compile` has compiled.
+    `output` is None if the call has raised an exception. A global module hook would be compiled along with modules that
+    `Module.compile` has compiled.
     """
     return replace_function(nn.Module, "__call__", lambda call: functools.partial(_call_observed, begins, ends, call))
 
@@ -99,10 +101,12 @@ def wrap_module_calls(
 def this_thread_only(
     hook: Callable[..., object], is_ours: Callable[[Tensor], bool] = lambda _: False
 ) -> Callable[..., None]:
-    """Return a global optimizer hook that calls `hook` only for this thread, because other threads train other models.
+    """Return a global optimizer hook that calls `hook` only for steps in this thread, because other threads train other
+    models.
 
-    In other threads `hook` is called inside a backward pass, because a GPU's nodes run in a thread of the GPU, and for
-    an optimizer with a parameter for which `is_ours` is True, because a step may hand its update to another thread.
+    Two steps in other threads count as well: those inside a backward pass, because a GPU's nodes run in a thread of the
+    GPU, and those of an optimizer with a parameter for which `is_ours` is True, because a step may hand its update to
+    another thread.
     """
     thread = threading.get_ident()
 

@@ -24,7 +24,10 @@ WRITTEN: Final = "inductor_realize_to_strides"
 
 
 def write_as_plain(forward: fx.GraphModule, names: Collection[str]) -> None:
-    """Have the forward graph write the values `names`, its outputs without a plan, to memory if it reads them."""
+    """Have the graph `forward` write to memory those of its values `names` that it reads itself.
+
+    `names` are the forward graph's outputs without a plan.
+    """
     for node in forward.graph.nodes:
         if node.name in names and node.users:
             node.meta[WRITTEN] = True

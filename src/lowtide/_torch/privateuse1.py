@@ -17,31 +17,35 @@ from lowtide._torch.compiled_code import never_compiled
 from lowtide._torch.fake_modes import FakeTensor, _taken_on_the_way
 
 DeviceModule = backend_registration._DummyBackendModule
-"""Module for `torch.<device>`, implemented for one device. Torch 2.13, since 2.9."""
+"""Module for `torch.<device>`, implemented for one device. Read in torch 2.13; present since 2.9."""
 
 DeviceHook = backend_registration._DummyPrivateUse1Hook
-"""Hooks that torch's C++ code calls for a PrivateUse1 device, implemented for one device. Torch 2.13, since 2.9."""
+"""Hooks that torch's C++ code calls for a PrivateUse1 device, implemented for one device. Read in torch 2.13; present
+since 2.9.
+"""
 
 
 def device_place() -> str | None:
-    """Return the name of the registered PrivateUse1 device, or None. Torch 2.13, since 2.1."""
+    """Return the name of the registered PrivateUse1 device, or None. Relies on internals of torch 2.13, present since
+    2.1.
+    """
     name = str(torch._C._get_privateuse1_backend_name())
     return None if name == "privateuseone" and not hasattr(torch, name) else name
 
 
 def take_device_place(name: str, module: DeviceModule, hook: DeviceHook) -> None:
-    """Register a PrivateUse1 device until the process ends. Torch 2.13, since 2.9."""
+    """Register a PrivateUse1 device until the process ends. Relies on internals of torch 2.13, present since 2.9."""
     backend_registration._setup_privateuseone_for_python_backend(
         name, backend_module=module, hook=hook, device_guard=_DeviceGuard()
     )
 
 
 class _DeviceGuard(backend_registration._DummyDeviceGuard):
-    """Device guard whose type torch also queries while C++ code leaves a graph node with an error. Torch 2.13.
+    """Device guard of the PrivateUse1 device, whose type torch also queries while a C++ exception leaves a graph node.
 
     Python code must not return while an error is set, which would end the process. So the error is cleared here, and
     raised again where backward was called (`function_modes_in_backward`). No attribute may be looked up before that: a
-    lookup in a class that lacks the attribute loses the error.
+    lookup in a class that lacks the attribute loses the error. Relies on internals of torch 2.13.
     """
 
     def type_(self, occurred: Callable[[], Any] = ctypes.pythonapi.PyErr_Occurred) -> Any:
@@ -54,8 +58,8 @@ class _DeviceGuard(backend_registration._DummyDeviceGuard):
 
 @contextlib.contextmanager
 def constants_made_on_cpu() -> Iterator[None]:
-    """Let `torch.tensor(..., device=...)` make its tensor on the CPU in a `with` block, and copy it to the device by an
-    operator that dispatch modes see. Torch 2.13.
+    """Let `torch.tensor(..., device=...)` make its tensor on the CPU inside this `with` block, and copy it to the
+    device by an operator that dispatch modes see. Relies on internals of torch 2.13.
     """
     before = torch._C._only_lift_cpu_tensors()
     torch._C._set_only_lift_cpu_tensors(True)
@@ -67,7 +71,9 @@ def constants_made_on_cpu() -> Iterator[None]:
 
 @contextlib.contextmanager
 def foreach_for_fakes() -> Iterator[None]:
-    """Let optimizers treat fake parameters as parameters when choosing an implementation. Torch 2.13, since 2.0."""
+    """Let optimizers treat fake parameters as parameters when choosing an implementation. Relies on internals of torch
+    2.13, present since 2.0.
+    """
     _foreach_types.append(FakeTensor)
     try:
         yield
@@ -76,25 +82,25 @@ def foreach_for_fakes() -> Iterator[None]:
 
 
 CUDA_INIT, CUDA_EXCHANGES = "_lazy_init", ("_exchange_device", "_maybe_exchange_device")
-"""Functions that initialize CUDA, and that switch the current GPU and return the previous one. Torch 2.13:
-`torch.cuda`.
+"""Functions that initialize CUDA, and that switch the current GPU and return the previous one. In torch
+2.13 they are in `torch.cuda`.
 """
 
 CUDA_SNAPSHOT, CUDA_HISTORY = "_snapshot", ("_record_memory_history", "_dump_snapshot")
-"""Functions that return, start and write the allocator's history. Torch 2.13: in `torch.cuda.memory`."""
+"""Functions that return, start and write the allocator's history. In torch 2.13 they are in `torch.cuda.memory`."""
 
 JIT_KERNELS = ("_create_jit_fn", "_create_multi_output_jit_fn")
-"""Functions that compile kernels at run time. Torch 2.13: in `torch.cuda.jiterator`."""
+"""Functions that compile kernels at run time. In torch 2.13 they are in `torch.cuda.jiterator`."""
 
 AUTOGRAD_KEY, AUTOCAST_KEY = "AutogradPrivateUse1", "AutocastPrivateUse1"
-"""Dispatch keys of the PrivateUse1 device. Torch 2.13, since 2.0."""
+"""Dispatch keys of the PrivateUse1 device. Read in torch 2.13; present since 2.0."""
 
 _AUTOCAST = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(AUTOCAST_KEY))
 
 
 def register_kernels(kernels: Mapping[str, Any], key: str) -> torch.library.Library:
-    """Register Python functions as kernels of aten operators for the lifetime of the returned library. Torch 2.13,
-    since 1.13.
+    """Register Python functions as kernels of aten operators for the lifetime of the returned library. Relies on
+    internals of torch 2.13, present since 1.13.
     """
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name, kernel in kernels.items():
@@ -103,11 +109,13 @@ def register_kernels(kernels: Mapping[str, Any], key: str) -> torch.library.Libr
 
 
 OVERRIDE_KEY = "TESTING_ONLY_GenericMode"
-"""Dispatch key before all others, which torch considers only in a thread that includes it. Torch 2.13, since 1.12."""
+"""Dispatch key before all others, which torch considers only in a thread that includes it. Read in torch 2.13; present
+since 1.12.
+"""
 
 GATED_KEY = "TESTING_ONLY_GenericWrapper"
-"""Dispatch key behind OVERRIDE_KEY, to which only a compiled gate at OVERRIDE_KEY passes calls on. Torch 2.13, since
-1.12.
+"""Dispatch key behind OVERRIDE_KEY, to which only a compiled gate at OVERRIDE_KEY passes calls on. Read in torch 2.13;
+present since 1.12.
 """
 
 _OVERRIDE = torch._C._dispatch_key_parse(OVERRIDE_KEY)
@@ -120,7 +128,7 @@ _fallthrough: list[torch.library.Library] = []
 
 
 class Gate:
-    """Smallest first argument, in bytes, with which a call reaches an override kernel.
+    """Smallest size of the first argument, in bytes, with which a call of an operator reaches an override kernel.
 
     The compiled gate has the same attribute; calls with smaller arguments do not reach Python there.
     """
@@ -133,7 +141,7 @@ class Gate:
 
 class OverrideKernel:
     """A kernel that replaces the operator `aten.<name>` inside `with_overrides` blocks, for first arguments of at least
-    `least` bytes. Torch 2.13, since 2.10.
+    `least` bytes. Relies on internals of torch 2.13, present since 2.10.
 
     The kernel gets, before the operator's arguments, a function that continues with torch's own kernel and one that
     continues past autograd. After the arguments it gets an object without other references, for `references`.
@@ -180,17 +188,19 @@ class OverrideKernel:
 
 @never_compiled
 def with_overrides() -> contextlib.AbstractContextManager[Any]:
-    """Use override kernels in this `with` block, and in backward passes that begin in it. Torch 2.13."""
+    """Use override kernels in this `with` block, and in backward passes that begin in it. Relies on internals of torch
+    2.13.
+    """
     return torch._C._IncludeDispatchKeyGuard(_OVERRIDE)
 
 
 are_overrides_on: Callable[[], bool] = functools.partial(torch._C._dispatch_tls_is_dispatch_key_included, _OVERRIDE)
-"""Return True inside a `with_overrides` block. Torch 2.13."""
+"""Return True inside a `with_overrides` block. Relies on internals of torch 2.13."""
 
 
 def without_overrides() -> contextlib.AbstractContextManager[None]:
-    """Hide override kernels from compiled code inside this `with` block, which avoids recompilation. Torch
-    2.13.
+    """Hide override kernels from compiled code inside this `with` block, which avoids recompilation. Relies on
+    internals of torch 2.13.
     """
     return _override_off() if are_overrides_on() else _NOTHING
 
@@ -208,8 +218,8 @@ _NOTHING = contextlib.nullcontext()
 
 
 def below_autograd() -> contextlib.AbstractContextManager[Any]:
-    """Run operators below autograd inside this `with` block: no graph, no new versions of written tensors. Torch
-    2.13.
+    """Run operators below autograd inside this `with` block: no graph, no new versions of written tensors. Relies on
+    internals of torch 2.13.
     """
     return torch._C._AutoDispatchBelowADInplaceOrView()
 
@@ -226,12 +236,14 @@ def is_dispatched_plainly(tensor: torch.Tensor) -> bool:
 
 
 def is_replaced(name: str, key: str) -> bool:
-    """Return True if a Python function is the kernel of `aten.<name>` for a dispatch key. Torch 2.13, since 2.0."""
+    """Return True if a Python function is the kernel of `aten.<name>` for a dispatch key. Relies on internals of torch
+    2.13, present since 2.0.
+    """
     return f"aten/{name}/{key}" in torch.library._impls
 
 
 def remove_kernels(library: torch.library.Library) -> None:
-    """Remove the library's kernels, which restores torch's own. Torch 2.13, since 2.0.
+    """Remove the library's kernels, which restores torch's own. Relies on internals of torch 2.13, present since 2.0.
 
     No other thread may be running one of the operators: the dispatcher would free a kernel that it is about to call.
     """
@@ -240,12 +252,16 @@ def remove_kernels(library: torch.library.Library) -> None:
 
 
 def pass_through(key: str) -> torch.library.Library:
-    """Let operators without a kernel for `key` fall through to the next key. Torch 2.13, since 2.3."""
+    """Let operators that have no kernel for the dispatch key `key` fall through to the next key, as long as the
+    returned library is alive. Relies on internals of torch 2.13, present since 2.3.
+    """
     library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     library.fallback(torch.library.fallthrough_kernel, key)  # type: ignore[no-untyped-call]
     return library
 
 
 def without_autocast() -> contextlib.AbstractContextManager[Any]:
-    """Skip autocast of the PrivateUse1 device inside this `with` block, as its kernels do. Torch 2.13, since 2.0."""
+    """Skip autocast of the PrivateUse1 device inside this `with` block, as its kernels do. Relies on internals of torch
+    2.13, present since 2.0.
+    """
     return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)

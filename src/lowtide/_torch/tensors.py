@@ -16,19 +16,27 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from lowtide._torch.fake_modes import FakeTensor
 
 base_of: Callable[[torch.Tensor], torch.Tensor | None] = operator.attrgetter("_base")
-"""Return the base of a view, through any number of views; None for a tensor that is not a view. Torch 2.13."""
+"""Return the base of a view, through any number of views; None for a tensor that is not a view. Relies on internals of
+torch 2.13.
+"""
 
 
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor is plain strided memory: not sparse, nested or of a subclass of its own. Torch 2.13."""
+    """Return True if a tensor is plain strided memory: not sparse, nested or of a subclass of its own. Relies on
+    internals of torch 2.13.
+    """
     return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
 
 
 def reads_attribute(function: Any, types: Any) -> bool:
-    """Return True if a function that a mode sees reads an attribute of a tensor of `types`, a plain one. Torch 2.13."""
+    """Return True if `function` reads an attribute of a plain tensor. A function mode is given both `function` and
+    `types`.
+
+    Relies on internals of torch 2.13.
+    """
     return type(function) is _READER and function.__name__ == "__get__" and len(types) == 1 and types[0] in _PLAIN
 
 
@@ -55,19 +63,21 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def set_version(tensor: torch.Tensor, version: int) -> None:
-    """Set `tensor._version`, the number of changes in place. Torch 2.13, since 2.6."""
+    """Set `tensor._version`, the number of changes in place. Relies on internals of torch 2.13, present since 2.6."""
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
 def storage_number(storage: torch.UntypedStorage) -> int:
-    """Return a number that identifies a storage while it is alive, whichever Python object wraps it. Torch 2.13."""
+    """Return a number that identifies a storage while it is alive, whichever Python object wraps it. Relies on
+    internals of torch 2.13.
+    """
     return int(storage._cdata)
 
 
 @contextlib.contextmanager
 def fakes_have_addresses() -> Iterator[None]:
-    """Let fake storages, which have no address, return their numbers as addresses inside this `with` block. Torch
-    2.13.
+    """Let fake storages, which have no address, return their numbers as addresses inside this `with` block. Relies on
+    internals of torch 2.13.
     """
     address = torch.UntypedStorage.data_ptr
 
@@ -81,13 +91,18 @@ def fakes_have_addresses() -> Iterator[None]:
 STORAGE: Callable[[torch.Tensor], torch.UntypedStorage] = operator.methodcaller("untyped_storage")
 """Return a tensor's storage. Raises NO_STORAGE for a tensor without one."""
 STORAGE_NUMBER: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
-"""Return the number of a storage, like `storage_number`, but without a call of a Python function. Torch 2.13."""
+"""Return the number of a storage, like `storage_number`, but without a call of a Python function. Relies on internals
+of torch 2.13.
+"""
 NO_STORAGE = RuntimeError
-"""Exception that sparse tensors raise when they are asked for their storage: a NotImplementedError. Torch 2.13."""
+"""Exception that sparse tensors raise when they are asked for their storage: a NotImplementedError. Read in torch 2.13.
+"""
 
 
 def storage_id(tensor: torch.Tensor) -> int:
-    """Return a number that identifies a tensor's storage during its lifetime; 0 without a storage. Torch 2.13."""
+    """Return a number that identifies a tensor's storage during its lifetime; 0 without a storage. Relies on internals
+    of torch 2.13.
+    """
     try:
         return STORAGE_NUMBER(tensor.untyped_storage())
     except NO_STORAGE:
@@ -102,7 +117,7 @@ def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class WeakStorage:
-    """Weak reference to a tensor's memory. Torch 2.13: a storage's Python object, once made, counts as one owner."""
+    """Weak reference to a tensor's memory. In torch 2.13 a storage's Python object, once made, counts as one owner."""
 
     __slots__ = ("_reference", "address")
 
@@ -112,12 +127,13 @@ class WeakStorage:
         self.address = storage.data_ptr()
 
     def owners(self) -> int:
-        """Return the number of C++ tensors with this memory; 0 once it is freed."""
+        """Return the number of C++ tensors that own this memory; 0 once it is freed."""
         return max(0, int(torch._C._storage_Use_Count(self._reference.cdata)) - 1)
 
 
 def has_one_owner(tensor: torch.Tensor) -> bool:
-    """Return True if only this tensor object refers to its memory: no view, no graph. Torch 2.13.
+    """Return True if only this tensor object refers to its memory: no view, no graph. Relies on internals of torch
+    2.13.
 
     The storage's Python object counts as an owner, too.
     """
@@ -125,7 +141,8 @@ def has_one_owner(tensor: torch.Tensor) -> bool:
 
 
 def references(things: tuple[Any, ...]) -> tuple[int, ...]:
-    """Count references to the first item, a tensor, and to its memory; two such counts can be compared. Torch 2.13.
+    """Count references to the first item, a tensor, and to its memory; two such counts can be compared. Relies on
+    internals of torch 2.13.
 
     The last item is an object without other references. References to all items alike cancel out, such as references
     from callers whose frames are traced or evaluated (Dynamo, debuggers). No local variable may hold an item, because
@@ -140,8 +157,8 @@ def references(things: tuple[Any, ...]) -> tuple[int, ...]:
 
 
 def held_by_python(tensors: Sequence[Any], index: int, known: int) -> bool:
-    """Return True if Python holds more than `known` references to `tensors[index]`; C++ references don't count. Torch
-    2.13.
+    """Return True if Python holds more than `known` references to `tensors[index]`; C++ references don't count. Relies
+    on internals of torch 2.13.
 
     The Python object stays with its C++ tensor, which owns one reference to the object while other C++ owners exist.
     """
@@ -151,37 +168,41 @@ def held_by_python(tensors: Sequence[Any], index: int, known: int) -> bool:
 
 
 def as_kind(kind: type[Any], tensor: torch.Tensor) -> Any:
-    """Return a tensor of subclass `kind` with the memory of `tensor`, which must not require grad. Torch 2.13, since
-    1.0.
+    """Return a tensor of subclass `kind` with the memory of `tensor`, which must not require grad. Relies on internals
+    of torch 2.13, present since 1.0.
     """
     return torch.Tensor._make_subclass(kind, tensor)
 
 
 DEVICE = vars(torch._C.TensorBase)["device"].__get__
-"""Function behind `tensor.device`. Torch 2.13."""
+"""Function behind `tensor.device`. Read in torch 2.13."""
 AS_ARRAY = vars(torch._C.TensorBase)["numpy"]
-"""Method behind `tensor.numpy()`, which a plan replaces while it is in force. Torch 2.13."""
+"""Method behind `tensor.numpy()`, which a plan replaces while it is in force. Read in torch 2.13."""
 SET_DATA = vars(torch._C.TensorBase)["data"].__set__
-"""Function behind `tensor.data = other`. Torch 2.13."""
+"""Function behind `tensor.data = other`. Read in torch 2.13."""
 IS_CUDA = vars(torch._C.TensorBase)["is_cuda"].__get__
-"""Function behind `tensor.is_cuda`. Torch 2.13."""
+"""Function behind `tensor.is_cuda`. Read in torch 2.13."""
 PACK_PADDED = torch._VF._pack_padded_sequence
-"""Operator that packs padded sequences; the second of its results, the sizes, is always on the CPU. Torch 2.13."""
+"""Operator that packs padded sequences; the second of its results, the sizes, is always on the CPU. Read in torch 2.13.
+"""
 PAD_PACKED = torch._VF._pad_packed_sequence
-"""Function behind `pad_packed_sequence`. Torch 2.13."""
+"""Function behind `pad_packed_sequence`. Read in torch 2.13."""
 PARSE_TO = torch._C._nn._parse_to
-"""Function that parses the arguments of `module.to`. Torch 2.13."""
+"""Function that parses the arguments of `module.to`. Read in torch 2.13."""
 SET_REQUIRES_GRAD = vars(torch._C.TensorBase)["requires_grad"].__set__
-"""Function behind `tensor.requires_grad = True`. Torch 2.13."""
+"""Function behind `tensor.requires_grad = True`. Read in torch 2.13."""
 
 
 def wrapper(kind: type[Any], shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Any:
-    """Return a tensor of subclass `kind` with this shape, dtype and device, without memory. Torch 2.13, since 1.11."""
+    """Return a tensor of subclass `kind` with this shape, dtype and device, without memory. Relies on internals of
+    torch 2.13, present since 1.11.
+    """
     return torch.Tensor._make_wrapper_subclass(kind, shape, dtype=dtype, device=device)
 
 
 def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Swap two tensors, while each Python object keeps its identity. No graph may hold either. Torch 2.13.
+    """Swap two tensors, while each Python object keeps its identity. No graph may hold either. Relies on internals of
+    torch 2.13.
 
     `torch.utils.swap_tensors` would refuse tensors with weak references, such as weights of recurrent layers.
     """
@@ -196,7 +217,7 @@ def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def is_leaf_tensor(tensor: torch.Tensor) -> bool:
-    """Return True if no autograd node computed `tensor`. Torch 2.13.
+    """Return True if no autograd node computed `tensor`. Relies on internals of torch 2.13.
 
     Return False if `is_leaf` raises, as for a view that one call returned together with others, once the base was
     written to.
@@ -208,24 +229,26 @@ def is_leaf_tensor(tensor: torch.Tensor) -> bool:
 
 
 def has_gradient_hooks(tensor: torch.Tensor) -> bool:
-    """Return True if hooks run on a tensor's gradient before it is accumulated. Torch 2.13."""
+    """Return True if hooks run on a tensor's gradient before it is accumulated. Relies on internals of torch 2.13."""
     return bool(tensor._backward_hooks)
 
 
 def has_accumulation_hooks(tensor: torch.Tensor) -> bool:
-    """Return True if hooks run once a leaf's gradient has been accumulated. Torch 2.13, since 2.1."""
+    """Return True if hooks run once a leaf's gradient has been accumulated. Relies on internals of torch 2.13, present
+    since 2.1.
+    """
     return bool(tensor._post_accumulate_grad_hooks)
 
 
 HOOK_TABLES = ("_backward_hooks", "_post_accumulate_grad_hooks")
-"""Attributes of a leaf with the hooks on its gradient: each is None, or a dict that autograd reads. Torch 2.13, since
-2.1.
+"""Attributes of a leaf with the hooks on its gradient: each is None, or a dict that autograd reads. Read in torch 2.13;
+present since 2.1.
 """
 
 
 def share_hooks(tensor: torch.Tensor, other: torch.Tensor) -> None:
-    """Run the gradient hooks of `tensor` also on the gradient of `other`, a leaf like `tensor`. Torch 2.13, since
-    2.1.
+    """Run the gradient hooks of `tensor` also on the gradient of `other`, a leaf like `tensor`. Relies on internals of
+    torch 2.13, present since 2.1.
     """
     for name in HOOK_TABLES:
         if hooks := getattr(tensor, name):

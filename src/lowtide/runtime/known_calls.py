@@ -30,10 +30,12 @@ Form: TypeAlias = tuple[tuple[bool, ...], tuple[bool | str, ...]]
 
 
 class KnownCalls:
-    """The forms of the calls in rehearsed steps, and the largest number of calls in a step."""
+    """Record of the forms of the model's calls in rehearsed steps, and of the largest number of calls in such a
+    step.
+    """
 
     def __init__(self) -> None:
-        """Begin without a rehearsed step: until `end_rehearsal` no call is unlike the others."""
+        """Begin without a rehearsed step: no call is reported before the first `end_rehearsal`."""
         self.n = 0
         """Number of calls in this step, counted by the owner while steps are detected."""
         self.n_planned = 0
@@ -70,11 +72,17 @@ class KnownCalls:
         self.n, self.n_seen, self.is_unlike, self.are_detected = 1, 0, False, True
 
     def end_rehearsal(self) -> None:
-        """End a rehearsed step: plans are for steps with as many calls."""
+        """Record the end of a rehearsed step: plans are for steps with at most as many calls as the longest of
+        these.
+        """
         self.n_planned = max(self.n_planned, self.n)
 
     def detach(self, *, shows_ends: bool) -> None:
-        """Report calls unlike the rehearsed ones from now on, if updates show the ends of steps: none are detected."""
+        """Record that steps are no longer detected, so that no further call is learnt.
+
+        With `shows_ends`, updates still show where steps end. Otherwise no later call or backward pass is compared with
+        the rehearsed ones, because the calls of a step can't be counted.
+        """
         self.n_seen, self.are_detected = 0, False
         if not shows_ends:
             self.n_planned = 0
@@ -87,8 +95,11 @@ class KnownCalls:
         kwargs: dict[str, Any],
         part: nn.Module | None = None,
     ) -> None:
-        """Learn a call in a rehearsed step, without `model`; report another one that is the first unlike these in its
-        step. `tensors` are those of the arguments, and `part` is called in place of the model, if given.
+        """Learn the form of a call in a rehearsed step, if `model` is None; otherwise compare a later call of `model`
+        with the rehearsed ones, and report the first one in a step that is unlike all of them.
+
+        `tensors` are those in the arguments. `part` is the part of the model that is called, if it is not the model
+        itself.
         """
         flags = []
         for value in (*args, *kwargs.values()):  # this runs in every step, so it makes few calls
@@ -114,7 +125,7 @@ class KnownCalls:
             self.noticed(model, args, kwargs, self._in_words(form, is_known=is_known))
 
     def see_between(self, model: nn.Module) -> None:
-        """Count a call that does not train."""
+        """Count a call of `model` between two steps that does not train it."""
         self._n_between += 1
         if self._n_between == 2:
             self.begins_between(model)
@@ -122,13 +133,15 @@ class KnownCalls:
             self.ends_between(self._n_between)
 
     def end_between(self) -> None:
-        """End the calls that do not train, because a step begins."""
+        """Record that a step begins, which ends a series of calls that do not train."""
         n, self._n_between = self._n_between, 0
         if 2 <= n < MOST_BETWEEN:
             self.ends_between(n)
 
     def watch(self, result: Any) -> None:
-        """Notice backward passes that begin at a tensor in the result of a call."""
+        """Observe backward passes that begin at a tensor in `result`, which a call of the model returned. A backward
+        pass unlike those of rehearsed steps is reported.
+        """
         if isinstance(result, Tensor):
             outputs: Iterable[Any] = (result,)
         elif isinstance(result, Mapping):
@@ -152,7 +165,7 @@ class KnownCalls:
             self.noticed_backward("backward begins at another output of the model in this step")
 
     def explain_excess(self) -> bool:
-        """Return True once, for a step with more calls than planned: no other plan would bring its peak down."""
+        """Return True at the first step with more calls than planned, so that this is explained once; later False."""
         is_new = self.n > self.n_planned and not self._is_reported
         self._is_reported |= is_new
         return is_new
@@ -173,5 +186,7 @@ class KnownCalls:
 
 
 def _is_frozen(part: nn.Module | None) -> bool:
-    """Return True for a part without trained parameters: the calls of rehearsed steps that are learnt leave it out."""
+    """Return True if `part` is a part of the model without trained parameters. Calls of such parts are never
+    reported.
+    """
     return part is not None and not any(p.requires_grad for p in part.parameters())

@@ -73,8 +73,10 @@ def state_bytes(optimizers: Iterable[Optimizer], device: torch.device) -> int:
 
 
 def missing_state_bytes(optimizers: Iterable[Optimizer], device: torch.device) -> tuple[int, int]:
-    """Return the number of parameters that optimizers have not updated so far, though they have updated others, and the
-    bytes of the state on a device that they would have for them, judged by these others.
+    """Count the parameters on `device` that an optimizer has not updated so far, although it has updated others of
+    their group; return their number, and the bytes of state on `device` to expect for them.
+
+    The expected state of a parameter has the form of the state of an updated parameter in the same group.
     """
     n = total = 0
     for optimizer in optimizers:
@@ -90,7 +92,9 @@ def missing_state_bytes(optimizers: Iterable[Optimizer], device: torch.device) -
 
 
 def _scaled_bytes(entry: Tensor, known: Tensor, other: Tensor) -> int:
-    """Return the bytes of state for `other` like `entry` for the parameter `known`."""
+    """Return the bytes that a state tensor of the parameter `other` would have, judged by `entry`, a state tensor of
+    `known`. A tensor shaped like its parameter grows with it.
+    """
     return entry.element_size() * other.numel() if entry.shape == known.shape else entry.nbytes
 
 
