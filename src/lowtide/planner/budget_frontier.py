@@ -1,4 +1,6 @@
-"""The frontier: the cost of each budget, from the smallest peak that a plan reaches to the plain step."""
+"""The frontier of a step: the least extra cost for each budget, from the smallest peak that a plan reaches to the plain
+step.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,7 @@ class Point(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frontier(Record):
-    """Extra time against peak memory. `points` go from the smallest peak to the plain step; their costs fall."""
+    """A step's least extra time for each peak: `points` go from the smallest peak to the plain step, costs fall."""
 
     fingerprint: Fingerprint
     plain_bytes: int

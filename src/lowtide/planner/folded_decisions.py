@@ -55,7 +55,8 @@ def fold(
 
 
 def unfold(blocks: Mapping[str, Block]) -> tuple[dict[str, str], *tuple[tuple[str, ...], ...]]:
-    """Return folded decisions with full addresses, sorted: first `recompute`, then a tuple for each of KINDS.
+    """Return folded decisions with full addresses, sorted: first `recompute`, then `replay`, `advance` and `offload`
+    (KINDS).
 
     Raises ValueError for an invalid decision.
     """
@@ -101,7 +102,9 @@ def join(block: str, below: str) -> str:
 
 
 def _split(address: str) -> tuple[str, list[int], str]:
-    """Split an address behind the first number in its path: `h.3.mlp#0:1` -> `h.{}`, [3], `mlp#0:1`."""
+    """Split an address after the first number in its path, and put `{}` for the number: `h.3.mlp#0:1` -> `h.{}`, [3],
+    `mlp#0:1`.
+    """
     number = _NUMBER.search(address.partition("#")[0])
     if number is None:
         return "", [], address

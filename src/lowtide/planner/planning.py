@@ -175,9 +175,9 @@ def _search(
 
 
 def unplanned_step(profile: Profile) -> Prediction:
-    """Return peak and time of the unplanned step.
+    """Return the peak and time of the step without any plan.
 
-    The peak of compiled code is as measured. It cannot be predicted, because without a plan compiled code saves other
+    Both are predicted, except that the peak of compiled code is as measured: without a plan compiled code saves other
     tensors than the profile has.
     """
     plain = simulator_of(profile).predict(Decisions())
@@ -198,7 +198,7 @@ def with_peak(prediction: Prediction, peak_bytes: int) -> Prediction:
 
 
 def cheapest(profile: Profile, budget_bytes: int) -> Prediction:
-    """Return peak and time of the plan for a budget that is below the plain step's peak.
+    """Return the predicted peak and time under the cheapest decisions that fit a budget below the plain step's peak.
 
     Faster than `plan`, because no bound and no fallback are computed. Raises Infeasible if no plan fits.
     """
@@ -280,9 +280,9 @@ def _bound_ms(
     result: Decisions | Infeasible,
     until: float | None,
 ) -> float:
-    """Return a lower bound on the extra time of plans with just the first `n` gradients in place.
+    """Return a lower bound, in ms, on the extra time of plans that write just the first `n` gradients in place.
 
-    `result` is the result of the search for this `n`: if the bound is close to the time of these decisions, or far
+    `result` is what the search has found for this `n`: if the bound is close to the time of these decisions, or far
     below, it is not raised further.
     """
     own_ms = extra_ms(simulator.profile, n)

@@ -209,7 +209,9 @@ class InPlace(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepClocks(Record):
-    """Times of a step on a GPU, whose host launches work that the device does later (`simulate/two_clocks.py`)."""
+    """Host and device times of a step on a GPU, for each position: the host launches work that the device does later
+    (`simulate/two_clocks.py`).
+    """
 
     host_ms: tuple[float, ...]
     """Time of the plain step's host at each position, without waiting for the device."""
@@ -277,7 +279,9 @@ class Profile(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decisions(Record):
-    """Slots (by address) and module calls (by id) that are not kept. Everything else is kept."""
+    """Slots (by address) to recompute or offload, module calls (by id) to replay or advance, and kinds of autograd
+    nodes to write gradients in place. All other saved tensors are kept.
+    """
 
     recompute: frozenset[str] = frozenset()
     replay: frozenset[str] = frozenset()
@@ -309,8 +313,9 @@ class Prediction(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided(Record):
-    """Decisions with the nodes and sizes that the engine needs to carry them out. JSON text has them folded by block
-    (`folded_decisions.py`).
+    """Base class of `Plan`: decisions with the nodes and sizes that the engine needs to carry them out.
+
+    JSON text has the decisions folded by block (`folded_decisions.py`).
     """
 
     recompute: dict[str, str]

@@ -81,7 +81,7 @@ class Assignment(NamedTuple):
 
 
 class _SlotStates(NamedTuple):
-    """State of each slot under a choice, as columns. A slot that exists and has no other flag is kept."""
+    """Flags of each slot under a choice, as columns. A slot that exists and has no other flag is kept."""
 
     exists: Flags
     """Slots that a call saves, and inputs of calls that run again."""
@@ -125,7 +125,7 @@ def assign(index: Index, choice: DecisionVector) -> Assignment:
 def _innermost_replayed(index: Index, is_replayed: Flags) -> Ints:
     """Return, for each module call, the innermost replayed call among the call itself and the calls around it, or -1.
 
-    One more entry, the last, is for code outside the model, so that the call number -1 finds it.
+    The result has a last entry of -1 for code outside the model, which an index of -1 selects.
     """
     parent = index.calls.parent
     innermost = np.full(len(parent) + 1, -1, np.int64)
@@ -137,7 +137,11 @@ def _innermost_replayed(index: Index, is_replayed: Flags) -> Ints:
 def _assign_slots(
     index: Index, choice: DecisionVector, is_replayed: Flags, runs_again: Flags, replayed_around: Ints
 ) -> _SlotStates:
-    """Return the state of each slot: kept, recomputed, replayed or offloaded, or not held at all."""
+    """Return the state of each slot: kept, recomputed, replayed or offloaded, or not held at all.
+
+    `is_replayed` flags the replayed calls, `runs_again` also the advanced ones. `replayed_around` has the innermost
+    replayed call of each call (`_innermost_replayed`).
+    """
     slots, repeated = index.slots, index.reruns.repeated
     replayed_call = replayed_around[slots.within]
     exists = ~slots.is_input | runs_again[slots.call]
@@ -175,7 +179,10 @@ def _assign_values(index: Index, slots: _SlotStates) -> tuple[Ints, Ints]:
 
 
 def _keep_foreign(index: Index, state: Ints, by_call: Ints) -> Ints:
-    """Set foreign values, produced outside the call whose replay should restore them, to KEPT. Return these values."""
+    """Set the `state` of foreign values to KEPT, and return these values.
+
+    A value is foreign if it was produced outside the call whose replay should restore it.
+    """
     values = np.flatnonzero(state == REPLAYED)
     allocated_at, calls = index.storages.allocated_at[index.values.storage[values]], by_call[values]
     is_outside = (allocated_at < index.calls.enter[calls]) | (allocated_at >= index.calls.exit[calls])
@@ -187,7 +194,7 @@ def _keep_foreign(index: Index, state: Ints, by_call: Ints) -> Ints:
 def _assign_advances(
     index: Index, advanced: list[int], slots: _SlotStates, state: Ints, by_call: Ints, foreign: Ints
 ) -> Ints:
-    """Set the results of `advanced` calls to ADVANCED, unless a slot inside the call holds the result.
+    """Set the `state` of results of `advanced` calls to ADVANCED, unless a slot inside the call holds the result.
 
     Returns `foreign` without the values that are such results.
     """

@@ -32,7 +32,9 @@ class ForwardMemory:
         return self._peaks[call, kept_storages]
 
     def _window(self, call: int) -> Ints:
-        """Return, for each position of `call`, the bytes allocated in its forward and in use, if no storage is kept."""
+        """Return, for each position of `call`, the bytes in use that its forward has allocated, if backward keeps no
+        storage.
+        """
         if call not in self._windows:
             index, enter, exit_ = self.index, int(self.index.calls.enter[call]), int(self.index.calls.exit[call])
             level = index.profile.calls[call].begins_at

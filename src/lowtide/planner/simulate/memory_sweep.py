@@ -160,7 +160,8 @@ class Sweeper:
     def _time_on_clocks(self, assignment: Assignment, work: Ints) -> list[float]:
         """Return the extra milliseconds of `work` and of packing slots, in a list of one number; [] without clocks.
 
-        Host and device work side by side. `work` has rows of positions, and of the nanoseconds of each clock there.
+        Host and device work side by side. `work` has three rows: positions, and the nanoseconds of host and of device
+        that are added there.
         """
         index, clocks = self.index, self.index.clocks
         if clocks is None:
@@ -176,8 +177,10 @@ class Sweeper:
         return [clocks.extra_ms(host, device)]
 
     def _running_copies(self, runs: Ints, waits: Ints) -> Ints:
-        """Return the scratch memory of running nodes, as rows of `Copies`: at each position the largest need in `runs`,
-        together with the bytes in `waits`.
+        """Return the scratch memory of recomputes and replays while they run, as rows of `Copies`.
+
+        `runs` has rows of positions, nodes and scratch bytes: at each position only the largest counts. `waits` has
+        rows of positions and bytes: values that wait there for another recompute are added.
         """
         runs = runs[:, np.argsort(-runs[2], kind="stable")]
         _, first = np.unique(runs[0], return_index=True)
@@ -189,6 +192,8 @@ class Sweeper:
     def _offload_copies(self, assignment: Assignment, returns: Ints) -> tuple[Ints, Ints]:
         """Return the position at which each offloaded storage leaves GPU memory, and as rows of `Copies` the memory of
         each storage that is copied back.
+
+        `returns` has rows of storages, and of the first position, end and value of each demand on a storage.
         """
         index, copies = self.index, []
         back: dict[int, tuple[int, int, int]] = {}

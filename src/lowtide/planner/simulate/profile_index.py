@@ -48,7 +48,9 @@ class Index:
         """Nodes, each after all nodes that could demand it."""
 
     def _clock_weights(self) -> tuple[float, float]:
-        """Return the weights of host and device time: less for the clock that does not bound the plain step's time."""
+        """Return the weights of host and device time in comparisons of moves: the clock that does not bound the plain
+        step's time has the smaller weight.
+        """
         if self.clocks is None:
             return 0.0, 1.0
         is_host_bound = 2 * self.clocks.critical_position() > self.first_read + self.end

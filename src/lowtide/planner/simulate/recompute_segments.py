@@ -34,7 +34,7 @@ NodeDemand = tuple[int, int, int, int]
 def combine_demands(one: NodeDemand, other: NodeDemand) -> NodeDemand:
     """Combine two demands on a node: the earlier `demanded`, the later `wanted` and `held` (see `NodeDemand`).
 
-    `later` is taken from the demand that comes first, or is the larger one of both.
+    `later` is that of the earlier demand; for demands at the same position, the larger one.
     """
     later = one[3] if one[0] < other[0] else other[3] if other[0] < one[0] else max(one[3], other[3])
     return min(one[0], other[0]), max(one[1], other[1]), max(one[2], other[2]), later

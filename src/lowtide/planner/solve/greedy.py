@@ -63,9 +63,10 @@ class GreedySearch:
         return self.sweep(choice).peak <= limit
 
     def fitting_choices(self, limit: int, *starts: DecisionVector) -> Iterator[DecisionVector]:
-        """Yield choices whose peak is at most `limit`: first results of `reduce` for each of `starts`.
+        """Yield choices whose peak is at most `limit`: first those to which `reduce` leads from each of `starts`.
 
-        Then, for each nesting level of module calls, all cheap recomputes with just enough replays of the first calls.
+        Then, for each nesting level of module calls, the choice with all cheap recomputes and just enough replays of
+        the level's first calls.
         """
         cheap = self.moves.recompute_all(expensive=False)
         for start in starts:
@@ -142,10 +143,10 @@ class GreedySearch:
         return best_move
 
     def prune(self, choice: DecisionVector, limit: int) -> DecisionVector:
-        """Undo decisions in `choice` that are not needed for a peak of at most `limit`. The costliest decisions are
-        undone first, and among equals those about later calls.
+        """Return `choice` without decisions that are not needed for a peak of at most `limit`. The costliest decisions
+        are undone first, and among equals those about later calls.
 
-        Several decisions are removed at once as long as the choice still fits, which takes fewer simulations.
+        Several decisions are undone at once as long as the choice still fits, which takes fewer simulations.
         """
         sweep = self.sweep(choice)
         full = self._storages_without_room(sweep, limit)
@@ -169,8 +170,8 @@ class GreedySearch:
 
     @staticmethod
     def _is_useless(move: Move, choice: DecisionVector, full: Flags) -> bool:
-        """Return True if `move` keeps a storage that `full` flags: then the peak is surely above the limit, and no
-        simulation is needed.
+        """Return True if `move` keeps a storage that has no room: then the peak is surely above the limit, and no
+        simulation is needed. `full` flags the storages without room (`_storages_without_room`).
         """
         kept = [group for group in move.keep if not choice.replay[list(group.inside)].any()]
         return any(full[list(piece.storages)].any() for piece in (*kept, *move.unoffload)) or any(

@@ -256,7 +256,8 @@ _SMALLEST: list[tuple[Profile, bool, list[Candidate]]] = []
 def _smallest_candidates(profile: Profile, is_quick: bool) -> list[Candidate]:
     """Return choices with small peaks, smallest first, from a cache of the last few searches.
 
-    The search uses no measured times, so all rehearsals of a step and all objectives get the same choices.
+    The search uses no measured times, so all rehearsals of a step and all objectives get the same choices. With
+    `is_quick`, for models with few moves, it has further starts.
     """
     timeless = replace(with_work_costs(profile), static=Static(), notes=())
     for known, was_quick, candidates in _SMALLEST:
@@ -279,7 +280,7 @@ def _search_smallest(profile: Profile, is_quick: bool) -> list[Candidate]:
 
 
 def _cheapest(limit: int, span: CostRange, pools: Sequence[ParetoPool]) -> Candidate:
-    """Return the cheapest choice in `pools`, or end of `span`, that fits `limit` at a cost within `span`."""
+    """Return the cheapest choice that fits `limit` at a cost within `span`, from `pools` or the two ends of `span`."""
     if span.least.peak <= limit:
         return span.least
     fitting = (pool.best(limit, span) for pool in pools)

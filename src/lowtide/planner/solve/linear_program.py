@@ -45,8 +45,8 @@ NEAREST = 16
 
 
 class Rows(NamedTuple):
-    """Rows of a program as columns: one entry for each coefficient. Variables from `Variables.n_fixed` on are
-    used in these rows only.
+    """Rows of a linear program in sparse form: the entries `row`, `variable` and `value` of each coefficient, and the
+    right sides `most`. Variables from `Variables.n_fixed` on are used in these rows only.
     """
 
     row: Ints

@@ -141,7 +141,8 @@ class MilpProblem:
         return best
 
     def tighten_bound(self, known: float) -> float:
-        """Return a lower bound on the cost of decisions for the current positions; some decisions cost `known`.
+        """Return a lower bound on the cost of decisions for the current positions. `known` is the cost of decisions
+        that were found.
 
         The relaxation's bound is returned if it is close to `known`, or if the relaxation leaves too many decisions
         between 0 and 1. Otherwise branch and bound improves it.
@@ -171,8 +172,10 @@ def is_over(until: float | None) -> bool:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Relaxation:
-    """Solution with decisions as shares; for each variable, the least extra cost of solutions where it is not 0, or not
-    1.
+    """Solution of a program with decisions as shares (0 to 1).
+
+    For each variable it has the least extra cost of solutions in which the variable is not 0, and of those in which it
+    is not 1.
     """
 
     rows: _MatrixForm

@@ -241,10 +241,10 @@ class Moves:
         ]
 
     def nested_replays(self) -> list[Move]:
-        """Return moves to schedules with small peaks: all calls of two successive nesting levels are replayed.
+        """Return moves to schedules with small peaks, such as a replay of all calls of two successive nesting levels.
 
-        Variants keep every n-th result of the calls that can be advanced, or offload all storages that can be
-        offloaded.
+        Further moves replay one level and keep only every n-th result of the calls that can be advanced, or offload all
+        storages that can be offloaded, with or without replays of one level.
         """
         levels = self.replay_levels()
         schedules = [Move(replay=(*outer, *inner)) for outer, inner in pairwise(levels)]
@@ -267,7 +267,10 @@ def _strides(n: int) -> list[int]:
 
 
 def _pairs(moves: Iterable[Sequence[_Part]], numbers: Callable[[_Part], Iterable[int]]) -> tuple[Ints, Ints]:
-    """List, as two columns, each move's index with each of the `numbers` of each of its parts."""
+    """Return two columns: the index of a move, and a number that `numbers` returns for one of the move's parts.
+
+    `moves` has the parts of each move. Every number of every part is in the columns.
+    """
     pairs = [(move, number) for move, parts in enumerate(moves) for part in parts for number in sorted(numbers(part))]
     first, second = np.array(pairs, np.int64).reshape(-1, 2).T
     return first, second

@@ -30,7 +30,7 @@ class Candidate:
 
 
 class CostRange(NamedTuple):
-    """The costs that a plan may have: between `least` and `most`."""
+    """The costs that a choice may have: no less than the candidate `least`, and no more than the candidate `most`."""
 
     least: Candidate
     most: Candidate

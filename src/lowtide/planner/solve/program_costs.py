@@ -16,7 +16,7 @@ step's critical position. These positions divide the plain step's time into equa
 
 
 class VariableCosts:
-    """Costs of the linear program's variables, in ms and in FLOPs, and their upper limits."""
+    """Cost of each variable of the linear program, in ms and in FLOPs, and the variable's upper limit."""
 
     def __init__(self, index: Index, variables: Variables, saved: SavedValues) -> None:
         n_fixed = variables.n_fixed
