@@ -463,6 +463,14 @@ def test_a_rare_step_that_differs_only_in_backward_is_said_at_once(tmp_path: Pat
     assert sum(line.startswith(what) for line in said) == 1, "\n".join(said)
 
 
+def test_a_penalty_too_rare_to_be_rehearsed_has_the_smallest_plan_put_in_force(tmp_path: Path) -> None:
+    rare = PENALTY.replace("range(24)", "range(48)").replace("LARGE", "step % 26 == 15")
+    fitting, said = trained(tmp_path, rare, "95%")
+    assert any("no step that does more came again" in line for line in said)
+    assert fitting.plans.plan is not None
+    assert fitting.plans.plan.fallback is None, "the plan in force has the smallest peak"
+
+
 def test_state_of_parameters_that_a_later_loss_updates_counts_from_the_beginning(tmp_path: Path) -> None:
     adam = UNUSED_DECODER.replace("SGD", "Adam")
     fitting, said = trained(tmp_path, adam.replace("LARGE", "step == 8"), "95%")

@@ -241,6 +241,7 @@ class StepFitter(PlanMonitor):
         """
         self._stage.close()
         plans = self.plans
+        plans.unlike.n_steps += 1
         if plans.unplanned is not None:
             return
         if plans.plan is None:
@@ -443,6 +444,7 @@ class StepFitter(PlanMonitor):
         """
         plans = self.plans
         plans.later.n_updates += 1  # this runs in every step, so it makes few calls
+        plans.unlike.n_steps += 1
         self._calls.n_seen, self._calls.is_unlike = 0, False
         if plans.unlike.open is not None:
             plans.end_unlike()

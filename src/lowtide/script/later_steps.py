@@ -120,8 +120,8 @@ class LaterSteps:
         self.due_at = 0
 
     def come_at(self, n_updates: int) -> None:
-        """Schedule a measurement after this number of updates, unless one comes before."""
-        self.due_at = min(self.due_at, n_updates)
+        """Schedule the next measurement after this number of updates."""
+        self.due_at = n_updates
 
     def end(self) -> None:
         """Measure no more steps, because another model is trained."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from lowtide.api.plan_attempts import more_in_memory, with_excess
 from lowtide.errors import RehearsalError
 from lowtide.memory.events import Busy
+from lowtide.planner.planning import smallest_plan
 from lowtide.runtime.call_shapes import no_larger, shapes_in
 from lowtide.runtime.fingerprint import fingerprint
 from lowtide.runtime.planned_engine import most_elements
@@ -180,6 +181,10 @@ class Replanner:
         plans.later.is_rehearsing = False
         plans.rehearsing.tell_kinds(plans.unlike.calls)
         plans.plan = plans.plan_or_smallest(plans.profile, plan, SMALLEST_FROM_NOW)
+        if plans.plan.decisions == plan.decisions and plans.later.awaits_another_kind:
+            self._say(f"no step that does more came again while steps were rehearsed. {SMALLEST_FROM_NOW}")
+            smallest = smallest_plan(plans.profile)
+            plans.plan = replace(smallest, budget_bytes=plan.budget_bytes, budget_for=plan.budget_for)
         plans.smaller, plans.larger, plans.over = [], LargerBatches(), []
         plans.larger.has_optimizers = True
         plans.announce(plans.plan)

@@ -41,6 +41,8 @@ class UnlikeSteps:
         self._said: set[str] = set()
         self._most_bytes = 0
         """Largest measured peak of such a step."""
+        self.n_steps = 0
+        """Number of steps under a plan, measured or not, counted by the owner."""
         self._n, self._first_at, self._last_backward = 0, 0, 0
         self._between: Measured | None = None
         """Recording of the time since the last step, if it is recorded."""
@@ -71,9 +73,9 @@ class UnlikeSteps:
         if what not in self._said:
             self._said.add(what)
             self._say(f"{what}, unlike in the measured ones: its peak may be above the budget. {MEASURED}")
-        period, self._last_backward = later.n_updates - self._last_backward, later.n_updates
+        period, self._last_backward = self.n_steps - self._last_backward, self.n_steps
         later.is_different = True
-        later.come_at(later.n_updates + (period - PATIENCE // 2 if self._has_looked else 0))
+        later.come_at(later.n_updates + (max(0, period - PATIENCE // 2) if self._has_looked else 0))
         self._has_looked = True
 
     def begin_between(self, applied: Applied | None, model: nn.Module, *, with_coming: bool) -> None:
