@@ -136,7 +136,7 @@ class CpuRecorder(Recorder):
         self._annotate(Mark(label, data))
 
     def beside_bytes(self, addresses: Collection[int], n_bytes: int) -> int:
-        """Return the bytes of the storages watched at entry, except those at `addresses`."""
+        """Return the bytes of the storages that existed at entry, except those at `addresses`."""
         return sum(n for where, n in self.entry_bytes.items() if where not in addresses)
 
     @uninterrupted
@@ -226,10 +226,11 @@ def _begun() -> profile:
 
 
 def _silence_allocator(held_back: Callable[[], int]) -> None:
-    """Free unknown blocks until the allocator has warned, so that it is silent for the next thousand.
+    """Make the allocator print its warning about unknown blocks now, so that it is silent for the next thousand.
 
-    This takes a profiler session of its own. Blocks that are left are freed before the recording begins, so that they
-    are in none of its peaks.
+    Blocks are unknown if they are freed while a profiler runs that did not see them allocated. This takes a profiler
+    session of its own. Blocks that are left are freed before the recording begins, so that they are in none of its
+    peaks.
     """
     # Storages, not tensors: inspections during the recording look at all tensors that exist.
     spare = [torch.UntypedStorage(1) for _ in range(_SPARE_BLOCKS)]  # type: ignore[no-untyped-call]
@@ -301,7 +302,10 @@ class _Reader:
         self._n_marks = 0
 
     def read(self, roots: list[Any], marks: list[Mark | Free]) -> list[Mark]:
-        """Append the events of one profiler session; return the marks that it lacks, of `marks`, all marks so far."""
+        """Append the events of one profiler session, and the frees of blocks from entry.
+
+        `marks` are all marks of the recording so far. Returns those that the session has not recorded.
+        """
         rows = _rows(roots)
         rows.sort(key=itemgetter(0))  # a stable sort: the rows of one thread are in order already
         unseen = dict(enumerate(marks[self._n_marks :], self._n_marks))

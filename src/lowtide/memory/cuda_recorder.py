@@ -14,7 +14,8 @@ A mark is exact within its thread: it is a text attached to all that the thread 
 allocator keeps one such text per thread, and backward runs in its own threads. Between threads marks are placed by
 time, to the microsecond; switching to another thread takes several.
 
-Read in the sources of torch 2.13; `parse_trace` is tested on a trace written by hand after them.
+The fields of the history were read in the sources of torch 2.13, and `parse_trace` is tested on a trace written by hand
+in the same form.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ class CudaRecorder(Recorder):
         self._attach(len(self._marks))
 
     def beside_bytes(self, addresses: Collection[int], n_bytes: int) -> int:
-        """Return the bytes that the allocator held at entry beyond these `n_bytes`."""
+        """Return the bytes that the allocator held at entry beyond `n_bytes`. `addresses` is not used."""
         return max(0, self._n_entry_bytes - n_bytes)
 
     def _attach(self, n_marks: int) -> None:
@@ -123,7 +124,7 @@ class CudaRecorder(Recorder):
 
 
 def _of_the_allocator(call: Callable[[], T]) -> T:
-    """Return the result of `call`. Raises RehearsalError if the allocator keeps no history."""
+    """Return the result of `call`. Raises RehearsalError if torch's allocator in use does not keep a history."""
     try:
         return call()
     except RuntimeError as error:
@@ -134,7 +135,7 @@ def _of_the_allocator(call: Callable[[], T]) -> T:
 
 
 def _settle(device: str) -> None:
-    """Complete pending frees on the device: memory given back later would lower the level of a step."""
+    """Drop cuBLAS workspaces, and complete pending frees, which would lower the level if left for the step."""
     drop_workspaces()
     torch.cuda.synchronize(device)
     torch.empty(1, device=device)  # an allocation completes the frees that waited for another stream

@@ -43,9 +43,7 @@ _LABEL = "lowtide.variables"  # labels of the marks for looks, and for the free 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Del:
-    """A `del` of variables at one moment: the bytes that it frees there, and the bytes by which the peak would be
-    lower.
-    """
+    """A `del` of variables at one moment: the bytes that it frees, and by how many bytes it lowers the peak."""
 
     names: tuple[str, ...]
     moment: Moment
@@ -207,7 +205,7 @@ class DelObserver:
                 yield self._del(group, moment, looks, levels, ends)
 
     def _names_of(self, look: _Inspection) -> Iterable[str]:
-        """Return the variables of an inspection; of the first inspection, only variables that the step rebinds."""
+        """Return the variables of an inspection; of the first one, only those that the step assigns again."""
         return [name for name in look.names if name in self._rebound] if look.is_first else look.names
 
     def _del(

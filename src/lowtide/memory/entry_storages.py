@@ -82,12 +82,12 @@ def existing_tensors() -> Iterator[Tensor]:
 
 
 def living_tensors() -> list[Tensor]:
-    """Return every tensor that Python holds; quick if called soon after `existing_tensors`."""
+    """Return every tensor that Python holds. Soon after another search, only newer objects are searched."""
     return _living()[0]
 
 
 def living_profilers() -> list[Any]:
-    """Return torch's profiler objects that Python holds; quick if called soon after `existing_tensors`."""
+    """Return torch's profiler objects that Python holds. Soon after another search, only newer ones are searched."""
     return _living()[2]
 
 

@@ -83,8 +83,9 @@ class Label(NamedTuple):
 
 
 def without_own_work(events: Sequence[Event]) -> tuple[Event, ...]:
-    """Return the events without OWN_WORK marks, and without blocks that are both allocated and freed between two such
-    marks.
+    """Return the events without OWN_WORK marks, and without temporary blocks of the work between two such marks.
+
+    The work is the recording program's own; its temporary blocks are both allocated and freed between the marks.
     """
     if not any(isinstance(event, Mark) and event.label == OWN_WORK for event in events):
         return tuple(events)
@@ -121,7 +122,9 @@ class EventStream:
         return iter(self.events)
 
     def between(self, first: int, stop: int) -> EventStream:
-        """Return the events `first <= index < stop` as a recording: blocks alive at `first` are its entry."""
+        """Return the events `first <= index < stop` as a recording; the blocks alive at `first` existed at its
+        entry.
+        """
         return EventStream(self.events[first:stop], self.device, self.streams)
 
     def to_json(self, path: str | Path | None = None) -> str:
@@ -161,14 +164,14 @@ class Recorder(ABC):
         """Put a mark between the allocations made so far and the next one."""
 
     def beside_bytes(self, addresses: Collection[int], n_bytes: int) -> int:
-        """Return the bytes in memory at entry outside the blocks at `addresses`, which have `n_bytes` together.
+        """Return the bytes in memory at entry outside the blocks at `addresses`, which have `n_bytes` in all.
 
-        A recorder that does not know them returns 0.
+        A recorder that does not know the bytes returns 0.
         """
         return 0
 
     def phase(self, name: str) -> None:
-        """Begin a phase of the step, such as "forward": `Timeline.phases` gives each one's peak."""
+        """Begin a phase of the step, such as "forward". `Timeline.phases` gives the peak of each phase."""
         self.mark(PHASE, name)
 
     @property
@@ -184,7 +187,10 @@ _KINDS: dict[str, type[Event]] = {"a": Allocate, "f": Free, "m": Mark}
 
 
 def peak_between(stream: EventStream, begins: type, ends: type[T]) -> Iterator[tuple[T, int]]:
-    """Yield the data of each mark of type `ends`, and the most bytes allocated since the last mark of type `begins`."""
+    """Yield the data of each mark whose data is of type `ends`, with the most bytes since the last of type `begins`.
+
+    The bytes count from the level at that earlier mark.
+    """
     level = start = peak = 0
     for event in stream.events:
         level += bytes_added(event)

@@ -122,7 +122,10 @@ class _Owners:
         return {name: inside for name, inside in tensors.items() if inside}
 
     def _gather(self, variables: dict[str, Any], n_references: int, of_others: tuple[str, ...]) -> None:
-        """Collect the objects behind `variables`, except `of_others`, which belong to enclosing functions."""
+        """Collect the objects behind `variables`, except `of_others`, which belong to enclosing functions.
+
+        `n_references` is the number of references to each value from the frame and from `variables` itself.
+        """
         for name, value in variables.items():
             if name not in of_others and is_searched(value):
                 self._first[name] = self._add(value)

@@ -29,7 +29,7 @@ line.
 
 
 def tensors_of(optimizer: torch.optim.LBFGS) -> list[Tensor]:
-    """Return the tensors in the state and in variables of an update in progress, except the parameters."""
+    """Return the tensors in L-BFGS's state, and in local variables of its update in progress, except parameters."""
     pending: list[object] = [*optimizer.state.values(), *_variables()]
     tensors: list[Tensor] = []
     while pending:
@@ -68,7 +68,7 @@ def coming_history(optimizers: Iterable[Optimizer]) -> tuple[int, str]:
 
 
 def _variables() -> Iterator[object]:
-    """Yield the values of the local variables of L-BFGS updates in progress, except variables of the closure."""
+    """Yield the values of local variables of L-BFGS updates in progress, except those of the user's closure."""
     for frame in frames_from(sys._getframe(1)):
         if module_name(frame) == torch.optim.LBFGS.__module__:
             with local_variables(frame) as variables:

@@ -47,7 +47,7 @@ def recorder_for(device: torch.device | str | int) -> Recorder:
 
 
 def held_bytes(device: torch.device) -> int:
-    """Return the bytes in use on a GPU; on a CPU those of all tensors that Python holds."""
+    """Return the bytes in use on a GPU, or, on a CPU, the bytes of all tensors that Python holds."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
     return sum(bytes_of(living_tensors()).values())
@@ -71,7 +71,7 @@ class Memory(Displayed):
 
     @property
     def peak_bytes(self) -> int:
-        """The highest level over entry, bytes. CPU: exact. CUDA: of `allocated_bytes`, which rounds each block up."""
+        """The highest level over entry, in bytes: exact on a CPU; on CUDA of `allocated_bytes`, with rounded blocks."""
         self._known("peak_bytes")
         return self._peak_bytes
 
@@ -82,23 +82,23 @@ class Memory(Displayed):
 
     @property
     def timeline(self) -> Timeline:
-        """Level, peak and blocks over time; on CUDA of requested bytes, so that its peak may be below `peak_bytes`."""
+        """Level, peak and blocks over time; on CUDA in requested bytes, so that the peak may be below `peak_bytes`."""
         return self._known("timeline")
 
     @property
     def stream(self) -> EventStream:
-        """The recorded events."""
+        """The recorded events, in order."""
         return self._known("stream").stream
 
     def dels(self) -> tuple[Del, ...]:
-        """Return freed and saved bytes of a `del` of each variable of the measuring function: CPU only, else empty.
+        """Return the bytes that a `del` of each variable would free and save; on CUDA, nothing.
 
-        Variables that hold tensors, model outputs or containers of them are inspected at three moments: before
-        backward, after it (when the optimizer steps) and at the end of the block. The last also counts leftovers of the
-        previous step in variables that the block rebinds. Variables that free memory only together share a row. Bytes
-        are exact; in a block of many short steps, where the inspections would take a fifth of the time, there are none.
-        Memory held by a checkpoint or another saved-tensor hook is not counted. The reader has to judge if the code
-        still needs a variable.
+        Variables of the measuring function that hold tensors, model outputs or containers of them are inspected at
+        three moments: before backward, after it (when the optimizer steps) and at the end of the block. The last also
+        counts leftovers of the previous step in variables that the block rebinds. Variables that free memory only
+        together share a row. Bytes are exact; in a block of many short steps, where the inspections would take a fifth
+        of the time, there are none. Memory held by a checkpoint or another saved-tensor hook is not counted. The reader
+        has to judge if the code still needs a variable.
         """
         self._known("dels")
         return self._dels
@@ -238,7 +238,7 @@ def _device(model: nn.Module | None, device: torch.device | str | int | None) ->
 def _labels(
     block_at: dict[int, int], model: nn.Module | None, optimizer: torch.optim.Optimizer | None
 ) -> dict[int, Label]:
-    """Return labels of the blocks that outlived the recording, given by their addresses."""
+    """Map block numbers to labels, for blocks that outlived the recording; `block_at` maps addresses to numbers."""
     labels: dict[int, Label] = {}
     for category, name, tensor in _named_tensors(model, optimizer):
         for part in parts_of(tensor):

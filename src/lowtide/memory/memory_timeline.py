@@ -115,13 +115,16 @@ class Timeline(Displayed):
         return {category: blocks for category, blocks in groups.items() if blocks}
 
     def freed_from_entry(self, index: int) -> int:
-        """Return the bytes of blocks from entry freed up to event `index`: the level is the bytes alive less these."""
+        """Return the bytes of blocks from entry that were freed up to event `index`.
+
+        The level is the bytes of blocks alive that the stream allocated, less these.
+        """
         events = self.stream.events[: index + 1]
         return sum(event.bytes for event in events if type(event) is Free and event.block not in self.blocks)
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """Spans from each mark labelled PHASE to the next, with their peaks; events before the first have none."""
+        """Spans from each mark labelled PHASE to the next, with their peaks; events before the first are in none."""
         starts = [(i, e.data) for i, e in enumerate(self.stream) if type(e) is Mark and e.label == PHASE]
         stops = [first for first, _ in starts[1:]] + [len(self.stream)]
         phases = []
@@ -142,8 +145,8 @@ class Timeline(Displayed):
     def from_snapshot(cls, path: str | Path, device: int | None = None) -> Timeline:
         """Return the timeline in a file of `torch.cuda.memory._dump_snapshot`; levels are all bytes held on the device.
 
-        Only plain data is read from the file, so it may be untrusted. `device` may be left out if there is one.
-        Raises LowtideError for a file that is no snapshot, or has no history of that device.
+        Only plain data is read from the file, so it may be untrusted. `device` may be left out if the file has only
+        one. Raises LowtideError for a file that is no snapshot, or has no history of that device.
         """
         history = Snapshot.read(path).history(device)
         return cls(history.stream, history.labels)

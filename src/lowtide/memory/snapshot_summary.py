@@ -54,7 +54,7 @@ class Summary:
     """Summary of one device in a snapshot. `peak_bytes` is the peak of requested bytes while the history was recorded.
 
     `categories` is empty if the blocks have no labels. `under` holds, for each other allocator setting that was given,
-    the peak of reserved bytes to which the same requests lead in the simulated allocator, all on one stream.
+    the peak of reserved bytes to which the same requests, all on one stream, lead in the simulated allocator.
     """
 
     device: int

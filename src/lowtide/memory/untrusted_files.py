@@ -24,7 +24,7 @@ def in_one_line(text: str) -> str:
 
 
 def unpacked(path: Path) -> bytes:
-    """Return the bytes of a file, unpacked if its name ends in .gz. Raises ValueError for an excessive ratio."""
+    """Return a file's bytes, unpacked if its name ends in .gz. Raises ValueError if it unpacks to far too much."""
     data = path.read_bytes()
     if path.suffix != ".gz":
         return data

@@ -31,7 +31,7 @@ SegmentEvent = Callable[[str, int, int, int], None]
 class OutOfMemory(LowtideError, RuntimeError):
     """Error of a simulated device that has no room even after the cache was emptied. Amounts are bytes.
 
-    `missing` is the allocator's request to the device, for a request of `requested`.
+    `requested` is the size of the tensor's request, `missing` what the allocator then asked the device for.
     """
 
     exit_code = 1
@@ -130,11 +130,11 @@ class CachingAllocator:
                 self._give_back(block)
 
     def idle(self) -> Iterator[Block]:
-        """Return every free block."""
+        """Yield every free block."""
         return (block for pool in self._pools.values() for free in pool.values() for block in free.blocks)
 
     def segments(self, used: Iterable[Block]) -> list[list[Block]]:
-        """Return each contiguous range held from the device as its blocks, by address; `used` are all blocks in use."""
+        """Return the blocks of each contiguous range held from the device, by address; `used` are all blocks in use."""
         segments: list[list[Block]] = []
         for block in sorted((*used, *self.idle()), key=lambda block: block.address):
             if block.previous is not None and block.previous.mapped:
@@ -146,9 +146,9 @@ class CachingAllocator:
     def adopt(
         self, address: int, n_bytes: int, used: Sequence[tuple[int, int, int]], *, stream: int, is_small: bool
     ) -> list[Block]:
-        """Take over an existing segment before any allocation; return its blocks that are `used`, in that order.
+        """Take over a segment that exists before any allocation; return a block for each entry of `used`, in order.
 
-        Each entry of `used` is an offset, a size and the bytes requested of it, by offset; memory in between is free.
+        Each entry of `used` is an offset, a size and the requested bytes, by offset; memory in between is free.
         """
         free = self._pools[is_small].get(stream) or self._new_pool(SMALL_SIZE if is_small else n_bytes, stream)
         blocks: list[Block] = []
@@ -196,7 +196,7 @@ class CachingAllocator:
         return block.size < size + self.config.max_non_split_rounding
 
     def _join(self, block: Block) -> None:
-        """Merge an unlisted block with its free neighbours of the same `mapped` state."""
+        """Merge a block that is in no list of free blocks with its free neighbours of the same `mapped` state."""
         before, after = block.previous, block.next
         if before is not None and not before.is_used and before.mapped is block.mapped:
             self._forget(before)
@@ -219,7 +219,11 @@ class CachingAllocator:
             block.free.unmapped.remove(block)
 
     def _grow(self, free: FreeBlocks, size: int, n_bytes: int) -> Block:
-        """Return a free block of at least `size` bytes that is new from the device and not in `free` yet."""
+        """Return a new block of at least `size` bytes from the device; it is not listed in `free` yet.
+
+        If the device refuses, cached memory is released before another attempt. Raises OutOfMemory if that does not
+        help.
+        """
         self._collect_garbage()
         block = self._from_device(free, size)
         if block is None and self._release_oversize(free, size):
@@ -231,7 +235,10 @@ class CachingAllocator:
         return block
 
     def _from_device(self, free: FreeBlocks, size: int) -> Block | None:
-        """Return a new segment, None if the device or the memory fraction has no room for it (alloc_block)."""
+        """Return a new segment that fits `size` bytes (alloc_block).
+
+        None if the device, or the memory fraction of this process, has no room for it.
+        """
         n_bytes = segment_size(size, self.config)
         if not self._is_allowed(n_bytes) or not self._has_room(n_bytes):
             return None
@@ -267,7 +274,10 @@ class CachingAllocator:
             self._reserve("segment_free", block.address, block.size, block.free.stream)
 
     def _release_oversize(self, free: FreeBlocks, size: int) -> bool:
-        """Release just enough blocks that are too large to be split (release_available_cached_blocks)."""
+        """Release free blocks that are too large to be split, just enough of them to make room for `size` bytes.
+
+        Returns True if there were enough (release_available_cached_blocks).
+        """
         max_split = self.config.max_split_size
         if max_split == UNLIMITED:
             return False
@@ -285,7 +295,10 @@ class CachingAllocator:
         return released >= wanted
 
     def _collect_garbage(self) -> None:
-        """Release large segments that have long been idle, above the threshold (garbage_collect_cached_blocks)."""
+        """Release large segments that have been idle longer than average, while too much memory is reserved.
+
+        The limit is the garbage collection threshold (garbage_collect_cached_blocks).
+        """
         if self._garbage_from is None or self.reserved <= self._garbage_from:
             return
         surplus = self.reserved - self._garbage_from

@@ -1,8 +1,9 @@
 """Parse the settings of torch's CUDA caching allocator from the text that torch reads.
 
 `PYTORCH_ALLOC_CONF` (or `PYTORCH_CUDA_ALLOC_CONF`, its older name) holds `key:value` pairs, as in
-"expandable_segments:True,roundup_power2_divisions:[256:1,512:2,>:4]". Read in c10/core/AllocatorConfig.{h,cpp} and
-c10/cuda/CUDAAllocatorConfig.{h,cpp} of torch 2.13. Nonsense that torch lets pass ("64.5", "-1") is refused here.
+"expandable_segments:True,roundup_power2_divisions:[256:1,512:2,>:4]". The syntax was read in
+c10/core/AllocatorConfig.{h,cpp} and c10/cuda/CUDAAllocatorConfig.{h,cpp} of torch 2.13. Nonsense that torch lets pass
+("64.5", "-1") is refused here.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class AllocatorConfig:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] = os.environ) -> AllocatorConfig:
-        """Return torch's initial settings in this environment. Raises LowtideError as `parse` does."""
+        """Return the settings with which torch begins in this environment. Raises LowtideError for invalid ones."""
         return cls.parse(next((environment[name] for name in VARIABLES if name in environment), ""))
 
     def __str__(self) -> str:
@@ -82,7 +83,7 @@ class AllocatorConfig:
         return ",".join(f"{_KEYS.get(name, name)}:{_written(name, getattr(self, name))}" for name in changed)
 
     def divisions_for(self, n_bytes: int) -> int:
-        """Return the entry of `roundup_power2_divisions` for a request of `n_bytes`, at least 1."""
+        """Return the entry of `roundup_power2_divisions` for a request of `n_bytes` bytes (at least 1 byte)."""
         return self.roundup_power2_divisions[min(max(n_bytes.bit_length() - MIB.bit_length(), 0), INTERVALS - 1)]
 
 

@@ -39,7 +39,10 @@ class ExpandableAllocator(CachingAllocator):
         return free
 
     def _best_fit(self, free: FreeBlocks, size: int) -> int:
-        """Find the best fit, with unmapped memory behind a block added to its size: growable blocks come last."""
+        """Return the index in `free.blocks` of the best fit for `size` bytes, -1 for none.
+
+        A block counts with the unmapped memory behind it, to which it can grow, so growable blocks are chosen last.
+        """
         at = free.first(size)
         if at == len(free.blocks):
             return -1
@@ -64,7 +67,10 @@ class ExpandableAllocator(CachingAllocator):
         return block
 
     def _place(self, free: FreeBlocks, size: int) -> Block:
-        """Return the first of free and unmapped blocks with `size` bytes, or a new segment (find_expandable_block)."""
+        """Return the first of adjacent free and unmapped blocks that have `size` bytes in all.
+
+        Without such blocks, it is a new unmapped segment (find_expandable_block).
+        """
         for unmapped in free.unmapped:
             start = unmapped
             if start.previous is not None and not start.previous.is_used:
@@ -84,7 +90,7 @@ class ExpandableAllocator(CachingAllocator):
         return segment
 
     def _map(self, block: Block, n_bytes: int) -> bool:
-        """Map pages for the first `n_bytes` of an unmapped block; False if the device has none left (map_block)."""
+        """Map pages for the first `n_bytes` of an unmapped block (map_block); False if the device has none left."""
         free = block.free
         page = self._page(free)
         n_bytes = -(-n_bytes // page) * page
@@ -103,7 +109,7 @@ class ExpandableAllocator(CachingAllocator):
         return True
 
     def _give_back(self, block: Block) -> None:
-        """Unmap the whole pages within a free block, and release a segment without any (unmap_block)."""
+        """Unmap the whole pages of a free block (unmap_block); a segment without mapped pages is released."""
         free = block.free
         page = self._page(free)
         base = _first(block).address

@@ -24,10 +24,11 @@ _MANY = 2**28
 
 
 class DriverAddresses:
-    """Segment addresses as a driver gives them: from the top downwards in whole chunks, remainders of chunks first.
+    """Addresses of segments as a driver gives them: from the top downwards in whole chunks, remainders of chunks first.
 
-    The most recent remainder is tried first, from its low end. Share of pairs of new segments, up to the first release,
-    that these rules put into their recorded order, and the share for simply descending addresses:
+    The most recent remainder is tried first, from its low end. The table shows the share of pairs of new segments, up
+    to the first release, that these rules put into their recorded order, and that share for simply descending
+    addresses:
 
     | snapshot | segments | this | descending |
     |---|---:|---:|---:|
@@ -48,7 +49,7 @@ class DriverAddresses:
         self._rests: list[tuple[int, int]] = []
 
     def __call__(self, n_bytes: int) -> int:
-        """Return the address of a new segment."""
+        """Return the address of a new segment of `n_bytes` bytes."""
         size = -(-n_bytes // _PAGE) * _PAGE
         for place, (address, rest) in enumerate(self._rests):
             if rest >= size:
@@ -72,7 +73,7 @@ def descending() -> Addresses:
 
 
 def shuffled(seed: int) -> Order:
-    """Return an order of pseudo-random addresses, the same for each seed."""
+    """Return a function that makes pseudo-random addresses for new segments, the same for each seed."""
     return lambda: _anywhere(random.Random(seed))
 
 

@@ -19,7 +19,7 @@ EMPTY_CACHE = "empty cache"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """The request that the device refused: event number `index` of the stream, -1 for memory that existed at entry."""
+    """Request that the device refused: that of event `index`, or -1 for the blocks that existed at entry."""
 
     index: int
     requested_bytes: int
@@ -62,7 +62,10 @@ class Requests:
 
 
 def _rows(stream: EventStream) -> Iterator[tuple[int, int, int, int]]:
-    """Yield the rows of `Requests`; torch allocates nothing for 0 bytes."""
+    """Yield a row for each allocation, free and emptying of the cache in `stream`; events of 0 bytes are left out.
+
+    The row is the event's index, the block, its bytes (negative if freed), and its CUDA stream.
+    """
     streams = stream.streams
     for index, event in enumerate(stream.events):
         if type(event) is Allocate:

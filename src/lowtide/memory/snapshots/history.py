@@ -46,7 +46,7 @@ class History:
 
 
 class Held(NamedTuple):
-    """A block in use: the bytes requested, and the most informative entry about it."""
+    """A block in use: the bytes requested, and the record of the snapshot that tells most about it."""
 
     bytes: int
     source: Entry
@@ -80,7 +80,10 @@ def rebuild(
 
 
 def held_at_start(segments: Sequence[Entry], actions: Sequence[Entry]) -> dict[int, Held]:
-    """Return the blocks in use before the first action, by address, from those at the end by undoing each action."""
+    """Return the blocks in use before the first action, by address, found by undoing each action from the end.
+
+    Raises LowtideError if the actions do not lead to the snapshot.
+    """
     held = _held_at_end(segments)
     for action in reversed(actions):
         if action["action"] == "free_completed":
@@ -106,7 +109,7 @@ def _held_at_end(segments: Sequence[Entry]) -> dict[int, Held]:
 
 
 class _Builder:
-    """Collector of events, with the bytes held from the device after each."""
+    """Collector of events, and of the bytes held from the device after each event."""
 
     def __init__(self, reserved_at_end: int, actions: Sequence[Entry], is_ours: bool) -> None:
         self.events: list[Event] = []
@@ -157,7 +160,7 @@ class _Builder:
 
 
 def _marks(annotations: Iterable[Entry], device: int, is_ours: bool) -> list[tuple[int, Mark]]:
-    """Return the time of each annotation of the device with its mark, the last first."""
+    """Return (time, mark) of each annotation that began on the device, the last first; the time is in microseconds."""
     label = PHASE if is_ours else ANNOTATION
     begun = [
         (entry["time_us"], Mark(label, entry["name"]))

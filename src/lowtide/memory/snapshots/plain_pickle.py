@@ -39,7 +39,7 @@ def load_plain(path: str | Path) -> Any:
 
 
 def _check(file: io.BufferedReader) -> None:
-    """Scan a pickle without reading it into this process's own memory."""
+    """Raise ValueError for a pickle that is invalid or would take too much memory; the file is mapped, not read."""
     if not file.seekable():
         raise ValueError("it is no file that can be read twice")
     if not file.seek(0, io.SEEK_END):

@@ -78,7 +78,7 @@ class _Writer:
         self._numbered: dict[int, Block] = {}
 
     def begin(self) -> None:
-        """Start the history: blocks allocated before exist at its beginning, and are not in it."""
+        """Start the history: blocks allocated before exist at its beginning, and their allocations are left out."""
         # MemoryViz.js fails (`categores`) unless "unknown" is among the categories that it finds.
         self._trace = [{**self._action("snapshot", 0, 0), "frames": [], "category": "unknown"}]
 
