@@ -58,7 +58,9 @@ class Component:
 
 
 def components(roots: Sequence[Node]) -> list[Component]:
-    """Return the connected components of the graph behind `roots`. Leaves connect nothing and are in no component."""
+    """Return the connected components of the graph behind `roots`. Leaves do not connect components, and belong to
+    none.
+    """
     owner: dict[Node, int] = {}
     parent = list(range(len(roots)))  # union-find over the roots
 
@@ -93,7 +95,7 @@ def is_leaf(function: Node) -> bool:
 
 
 def is_numbered(node: Node) -> bool:
-    """Return True if `node` has a sequence number: leaves have none, nor have nodes without a second derivative."""
+    """Return True if `node` has a sequence number. Leaves have none, nor have nodes without a second derivative."""
     return sequence_number(node) < _FIRST_UNNUMBERED
 
 

@@ -218,8 +218,10 @@ def seen_buckets() -> list[torch.Tensor]:
 
 
 def bucket_limits(wrapper: torch.nn.parallel.DistributedDataParallel) -> tuple[list[int], list[int]]:
-    """Return the limits of DDP's bucket sizes in bytes: for the first forward, and from the second one on. Relies on
-    internals of torch 2.13.
+    """Return the largest sizes of DDP's buckets in bytes, in two lists: for the first forward, and from the second one
+    on.
+
+    Relies on internals of torch 2.13.
     """
     config = getattr(wrapper, "_bucket_config", None)
     if config is None:  # as in torch 2.10, where the wrapper itself has the numbers
@@ -237,8 +239,10 @@ def bucket_limits(wrapper: torch.nn.parallel.DistributedDataParallel) -> tuple[l
 def communication_hooks(
     wrapper: torch.nn.parallel.DistributedDataParallel,
 ) -> tuple[list[str], list[torch.dtype]]:
-    """Return the names of the user's hooks that send a wrapper's gradients, and the dtypes to which torch's own hooks
-    compress copies of the buckets. Relies on internals of torch 2.13, present since 2.1.
+    """Return information about the hooks by which `wrapper` sends gradients: the names of those that are not torch's
+    own, and the dtypes to which torch's own hooks compress copies of the buckets.
+
+    Relies on internals of torch 2.13, present since 2.1.
     """
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as own
 
@@ -254,7 +258,8 @@ def assign_buckets(
 ) -> list[list[int]]:
     """Assign parameters to DDP's buckets as torch does; return the numbers of the parameters in each bucket.
 
-    `sparse` is indexed by a parameter's number. Relies on internals of torch 2.13, present since 1.10.
+    `limits` are the largest sizes of the buckets in bytes, `numbers` the numbers of the `parameters`; `sparse` is
+    indexed by such a number. Relies on internals of torch 2.13, present since 1.10.
     """
     with without_modes(), without_function_modes():
         like = [torch.empty_strided(p.size(), p.stride(), dtype=p.dtype, device="meta") for p in parameters]
@@ -439,8 +444,8 @@ def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def meshes_on(device_type: str) -> Iterator[None]:
-    """Make device meshes on the CPU report `device_type` to torch, and "cuda" to other code, in a `with` block. Relies
-    on internals of torch 2.13.
+    """Make device meshes on the CPU report `device_type` to torch and this package, and "cuda" to other code, inside
+    this `with` block. Relies on internals of torch 2.13.
     """
     if not torch.distributed.is_available():
         yield

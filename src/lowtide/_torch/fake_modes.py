@@ -108,7 +108,8 @@ _WITH_STORAGE = frozenset({torch.Tensor, torch.nn.Parameter, torch.nn.Buffer, Fa
 
 
 class on_real_tensors:
-    """Context in which operators and functions bypass all modes. Relies on internals of torch 2.13, present since 1.13.
+    """Context manager under which operators and functions bypass all modes. Relies on internals of torch 2.13, present
+    since 1.13.
 
     Function modes are bypassed as well, because in a backward pass they are active while an operator is dispatched.
     """
@@ -147,8 +148,8 @@ def without_modes() -> contextlib.AbstractContextManager[Any]:
 
 
 def on_default_device(function: Any, kwargs: dict[str, Any]) -> bool:
-    """Return True if a call creates a tensor on the device set by `with torch.device(...)`. Relies on internals of
-    torch 2.13.
+    """Return True if a call of `function` with `kwargs` creates a tensor on the device set by `with torch.device(...)`.
+    Relies on internals of torch 2.13.
     """
     return (
         _device.CURRENT_DEVICE is not None

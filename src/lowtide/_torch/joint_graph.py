@@ -26,7 +26,9 @@ Kind = Literal["input", "view", "pointwise", "reduction", "extern"]
 
 @dataclass(slots=True)
 class JointNode:
-    """An input or a call in a joint graph. Other records refer to it by its index in `JointGraph.nodes`."""
+    """A node of a joint graph: an input, or a call of an operator. Other records refer to it by its index in
+    `JointGraph.nodes`.
+    """
 
     target: str
     """`aten.mm`; `placeholder` for an input."""
@@ -169,7 +171,9 @@ def unfuse_addmm(gm: fx.GraphModule) -> None:
 def partitioned(
     gm: fx.GraphModule, joint_inputs: Any, choose: Choose, **settings: Any
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Partition a joint graph as torch does, but save the values that `choose` returns."""
+    """Partition a joint graph as torch does, but save the values that `choose` returns; return the graphs of forward
+    and backward.
+    """
     partitioners: Any = importlib.import_module("torch._functorch.partitioners")  # the first import takes a second
     stock = partitioners.choose_saved_values_set
     planned: list[_Planned] = []
@@ -419,7 +423,9 @@ _STEP = re.compile(r"\._modules\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]")
 
 
 def _module(node: fx.Node) -> str:
-    """Return the path of the node's module: `transformer.h.0.attn` for `L['self'].transformer.h.0.attn`."""
+    """Return the path of the module that `node` belongs to, such as `transformer.h.0.attn`; empty if torch does not
+    record one.
+    """
     stack = node.meta.get("nn_module_stack")
     if not stack:
         return ""

@@ -51,7 +51,10 @@ def build() -> Path:
 
 
 def load() -> ModuleType | None:
-    """Return the compiled hooks; None if they are not built, are switched off, or (with a warning) can't be loaded."""
+    """Return the compiled hooks, which are built first if the setting is "1".
+
+    Returns None if they are not built or are switched off, and, with a warning, if they can't be built or loaded.
+    """
     setting = os.environ.get(native_cache.SETTING)
     if setting == "0" or not sys.platform.startswith(("linux", "darwin")):
         return None

@@ -36,10 +36,10 @@ def write_as_plain(forward: fx.GraphModule, names: Collection[str]) -> None:
 def with_plain_backward(
     planned: fx.GraphModule, plain: fx.GraphModule, names: Collection[str], views: Collection[str]
 ) -> None:
-    """Replace the graph `planned` by torch's own backward graph `plain`, with the inputs of `planned`.
+    """Give `planned`, the backward graph under a plan, the nodes of `plain`, the backward graph without a plan.
 
-    Inputs that only `plain` has are computed as in `planned`, right before they are first read. The values `names` are
-    written to memory there.
+    The inputs stay those of `planned`. Inputs that only `plain` has are computed as in `planned`, right before they are
+    first read; the values `names` are written to memory there.
     """
     own = {node.name: node for node in planned.graph.nodes}
     place = {node: at for at, node in enumerate(planned.graph.nodes)}

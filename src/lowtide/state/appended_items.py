@@ -20,9 +20,11 @@ _DEPTH = 3
 
 
 def undo_appends(first: int, stop: int) -> None:
-    """Remove tensors whose nodes have sequence numbers from `first` up to `stop` from all lists. Scans all objects.
+    """Remove from all lists and deques in the process the tensors whose autograd nodes have sequence numbers from
+    `first` to below `stop`.
 
-    A tensor that replaced another one, as in a dict, stays: the replaced value is unknown.
+    All live objects are scanned. A tensor that replaced another one, as in a dict, stays: the replaced value is
+    unknown.
     """
     appended = [tensor for tensor in live_objects(Tensor) if _was_made_between(tensor, first, stop)]
     ours = {id(appended)}

@@ -56,7 +56,9 @@ def has_graph(content: Any) -> bool:
 
 
 class WeakContent:
-    """A weak reference to a content with a graph, so that a step can free the previous step's graph and its memory."""
+    """A weak reference to recorded content that has an autograd graph, so that a step can free the previous step's
+    graph.
+    """
 
     __slots__ = ("_keys", "_kind", "_known", "_reference")
 
@@ -69,9 +71,10 @@ class WeakContent:
             self._keys = len(content)
 
     def content(self, now: Any) -> Any:
-        """Return the content if it is still alive; else `now`, the present content of the place.
+        """Return the recorded content if it is still alive; otherwise `now`, the present content of the place.
 
-        Lists and dicts allow no weak references; entries that were appended to one are removed.
+        Lists and dicts allow no weak references; if the place still holds the same list or dict, entries that were
+        appended to it are removed.
         """
         if (content := self._reference()) is not None:
             return content
@@ -104,7 +107,7 @@ class Bindings:
         """Contents in order; for named places each name, followed by its content."""
 
     def current(self) -> list[Any]:
-        """Return the present contents of the places; for named places each name, followed by its content."""
+        """Return the present contents of the places. For places with names, each content comes after its name."""
         raise NotImplementedError
 
     def store(self, contents: list[Any]) -> None:
@@ -125,7 +128,10 @@ class Bindings:
         return [held.content(current) if type(held) is WeakContent else held for held, current in pairs]
 
     def counts(self) -> Iterator[tuple[str, Any]]:
-        """Yield changed whole numbers and strings, each after the name of its place, and a changed number of places."""
+        """Yield the whole numbers and strings that have changed, each as its place and its present value.
+
+        If the number of places has changed, the new number is yielded first, with "" as its place.
+        """
         now = self.current()
         if len(now) != len(self.held):
             yield "", len(now)

@@ -42,7 +42,9 @@ def n_sent() -> int:
 
 
 def n_computed() -> int:
-    """Return the number of collective operations so far, including those that a rehearsal computed without sending."""
+    """Return the number of collective operations so far, including those that a rehearsal computed in this process
+    alone.
+    """
     return n_sent() + n_local_collectives()
 
 
@@ -65,7 +67,9 @@ def check_sharding(modules: Iterable[torch.nn.Module]) -> None:
 
 
 def _unsupported_property(unit: torch.nn.Module) -> str | None:
-    """Return the unsupported property of a unit, in words; None if it has none."""
+    """Describe a property of `unit`, a module sharded by `fully_shard`, that is not supported; return None if there is
+    none.
+    """
     for group in shard_groups(unit):
         if group.is_on_host:
             return "is sharded with CPUOffloadPolicy"
@@ -107,10 +111,10 @@ def n_with_new_buckets(modules: Iterable[torch.nn.Module]) -> int:
 
 
 class NoSync:
-    """Suspension of communication by DistributedDataParallel and `fully_shard` until `end()`.
+    """Suspension of communication by DistributedDataParallel and `fully_shard`, from construction until `end()`.
 
-    Modules wrapped or sharded by them send nothing to other processes. Raises RehearsalError for a wrapper that learns
-    from its first backward pass and has not had it.
+    Modules wrapped or sharded by them send nothing to other processes. The constructor raises RehearsalError for a
+    wrapper with `static_graph=True` that has not had its first backward pass, from which it learns.
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
@@ -136,12 +140,12 @@ class NoSync:
             self._undo.enter_context(collectives_alone())
 
     def forget_step(self) -> None:
-        """Reset the units to the state between two steps, also after an aborted step."""
+        """Reset the modules sharded by `fully_shard` to their state between two steps, also after an aborted step."""
         for unit in self._units:
             forget_step(unit)
 
     def end(self) -> None:
-        """Allow gradients to be sent to other processes again."""
+        """Let the modules communicate with other processes again."""
         self._undo.close()
 
 

@@ -106,14 +106,18 @@ class ReachableObjects(ReachableState):
         super().__init__(*roots)
 
     def reserve_bytes(self, n_bytes: int) -> bool:
-        """Count `n_bytes` towards COPIED_BYTES; return True if they may be copied."""
+        """Reserve `n_bytes` of the limit COPIED_BYTES for a copy; return False, and reserve nothing, if fewer bytes are
+        left.
+        """
         if n_bytes > self._remaining_bytes:
             return False
         self._remaining_bytes -= n_bytes
         return True
 
     def visit_late(self, *roots: Any) -> None:
-        """Walk from `roots` although the step has begun: gradients found there are the step's own, and not restored."""
+        """Walk from `roots` after the step has begun. Gradients found there are the step's own, and are not
+        restored.
+        """
         self._is_late = True
         try:
             self.visit(*roots)
@@ -202,7 +206,9 @@ class ReachableObjects(ReachableState):
         return tuple(dict.fromkeys(descriptions))
 
     def _name_of(self, obj: Any, within: str) -> str:
-        """Return the name of the place that holds `obj`, followed by `within`: `Trainer.stream.position`."""
+        """Return a name for something within `obj`: that of the place that holds `obj`, followed by `within`, as in
+        `Trainer.stream.position`.
+        """
         if within and hasattr(obj, "__dict__"):
             return f"{type(obj).__name__}{within}"
         if within:
@@ -468,7 +474,9 @@ def is_lowtide_module(module_name: str) -> bool:
 
 
 def _is_data(content: Any) -> bool:
-    """Return True if a variable of a library's module may be state, not part of the library."""
+    """Return True if `content`, the value of a variable in a library's module, may be state, not a part of the
+    library.
+    """
     words = isinstance(content, LEAVES) and not isinstance(content, types.ModuleType | types.BuiltinFunctionType)
     return words or kind_of(content) is not None or isinstance(content, Tensor | nn.Module) or is_generator(content)
 

@@ -180,12 +180,18 @@ def _contents_of_view(view: Any) -> Iterable[Any]:
 
 
 def is_leaf(obj: Any) -> bool:
-    """Return True if an object refers to no other: numbers and strings of user-defined classes may have attributes."""
+    """Return True if `obj` is of a kind that refers to no other object, such as a number, and has no attributes of its
+    own.
+
+    Numbers and strings of user-defined classes may have attributes.
+    """
     return isinstance(obj, LEAVES) and (isinstance(obj, types.ModuleType) or not hasattr(obj, "__dict__"))
 
 
 def _referent(reference: weakref.ref[Any]) -> Iterable[Any]:
-    """Return the object that a weak reference leads to, unless the walk would then keep a graph in memory."""
+    """Return the object that `reference` leads to; nothing if it has an autograd graph, which the walk would keep in
+    memory.
+    """
     obj = weakref.ref.__call__(reference)
     return () if has_graph(obj) else (obj,)
 

@@ -156,7 +156,10 @@ class Outcome:
         return differing
 
     def following(self, varying: dict[str, set[str]]) -> dict[str, set[str]]:
-        """Return the results, by kind and name, computed from results in `varying`; rounding may hide a change."""
+        """Return the results that are computed from the results in `varying`, including these, by kind and name.
+
+        Such a result may be equal in another run all the same, because rounding may hide a change.
+        """
         all_of = {kind: set(names) for kind, names in self.digests.items()}
         if varying.get("loss"):
             return {kind: all_of[kind] for kind in _FOLLOWING_LOSS}

@@ -149,7 +149,9 @@ class StepSnapshot:
 
     @property
     def overflows(self) -> bool:
-        """Return True if a gradient scaler is in use and no optimizer has stepped so far."""
+        """Return True if a gradient scaler is in use and no optimizer has stepped so far, as when gradients
+        overflow.
+        """
         return not self._n_updates and self.scales
 
     @uninterrupted

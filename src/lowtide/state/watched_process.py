@@ -1,4 +1,6 @@
-"""The lock that lets only one watcher follow the training steps of a process, and blocks of finished loops."""
+"""A lock, so that only one watcher follows the training steps of a process; and a list of watched blocks whose loops
+are over.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ ONE_AT_A_TIME: Final = (
 
 
 def end_left_over() -> None:
-    """End the watched blocks of finished loops, which no callback has ended."""
+    """End all watched blocks whose loops are over and that no callback has ended, by the functions in `left_over`."""
     for end in [*left_over]:
         end()
 

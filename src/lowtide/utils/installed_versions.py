@@ -46,7 +46,7 @@ def torch_version() -> str | None:
 def torch_build() -> str | None:
     """Return `torch.__version__` without importing torch; None if torch is not installed.
 
-    Unlike the version of torch's package it names the build: 2.13.0+cpu.
+    The result names the build, as in 2.13.0+cpu, which the version of the installed package does not.
     """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:

@@ -79,7 +79,9 @@ class _Handler:
 
 
 def delay_interrupts() -> Callable[[], None]:
-    """Delay Ctrl-C in code of this package until the returned function is called; it passes a delayed interrupt on."""
+    """Delay Ctrl-C in code of this package until the returned function is called, which then passes on a delayed
+    interrupt.
+    """
     claim = object()
     _claims.add(claim)
     install_handler()
@@ -160,9 +162,10 @@ def _interrupt_out_of(code: CodeType) -> None:
 
 
 def removed_if_interrupted(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate `function`: delay interrupts while it runs.
+    """Decorate `function`, which returns a plan in force: delay interrupts while it runs.
 
-    If one was delayed, remove the plan that `function` returns, because the caller would not get the plan.
+    If an interrupt arrived meanwhile, the plan is removed before the interrupt is passed on, because the caller does
+    not get the plan.
     """
 
     @functools.wraps(function)

@@ -133,7 +133,9 @@ def advance() -> None:
 
 
 def _screen() -> Callable[[str], Bar] | None:
-    """Return the class of progress bars that can be shown here; None if none can."""
+    """Return the class of progress bars to show in this process: for a notebook or a terminal; None if none can be
+    shown.
+    """
     if rank():
         return None
     if _is_notebook():
@@ -155,8 +157,8 @@ def _has_bars() -> bool:
 
 
 class _Line:
-    """A progress bar in the last line of a terminal, drawn without a thread, which could disturb measurements of the
-    work.
+    """A progress bar in the last line of a terminal. It is drawn without a thread, because a thread could disturb
+    measurements of the work.
     """
 
     def __init__(self, doing: str) -> None:

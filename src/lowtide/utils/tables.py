@@ -20,9 +20,10 @@ class Styled(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Table:
-    """A table of plain text: headings, and rows that their first cells name. Columns in `left` are left-aligned.
+    """A table of plain text: column headings, and rows whose first cells are the rows' headings. Columns whose index is
+    in `left` are left-aligned.
 
-    On a phone, a page stacks the cells of each row if the table is wide, or if `is_stacked`.
+    On a phone, an HTML page stacks the cells of each row if the table is wide, or if `is_stacked`.
     """
 
     headings: tuple[str, ...]
@@ -35,7 +36,7 @@ class Table:
         yield from aligned([self.headings, *([_text(cell) for cell in row] for row in self.rows)], self.left)
 
     def html(self, caption: str) -> str:
-        """Return the table as HTML that scrolls by itself, with `caption` for screen readers."""
+        """Return the table as an HTML element with its own scroll bar, and with `caption` for screen readers."""
         caption = html.escape(caption)
         head = "".join(f'<th scope="col">{html.escape(heading)}</th>' for heading in self.headings)
         is_wide = self.is_stacked or len(self.headings) >= _WIDE
