@@ -52,7 +52,7 @@ class Branch:
         return tuple(sorted(self.bytes.items())), tuple((name, b._key()) for name, b in self.branches.items())
 
     def folded(self) -> Branch:
-        """Return this branch with numbered siblings merged into one if their decisions are equal."""
+        """Return this branch with numbered siblings merged into one if they have equal decisions about equal bytes."""
         below = [branch.folded() for branch in self.branches.values()]
         groups: dict[object, list[Branch]] = {}
         for branch in below:

@@ -20,7 +20,7 @@ SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
 def tracks_of(run: RunRecord) -> list[tuple[str, StepMemory]]:
-    """Return the steps of a run, `before` and `after`, with their memory. Raises LowtideError for a run without any."""
+    """Return the memory of a run's steps, named `before` and `after`. Raises LowtideError if there is none."""
     tracks = [(name, memory) for name, memory in (("before", run.before), ("after", run.after)) if memory is not None]
     if not tracks:
         raise LowtideError("this run has no memory timeline: it was watched, not rehearsed.")

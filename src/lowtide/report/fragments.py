@@ -18,7 +18,7 @@ Section = tuple[str, str, str]
 
 
 def fragment(record: object) -> str:
-    """Return HTML for a notebook: pictures and tables of a record, or its text."""
+    """Return HTML for the output of a notebook cell: pictures and tables if `record` has any, else its text."""
     sections = _sections(record)
     body = "".join(f"<section><h3>{heading}</h3>{html}</section>" for _, heading, html in sections)
     return (
@@ -35,7 +35,7 @@ def page(record: object) -> str:
 
 
 def _run_of(record: object) -> RunRecord | None:
-    """Return `record` if it is a RunRecord, or a RunRecord made from it; None for records that are not of a run."""
+    """Return `record` itself if it is a RunRecord, or the RunRecord made from it; None if none can be made."""
     if isinstance(record, RunRecord):
         return record
     if isinstance(record, Profile):

@@ -165,9 +165,9 @@ def _points(axes: Axes, scale: _Scale, frontier: Frontier, others: Sequence[Poin
 
 
 def _line(axes: Axes, scale: _Scale, frontier: Frontier) -> None:
-    """Draw the step line, and shade the area above it, which plans reach.
+    """Draw the frontier as a step line, and shade the area above it, which plans can reach.
 
-    A budget costs as much as the point with the largest peak within the budget.
+    The height at a budget is the cost of the plan with the largest peak within the budget.
     """
     right, top = axes.get_xlim()[1], axes.get_ylim()[1]
     xs, ys = scale.xy(frontier.points)
@@ -212,9 +212,7 @@ def _names(axes: Axes, scale: _Scale, frontier: Frontier, others: Sequence[Point
     )
 
     def lines_to_names(way: dict[str, Any]) -> tuple[int, float]:
-        """Return two penalties of the label positions: labels without a place, and the total length of leader lines in
-        pixels.
-        """
+        """Place labels with the options `way`; return two penalties: labels without a place, pixels of leader lines."""
         _, _, texts, leaders = allocate(axes, **settings, **way, draw_all=False)
         lines = [_pixels(axes, leader) for leader in leaders if isinstance(leader, Line2D)]
         for artist in (*texts, *leaders):
@@ -240,7 +238,7 @@ def _pixels(axes: Axes, leader: Line2D) -> float:
 
 
 def _kinds(others: Sequence[Point]) -> dict[str, tuple[str, str]]:
-    """Return a colour and a marker for each first word of the points' names."""
+    """Map the first word of each point's name to a colour and a marker."""
     kinds = dict.fromkeys(_kind(p) for p in others if p.name)
     return {kind: KINDS[n % len(KINDS)] for n, kind in enumerate(kinds)}
 

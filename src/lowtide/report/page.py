@@ -78,7 +78,10 @@ def document(title: str, about: str, sections: Sequence[tuple[str, str, str]]) -
 
 
 def fits(run: RunRecord) -> str:
-    """Render the section "Does it fit?" as HTML: the verdict, its numbers, bars of before and after, and the proof."""
+    """Render the section "Does it fit?" as HTML: the verdict, its numbers, and bars of before and after.
+
+    The result of checking the plan, needs for GPUs, and compared ways to train follow if the run has them.
+    """
     answer, sentence = verdict(run)
     parts = [f'<p class="lt-verdict is-{answer}">{escape(sentence)}</p>', _tiles(run), _bars(run)]
     if run.proof is not None:
@@ -398,8 +401,9 @@ def _branch(branch: Branch, whole: int, depth: int, step_ms: float) -> Iterator[
 
 
 def alternatives(frontier: Frontier | None, plan: Plan | None, budget_bytes: int | None = None) -> str:
-    """Render the frontier as HTML: a plot with `plan` and its budget marked, and the next cheaper and the next smaller
-    plan.
+    """Render the frontier as HTML: a plot with `plan` and its budget marked, and the neighbouring plans.
+
+    These are the next cheaper and the next smaller plan. Without points of the frontier, the result is empty.
     """
     if frontier is None or not frontier.points:
         return ""
@@ -464,7 +468,7 @@ def _costs(point: Point, frontier: Frontier) -> str:
 
 
 def outlives(run: RunRecord) -> str:
-    """Render the findings of a run as HTML, or the command that looks for findings."""
+    """Render the findings of a run as HTML; if the run did not look for any, a sentence that names the command."""
     if run.findings is None:
         return (
             "<p>Not looked at in this run: <code>lowtide watch SCRIPT</code> reports memory that outlives its step.</p>"

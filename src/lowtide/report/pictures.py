@@ -54,11 +54,11 @@ class Axes:
         return round(HEIGHT * (1 - (level - self.low) / (self.high - self.low)), 1)
 
     def top(self, level: float) -> str:
-        """Return the distance of a level from the top of the picture, in CSS."""
+        """Return a level, in bytes, as a CSS distance from the top of the picture."""
         return f"{100 * self.y(level) / HEIGHT:.2f}%"
 
     def left(self, place: float) -> str:
-        """Return a position in the step as a CSS position."""
+        """Return a position in the step, in events, as a CSS distance from the left edge."""
         return f"{100 * self.x(place) / WIDTH:.2f}%"
 
 
@@ -129,7 +129,7 @@ def _stack(memory: StepMemory, at: Sequence[float], axes: Axes) -> Iterator[str]
 
 
 def _steps(xs: Sequence[float], ends: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]:
-    """Return the corners of a step line; points on a straight segment are left out."""
+    """Return the corners of a step line with height `ys` from `xs` to `ends`, without points on straight segments."""
     corners: list[tuple[float, float]] = []
     for x, end, y in zip(xs, ends, ys, strict=True):
         if corners and corners[-1][1] == y:

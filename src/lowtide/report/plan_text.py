@@ -36,7 +36,7 @@ def show(plan: Plan) -> str:
 
 
 def implementations(record: Plan | Profile) -> Iterator[str]:
-    """Yield a line for each recipe whose fastest exact implementation is not the first one."""
+    """Yield a line for each node whose outputs are recomputed other than by its recipe's first implementation."""
     for node, name in record.implementations.items():
         yield f"outputs of {node} are recomputed from {name}: the fastest way that is exact here"
 
@@ -71,8 +71,9 @@ _IN_ITSELF = {
 
 
 def _counted(addresses: Iterable[str], in_itself: str) -> Iterator[str]:
-    """Yield the module path of each address, with the number of tensors if above 1; addresses with `@` are call
-    arguments.
+    """Yield the module of each address (`h.0.mlp.act#0:0`), with the number of tensors if it has several.
+
+    An address of the model itself is called `in_itself`; addresses with `@` are call arguments and counted together.
     """
     modules = Counter(address.partition("#")[0] or in_itself for address in addresses if "@" not in address)
     yield from (module if n == 1 else f"{module} ({n})" for module, n in modules.items())

@@ -38,7 +38,7 @@ class RunComparison:
 
     @property
     def peak_change(self) -> float | None:
-        """Change of the peak, as a share of the first run's peak; None if a run has no peak."""
+        """Change of the peak from the first run to the second, as a share of the first's; None if a run has no peak."""
         one, other = self.first.peak_bytes, self.second.peak_bytes
         return other / one - 1 if one and other is not None else None
 

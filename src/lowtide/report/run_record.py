@@ -248,7 +248,11 @@ def record_of(
 
 
 def with_frontier(run: RunRecord) -> RunRecord:
-    """Return the run with plans for other budgets, which takes some seconds; the same run if its step is too large."""
+    """Return the run with the frontier of plans for other budgets, which takes some seconds.
+
+    The same run is returned if it has a frontier already, no profile, or a profile with compiled graphs or of a step
+    that is too large to plan.
+    """
     profile = run.profile
     if run.frontier is not None or profile is None or profile.graphs or len(profile.slots) > LARGEST_PLANNED:
         return run

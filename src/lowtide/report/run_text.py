@@ -55,7 +55,7 @@ def about(run: RunRecord) -> str:
 
 
 def verdict(run: RunRecord) -> tuple[Answer, str]:
-    """Return the answer to "does it fit?", and a sentence that gives it."""
+    """Return the answer to "does it fit?" and a sentence that says it."""
     if run.needs:
         return _on_gpu(run)
     peak_bytes = run.peak_bytes

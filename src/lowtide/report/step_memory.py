@@ -162,10 +162,9 @@ def predicted_memory(profile: Profile, decisions: Decisions | None = None) -> St
 
 
 def swept(profile: Profile, decisions: Decisions) -> tuple[Profile, Sweep]:
-    """Compute the memory at each position of the step under `decisions`; return a profile, and its Sweep with these
-    bytes.
+    """Compute the memory at each position of the step under `decisions`.
 
-    The returned profile is `profile` with the gradients in place that `decisions` name.
+    Returns `profile` with the gradients in place that `decisions` name, and the Sweep, which has these bytes.
     """
     n = prefix_length_of(profile, decisions.in_place) if decisions.in_place else 0
     simulator = simulator_of(profile, offload=bool(decisions.offload), in_place=n)
@@ -305,8 +304,9 @@ def _entry(static: Static) -> dict[str, int]:
 
 
 def _add_entry(columns: dict[str, Ints], freed: Ints, static: Static | None) -> int:
-    """Add memory from before the step to `columns`, less the bytes `freed` by then; return the level where the stack
-    begins.
+    """Add the memory from before the step to `columns`, less the bytes `freed` by then.
+
+    Returns the level at which the stack of categories begins: 0, or below if `static` is None and memory was freed.
     """
     if static is None:
         most = int(freed.max())
@@ -348,9 +348,10 @@ def _spans(starts: Sequence[tuple[int, str]], moments: Ints, n: int) -> tuple[Sp
 
 
 def _chosen(order: Ints, starts: Ints, stops: Ints, moments: Ints) -> list[tuple[int, int, int]]:
-    """Choose tensors that are among the NAMED largest at some moment; return the index, first and last moment of each.
+    """Choose tensors that are among the NAMED largest at some moment, and return (index, first, stop) for each.
 
-    `order` holds indices of tensors, the largest first; `starts` and `stops` are their lifetimes in that order.
+    A tensor is alive at the moments `first <= moment < stop`. `order` holds indices of tensors, the largest first;
+    `starts` and `stops` are their lifetimes in that order.
     """
     first, stop = np.searchsorted(moments, starts), np.searchsorted(moments, stops)
     count = np.zeros(len(moments), np.int64)
@@ -375,7 +376,10 @@ def _largest(
 
 
 def _tensors_of(profile: Profile, sweep: Sweep) -> tuple[list[tuple[str, str]], Ints, Ints, Ints]:
-    """Return names, categories, first and last positions and bytes of all storages, then of all recomputed tensors."""
+    """Return names, categories, positions and bytes of all storages, then of all recomputed tensors.
+
+    The positions are the first at which the tensor is alive, and the first at which it is not.
+    """
     labels: dict[int, str] = {}
     for slot in profile.slots:
         labels.setdefault(slot.value, in_words(slot.label))
@@ -405,7 +409,7 @@ def in_words(label: str) -> str:
 
 
 def _modules_of(profile: Profile) -> tuple[tuple[str, ...], Ints]:
-    """Return module names, and for each position the module that runs, or whose saved tensor backward reads."""
+    """Return module paths, and each position's index to them: the module that runs, or whose saved tensor is read."""
     n = len(profile.base_bytes)
     names: dict[str, int] = {"": 0}
     where = np.zeros(n, np.int64)

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 def lever_lines(plan: Plan | Profile) -> list[str]:
-    """Return a line for each lever that is on: `lever outputs: of the model's outputs ..., 4 MiB less, at no cost`."""
+    """Return a line for each lever that is on; a lever is a change of the step itself that lowers its peak.
+
+    For example `lever outputs: of the model's outputs ..., 4 MiB less, at no cost`.
+    """
     return [
         f"lever {lever.name}: {lever.what}; "
         + (f"{format_bytes(lever.bytes)} less, " if lever.bytes else "")
@@ -82,7 +85,7 @@ _MOST_LISTED = 8
 
 
 def _why_it_fits(plan: Plan) -> str:
-    """Explain why a plan without decisions fits."""
+    """Explain in a few words why a plan that keeps all saved tensors fits its budget."""
     if plan.levers:
         return "the step fits"
     if plan.graphs and plan.plain.peak_bytes > plan.budget_bytes:
@@ -91,7 +94,10 @@ def _why_it_fits(plan: Plan) -> str:
 
 
 def decisions(plan: Plan) -> str:
-    """List recomputes and replays by kind: `recomputed layer norm (24), GELU (12); replayed transformer.h.{0-3}`."""
+    """List a plan's decisions by kind: `recomputed layer norm (24), GELU (12); replayed transformer.h.{0-3}`.
+
+    Gradients in place, calls that run forward again and offloaded tensors are listed too.
+    """
     settings = [] if plan.allows_in_place else ["no gradients in place"]
     if plan.decisions == Decisions():
         return "; ".join([f"everything is kept: {_why_it_fits(plan)}", *settings])
