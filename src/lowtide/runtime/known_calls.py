@@ -22,8 +22,10 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 MOST_FORMS: Final = 16
 """Number of forms above which arguments are taken for data, as a caption is, and tell no kinds of steps apart."""
 
-MOST_BETWEEN: Final = 4096
-"""Number of calls between two steps after which their memory is no longer recorded, as in a long evaluation."""
+MOST_BETWEEN: Final = 20_000
+"""Number of calls of modules between two steps after which memory is no longer recorded, as in a long evaluation: each
+call makes some events.
+"""
 
 Form: TypeAlias = tuple[tuple[bool, ...], tuple[bool | str, ...]]
 """For each tensor of a call, True if it requires a gradient; and the arguments that are flags or words."""
@@ -53,10 +55,12 @@ class KnownCalls:
         self.begins_between: Callable[[nn.Module], None] = lambda model: None
         self.ends_between: Callable[[int], None] = lambda n: None
         """Functions called in the second call of the model that does not train since a step, as in a rollout, and at
-        the next step with the number of such calls, or once they are `MOST_BETWEEN`.
+        the next step with the number of such calls, or once they are `_most_between`.
         """
         self._n_between = 0
         """Number of calls since the last step that do not train."""
+        self._most_between = 0
+        """Largest number of such calls that are recorded."""
         self.several_backwards = self.builds_graphs = False
         """True if rehearsed steps differed in what backward read; True if it built a graph itself in one of them."""
         self._passes: set[tuple[int, bool]] = set()
@@ -128,14 +132,15 @@ class KnownCalls:
         """Count a call of `model` between two steps that does not train it."""
         self._n_between += 1
         if self._n_between == 2:
+            self._most_between = 3 + MOST_BETWEEN // sum(1 for _ in model.modules())
             self.begins_between(model)
-        elif self._n_between == MOST_BETWEEN:
+        elif self._n_between == self._most_between:
             self.ends_between(self._n_between)
 
     def end_between(self) -> None:
         """Record that a step begins, which ends a series of calls that do not train."""
         n, self._n_between = self._n_between, 0
-        if 2 <= n < MOST_BETWEEN:
+        if 2 <= n < self._most_between:
             self.ends_between(n)
 
     def watch(self, result: Any) -> None:
