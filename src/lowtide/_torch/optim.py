@@ -56,8 +56,8 @@ def as_grouped(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def scaler_stages(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
-    """Return each optimizer's stage (unscaled, stepped) since the last `update()`; not in the state_dict. Relies on
-    internals of torch 2.13.
+    """Return the stage (unscaled or stepped) that each optimizer has reached since the last `update()`, by its id; the
+    scaler's state_dict leaves it out. Relies on internals of torch 2.13.
     """
     return {key: {**state} for key, state in scaler._per_optimizer_states.items()}
 

@@ -261,7 +261,7 @@ def pass_through(key: str) -> torch.library.Library:
 
 
 def without_autocast() -> contextlib.AbstractContextManager[Any]:
-    """Skip autocast of the PrivateUse1 device inside this `with` block, as its kernels do. Relies on internals of torch
-    2.13, present since 2.0.
+    """Skip autocast of the PrivateUse1 device inside this `with` block, as kernels for autocast do when they call the
+    operator. Relies on internals of torch 2.13, present since 2.0.
     """
     return torch._C._ExcludeDispatchKeyGuard(_AUTOCAST)

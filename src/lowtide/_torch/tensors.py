@@ -25,8 +25,8 @@ _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter, FakeTensor})
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor is plain strided memory: not sparse, nested or of a subclass of its own. Relies on
-    internals of torch 2.13.
+    """Return True if `tensor` is plain strided memory: not sparse, not nested, and of no tensor subclass but
+    `Parameter` and `FakeTensor`. Relies on internals of torch 2.13.
     """
     return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_nested
 

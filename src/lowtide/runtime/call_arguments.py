@@ -182,8 +182,9 @@ class _PartBuilder:
         self._in_cache = False
 
     def part(self, thing: Any, now: Callable[[], Any] | None = None) -> Part:
-        """Return a function that rebuilds `thing`. For a `thing` in a cache, `now()` returns the present content of its
-        place.
+        """Return a function that rebuilds `thing`, a part of the call's arguments.
+
+        If `thing` is in a key-value cache, `now()` returns the present content of its place there.
         """
         kind, key = type(thing), id(thing)
         if kind in ATOMS:

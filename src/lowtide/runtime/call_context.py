@@ -257,7 +257,7 @@ class CallContext:
     # --- restored
 
     def restore(self) -> None:
-        """Restore the state at the start of a call that has failed, for good: nothing undoes this."""
+        """Restore, permanently, the state at the start of a call that has failed."""
         self.attributes.learn()
         self.attributes.restore()
         self.random.restore([])  # without a way back

@@ -200,7 +200,8 @@ class RemovableInterceptors:
 
 
 class InterceptorsInside:
-    """Interceptors of all modules except the model itself. During a run, those that the run does not need are out.
+    """Interceptors of all modules except the model itself. They are taken out of their modules during runs that do not
+    need them.
 
     A run in which all saved tensors are kept needs no interceptors. A run under a plan needs all of them, until earlier
     runs have shown which calls save tensors that the plan needs.

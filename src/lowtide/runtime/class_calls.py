@@ -51,9 +51,10 @@ def _runs_by_itself(kind: type) -> bool:
 
 
 def intercept_calls(modules: Iterable[nn.Module]) -> list[Callable[[], None]]:
-    """Let classes of `modules` that define their own `__call__` call the object in CALL first.
+    """Make calls of `modules` whose classes define their own `__call__` go to the object in the module's attribute CALL
+    first.
 
-    Each returned function undoes this for one class.
+    Returns functions, each of which undoes this for one class.
     """
     kinds = {kind for module in modules if (kind := class_of_call(module)) is not None}
     asked = functools.partial(functools.partial, _ask_first)
@@ -66,6 +67,6 @@ def _ask_first(plain: Callable[..., Any], module: nn.Module, /, *args: Any, **kw
 
 
 def past_fronts(module: nn.Module) -> Callable[..., Any]:
-    """Return a function that calls `module` and bypasses the content of CALL."""
+    """Return a function that calls `module` and bypasses the interceptors in its attribute CALL."""
     kind = class_of_call(module)
     return original_call(module) if kind is None else functools.partial(original(kind, "__call__"), module)

@@ -69,7 +69,7 @@ def note_alias(data: Tensor) -> None:
 
 
 def note_array() -> None:
-    """Record that a NumPy array of a tensor's memory was made, so that exposed tensors are looked up again."""
+    """Record that a NumPy array was made of some tensor's memory, so that tensors are checked for such arrays again."""
     global n_exposures
     n_exposures += 1
 

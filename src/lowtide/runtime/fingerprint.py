@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 def fingerprint(model: nn.Module, batch: Any) -> Fingerprint:
-    """Return the identity of a model, the shapes of its batch and its device."""
+    """Return the record of what a profile is made for: torch's version, the model's structure, the shapes of its batch
+    and the type of its device.
+    """
     return Fingerprint(
         torch=torch.__version__.partition("+")[0],
         model=model_signature(model),

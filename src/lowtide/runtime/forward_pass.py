@@ -222,7 +222,11 @@ class ForwardPass:
                 self.switch_hooks(on=not self.has_hooks)
 
     def switch_hooks(self, *, on: bool) -> bool:
-        """Push this run's hooks (`on`) if none are in force, or pop them if they are on top. Return True if done."""
+        """Push this run's hooks, if no hooks are in force (`on`), or pop them, if they are the innermost hooks (not
+        `on`).
+
+        Returns True if the hooks were pushed or popped.
+        """
         top = saved_tensor_hooks()
         if on:
             if top is not None:

@@ -72,7 +72,8 @@ def python_state() -> tuple[Any, ...]:
 
 
 def numpy_state() -> Any:
-    """Return a state for `np.random.set_state`; for generators other than NumPy's own default a new object each time.
+    """Return the state of NumPy's generator for `np.random.set_state`: the same object as in the last call if nothing
+    was drawn since. For a generator other than NumPy's own default, each call returns a new object.
 
     The compared memory does not show a cached normal number. So a draw goes unnoticed if code calls
     `np.random.set_state` with a state that caches such a number, and then draws only this number.

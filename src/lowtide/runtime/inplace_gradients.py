@@ -177,9 +177,9 @@ def _register_wanted(tried: Iterable[str] = ()) -> None:
     """Register the kernels that the permissions in force ask for, and those of the operators in `tried`; remove all
     other kernels unless a backward pass may call them.
 
-    A kernel is registered with the smallest gradient that a permission covers; an operator in `tried`, for any
-    gradient. torch finds the kernels only in a backward pass that a permission awaits. There a call takes some 20 us;
-    for a smaller gradient, and with compiled hooks, 1 us.
+    A kernel is registered for gradients as large as the smallest that a permission covers, or larger; for an operator
+    in `tried`, any gradient will do. torch finds the kernels only in a backward pass that a permission awaits. There, a
+    call takes some 20 us; with compiled hooks, a call for a smaller gradient takes 1 us.
     """
     with _LOCK:
         wanted = dict.fromkeys(tried, 0)

@@ -29,8 +29,9 @@ def listed(optimizers: Optimizers) -> list[Optimizer]:
 
 
 def optimizers_of(model: nn.Module, named: Optimizers = None) -> list[Optimizer]:
-    """Return the live optimizers with parameters of `model`, including those in `named`. Of an optimizer and its
-    wrapper, only the one that owns the state counts.
+    """Return the live optimizers that update parameters of `model`, including those in `named`.
+
+    If one of them wraps another one, only the optimizer that owns the state is returned.
     """
     known = listed(named)
     optimizers = _live_optimizers_of(model, known)

@@ -143,7 +143,7 @@ class Attributes:
         return has_copied
 
     def restore(self) -> None:
-        """Restore the attributes on the modules."""
+        """Give the modules the attributes that they had at the start of the call."""
         copies: dict[int, Any] = {}  # containers that two modules share stay shared
         for table, name, value, content in self._plain:
             if table.get(name) is not value:

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 
 
 class Copier(Protocol):
-    """Copier of bytes between one device and the host, in both directions. A token marks the end of a copy."""
+    """Copier of bytes between one device and the host, in both directions. Each copy returns a token, which `wait`
+    takes.
+    """
 
     def out(self, data: Tensor) -> tuple[Tensor, object]:
         """Start a copy of `data` to the host; return the host tensor and a token."""
@@ -176,7 +178,7 @@ class OffloadedStorage:
 
 
 class Offloaded:
-    """Recomputation of one value by fetching its storage from the host."""
+    """Maker of one offloaded value, which it fetches from the host."""
 
     __slots__ = ("_layout", "_storage")
 

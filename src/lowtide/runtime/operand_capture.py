@@ -270,7 +270,9 @@ def _is_worth_it(operand: Tensor, size: int) -> bool:
 
 
 def _is_of(node: Node, edges: dict[str, tuple[Any, int] | None]) -> bool:
-    """Return True if the node belongs to the operator with these operand edges, not to an operator that called it."""
+    """Return True if `node` belongs to the operator with these operand edges, not to another operator that called this
+    one.
+    """
     recipe = RECIPES.get(node.name())
     if recipe is None:
         return False

@@ -53,7 +53,9 @@ READS_SIGNS: Final = frozenset({"ReluBackward0"})
 
 
 def saves_signs(tensor: Tensor) -> bool:
-    """Return True if `tensor`, which is being saved, is saved by its own node, which reads only the signs (ReLU)."""
+    """Return True if `tensor` is being saved by the node that computed it, and backward of that node reads only its
+    signs (ReLU).
+    """
     node = tensor.grad_fn
     return node is not None and node.name() in READS_SIGNS and has_yet_to_save(node, SAVED + "result")
 

@@ -18,7 +18,11 @@ MOST_PATHS = 4
 
 
 class Decision:
-    """Decision on one saved tensor, by its address: recompute by the recipe of a named autograd node, or offload."""
+    """Decision of a plan on the saved tensor at `address`.
+
+    `node` names the autograd node whose recipe recomputes the tensor, or another way to free its memory, such as
+    offload.
+    """
 
     __slots__ = ("address", "lengths", "n_paths", "node", "path")
 
@@ -33,7 +37,9 @@ class Decision:
 
 
 class Actions:
-    """Decisions of a plan for one call of one module: ordinals to recompute, and whether it is replayed or advanced."""
+    """Decisions of a plan for one call of one module: those on single saved tensors, by ordinal, and whether the call
+    is replayed or advanced.
+    """
 
     __slots__ = ("advance", "captured", "captures", "inputs", "recompute", "replay", "shape")
 

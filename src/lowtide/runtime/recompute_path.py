@@ -41,7 +41,7 @@ CAPTURED: Final = 5
 
 
 class Turn(NamedTuple):
-    """Place at which one operand is found."""
+    """Place at which a `RecomputePath` finds one operand of a recompute."""
 
     kind: int
     name: str
@@ -52,7 +52,7 @@ class Turn(NamedTuple):
 
 
 class RecomputePath:
-    """Places of the operands and constants of one node."""
+    """Places at which one node's operands and constants were found, so that later steps find them without a search."""
 
     __slots__ = ("computed", "kind", "numbers", "owned", "places", "recipe", "recorded", "table", "turns")
 

@@ -239,9 +239,9 @@ class ReplayFrame:
             return result
 
     def collect_saved(self) -> dict[int, Tensor]:
-        """Return the tensors that the call saves in a second run, detached, for each place with a live value.
+        """Run the call again; return the tensors that it saves, detached, by their number among the saved tensors.
 
-        Raises the errors of `visit_saved`.
+        Only tensors whose value is still alive are returned. Raises the errors of `visit_saved`.
         """
         tensors: dict[int, Tensor] = {}
         self.visit_saved(tensors.__setitem__)

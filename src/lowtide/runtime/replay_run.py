@@ -26,7 +26,9 @@ class StopReplay(BaseException):
 
 
 class NestedBackward(BaseException):
-    """Signal that the call runs backward inside its forward and needs its saved tensors."""
+    """Signal, raised in the second run of a module call, that the call runs backward inside its forward and needs its
+    saved tensors.
+    """
 
 
 class Token:
@@ -38,7 +40,9 @@ class Token:
 
 
 class _SecondRun:
-    """Second run of a module call. Its own saved tensors are read only if the call runs backward inside its forward."""
+    """Base class of second runs of a module call (replay and advance). A second run's own saved tensors are read only
+    if the call runs backward inside its forward.
+    """
 
     idle: ClassVar[frozenset[CallInterceptor]] = frozenset()
     compiled: ClassVar[Any] = None
@@ -107,7 +111,9 @@ class ReplayRun(_SecondRun):
             self._inside_another = False
 
     def hand_over(self) -> None:
-        """Pass on the tensors in `fresh`, to which their operator has finished writing."""
+        """Pass the tensors in `fresh`, to which their operator has finished writing, to the function that receives
+        saved tensors.
+        """
         for place, tensor in self.fresh.items():
             self.handed_over.add(place)
             self._at(place, tensor)
@@ -154,7 +160,7 @@ class AdvanceRun(_SecondRun):
         self._frame, self._holds = frame, frame.call_context.mutable_state.holds
 
     def call(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an inner module call."""
+        """Run an inner module call and return its result."""
         return interceptor.inner(*args, **kwargs)
 
     @hidden_from_checkpoints

@@ -23,7 +23,7 @@ NEVER = -2
 
 
 class ValueFields:
-    """Fields of a `Value`."""
+    """Base class of `Value`, with its fields, if the compiled hooks are not loaded."""
 
     __slots__ = (
         "is_intermediate",
@@ -68,7 +68,9 @@ class ValueFields:
 
 
 class HandleFields:
-    """Fields of a `Handle`, and `get`, which the unpack hook calls."""
+    """Base class of `Handle`, with its fields and `get`, if the compiled hooks are not loaded. The unpack hook calls
+    `get`.
+    """
 
     __slots__ = ("last_backward", "value", "view")
 
@@ -146,7 +148,9 @@ def materialize(value: Any) -> Tensor:
 
 
 def changed_in_place(tensor: Tensor, version: int) -> str:
-    """Return PyTorch's own message for a saved tensor that was modified, which tools and people know."""
+    """Return the message for a saved tensor that was modified in place, in PyTorch's own words, which users and tools
+    recognize.
+    """
     kind = f"{tensor.type()} {list(tensor.shape)}"
     return (
         "one of the variables needed for gradient computation has been modified by an inplace operation: "

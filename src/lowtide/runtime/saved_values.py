@@ -184,7 +184,7 @@ def registered(node: Node, output: int) -> Value | None:
 
 @never_compiled
 def unpack_in_python(handle: Handle | KeptTensor) -> Tensor:
-    """Unpack hook: return the tensor saved as `handle`."""
+    """Return the tensor that was saved as `handle`: the unpack hook, for runs without compiled hooks."""
     global observer
     if isinstance(handle, tuple):
         tensor, version = handle
