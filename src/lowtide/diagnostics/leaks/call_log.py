@@ -215,7 +215,7 @@ class CallLog:
         node.register_prehook(_Prehook(self, call))
 
     def known(self) -> tuple[Call, ...]:
-        """Return the calls whose graph or outputs are alive, and the last finished calls."""
+        """Return the calls whose graph or outputs are alive, and the calls that finished last."""
         return (*self.alive.values(), *self._recent)
 
     def between(self, first: int, last: int) -> list[Call]:
@@ -223,7 +223,7 @@ class CallLog:
         return [c for c in self.known() if c.first <= last and first < c.stop]
 
     def of_output(self, storages: set[int]) -> dict[int, Call]:
-        """Map each of `storages` that is the memory of an output to the call that returned the output."""
+        """Map each of `storages` that is the memory of a call's output to that call."""
         calls: dict[int, Call] = {}
         for call in self.alive.values():
             for reference in call.memory:
@@ -292,7 +292,7 @@ def roots_among(nodes: Iterable[Node]) -> list[Backward]:
 
 
 def tensors_in(output: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
-    """Yield the tensors in a call's arguments or output: in tuples, lists, dicts and attributes, down to `depth`."""
+    """Yield the tensors in a call's arguments or output: in tuples, lists, dicts, attributes, `depth` levels deep."""
     if isinstance(output, Tensor):
         yield output
     elif depth and isinstance(output, dict):

@@ -73,7 +73,7 @@ class DiscardedGradients:
 
     @property
     def is_active(self) -> bool:
-        """True until the check has followed as many backward passes as it looks at."""
+        """True until the check has followed the limited number of backward passes that it looks at."""
         return self._n_passes < _WATCHED_PASSES
 
     def backward_begins(self, nodes: Iterable[Node], backward: Backward) -> None:
@@ -101,10 +101,10 @@ class DiscardedGradients:
             record.unread -= read
 
     def zeroed(self, parameters: Iterable[Tensor], place: Place, least_bytes: int) -> None:
-        """Note that `zero_grad` at `place` is about to reset `parameters`, and log the unread gradients among theirs.
+        """Note that `zero_grad` at `place` is about to reset `parameters`, and log gradients that were never read.
 
-        They are logged only if they take at least `least_bytes` bytes, and the same line had gradients discarded
-        before.
+        They are logged only if they take at least `least_bytes` bytes, and earlier backward passes at the same line
+        computed gradients that were discarded, too.
         """
         given = {id(p): p for p in parameters} if self._passes else {}
         for record in self._passes:

@@ -89,7 +89,7 @@ class FindingLog:
         made_at: Place | None = None,
         backward: Backward | None = None,
     ) -> None:
-        """Record the finding of an event under rule `code`; `key` identifies the holder from step to step."""
+        """Record under rule `code` a finding that an event shows; `key` identifies the holder from step to step."""
         if code == "LT006" and key in self._carried:
             return
         entry = self.entries.setdefault(f"{code} {key}", Entry(since_step=step))
@@ -101,7 +101,7 @@ class FindingLog:
     def findings(self, stats: Iterable[SiteStats], *, least_bytes: int) -> list[Finding]:
         """Return all certain findings, the largest first.
 
-        They include each line in `stats` whose graphs no backward pass reaches, if these take at least `least_bytes`.
+        Among them is one for each line in `stats` whose graphs no backward pass reaches, from `least_bytes` bytes on.
         """
         stats = list(stats)
         found: list[tuple[Entry, Finding]] = []

@@ -35,7 +35,7 @@ class HandUpdates:
         self._weights: dict[int, tuple[float, ...]] = {}  # id of a parameter -> some of its values
 
     def has_updated(self, module: nn.Module) -> bool:
-        """Return True if weights of `module` have changed since its previous call."""
+        """Return True if weights of `module` have changed since its previous call, with a backward pass in between."""
         return self._have_changed(id(module), lambda: _trained(module))
 
     def has_updated_leaves(self, nodes: Iterable[Node]) -> bool:

@@ -138,7 +138,7 @@ class LiveObjects:
 
     @property
     def n_samples(self) -> int:
-        """Length of the largest data set that has one."""
+        """Length of the largest data set that has a length; 0 if none has."""
         lengths = [0]
         for dataset in self.datasets:
             with suppress(Exception):  # an endless data set, or any error of the user's own `__len__`

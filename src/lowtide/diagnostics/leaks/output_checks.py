@@ -82,12 +82,12 @@ _LOSS_ONLY = "; or take only the loss (`loss = model(...).loss`): `lowtide.loss_
 
 
 def _is_in_model_output(tensor: Tensor) -> bool:
-    """Return True if an output object of transformers refers to `tensor`."""
+    """Return True if an object of a class in `transformers`, such as a ModelOutput, refers to `tensor`."""
     return any(type(obj).__module__.partition(".")[0] == "transformers" for obj in gc.get_referrers(tensor))
 
 
 def record_summed_graphs(view: InspectionInput, roots: list[Any], backward: Backward, log: FindingLog) -> None:
-    """Log that `backward` begins at a sum of losses whose separate graphs several calls of one line have made."""
+    """Log a finding if `backward` begins at a sum of losses, whose separate graphs several calls of one line made."""
     if backward.create_graph or backward.retain_graph:
         return
     nodes = [node for root in roots if (node := getattr(root, "grad_fn", None)) is not None]
@@ -129,7 +129,7 @@ _ADDING = re.compile(r"(?:Add|Sum|Stack|Cat|Mean|Unsqueeze|Mul|Div|Neg)Backward\
 def _summands(nodes: Iterable[Node]) -> Iterator[Node]:
     """Yield the nodes that computed the scalar terms of a sum, walking upstream from `nodes`.
 
-    The walk passes through sums, means and multiples of scalars. A node that is none of these yields itself.
+    The walk passes through sums, means and scalar multiples whose inputs are all scalars; any other node made a term.
     """
     pending = list(nodes)
     visited = set()

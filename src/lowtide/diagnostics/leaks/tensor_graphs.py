@@ -149,7 +149,7 @@ def graphs_of(
 
 
 def _leading_to(keeping: set[Node], ends: list[tuple[int, Node]]) -> set[int]:
-    """Return the indices of the tensors in `ends`, pairs (index, node), that were computed from a node in `keeping`."""
+    """Return the indices of tensors computed from a node in `keeping`; `ends` are pairs of tensor index and node."""
     in_vain: set[Node] = set()
     keepers = set()
     for index, root in ends:

@@ -22,7 +22,7 @@ _DIVISIBLE_SHARE = 0.02
 
 
 def find_cause(message: Message, facts: Facts) -> Cause:
-    """Return the first cause whose conditions hold; if none does, that the step needs more memory than is available."""
+    """Return the first cause whose conditions hold; otherwise, that the step needs more memory than is available."""
     causes = (cause(message, facts) for cause in CAUSES)
     return next((cause for cause in causes if cause is not None), None) or _true_need(message, facts)
 

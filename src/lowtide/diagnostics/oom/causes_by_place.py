@@ -192,5 +192,5 @@ def leak(m: Message, f: Facts) -> Cause | None:
 
 
 def _would_do(n_bytes: int, m: Message) -> bool:
-    """Return True if the request would have fitted without these bytes, a sizable share of the memory in use."""
+    """Return True if the request would fit with `n_bytes` less in use, and these are a sizable share of that memory."""
     return n_bytes > 0 and n_bytes >= (m.tried_bytes or 0) and n_bytes >= SHARE * (m.allocated_bytes or 0)

@@ -206,12 +206,12 @@ class Facts(Record):
 
     @property
     def large_tensor(self) -> str:
-        """A key of LARGE_TENSORS, if a tensor was being made that is known to be large; else empty."""
+        """Key of LARGE_TENSORS for the tensor that was being made, if it is one of these; else empty."""
         return next((name for name, sign in _LARGE_TENSORS.items() if any(map(sign.matches, self.places))), "")
 
     @property
     def divisible_tensor(self) -> str:
-        """A key of DIVISIBLE_TENSORS, if the innermost traceback lines make such a tensor; else empty."""
+        """Key of DIVISIBLE_TENSORS for the tensor that the innermost traceback lines make; empty for other tensors."""
         innermost = self.places[-2:]
         return next((name for name, sign in _DIVISIBLE_TENSORS.items() if any(map(sign.matches, innermost))), "")
 
@@ -225,7 +225,7 @@ class Facts(Record):
 
     @property
     def own_place(self) -> Place | None:
-        """Innermost line outside installed packages."""
+        """Innermost line of the traceback outside installed packages; None if there is none."""
         own = [place for place in self.places if not _INSTALLED.search(place.file)]
         return own[-1] if own else None
 
@@ -405,7 +405,7 @@ class FactReader:
             traceback.add(_place(kind, match, process))
 
     def _process(self, position: int) -> str | None:
-        """Return the process that the line of `position` names at its beginning; None without one or in a long line."""
+        """Return the process that the line of `position` names at its start; None without one, or for a long line."""
         begin = self._window.rfind("\n", max(0, position - _LINE), position) + 1
         if begin == 0 and (self._has_moved or position > _LINE):
             return None

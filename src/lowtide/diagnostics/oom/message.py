@@ -95,7 +95,7 @@ class Message(Record):
 
     @property
     def known_own_bytes(self) -> int | None:
-        """Memory of this process as far as stated: all of it, else what is reserved, else (`async`) allocated."""
+        """Memory of this process in all, if stated; else the reserved part, else (`async`) the allocated part."""
         stated = self.reserved_bytes if self.process_bytes is None else self.process_bytes
         return self.allocated_bytes if stated is None and self.form == "async" else stated
 
@@ -126,7 +126,7 @@ class Message(Record):
 
     @property
     def usable_bytes(self) -> int | None:
-        """Memory that PyTorch could have at most: its own, and the free part, within the limit."""
+        """Most memory that PyTorch could have: its own plus what is free, within its limit and the device's."""
         if self.reserved_bytes is None or self.free_bytes is None:
             return None if self.allowed_bytes is None else self.allowed_bytes - (self.elsewhere_bytes or 0)
         limits = (self.reserved_bytes + self.free_bytes, self.allowed_bytes, self.total_bytes)

@@ -130,7 +130,7 @@ class Messages:
 
 
 class _MessageStart(NamedTuple):
-    """Start of a message."""
+    """Start of a message in the text, and the head that matched there."""
 
     start: int
     number: int

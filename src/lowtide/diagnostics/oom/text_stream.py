@@ -63,7 +63,7 @@ class PatternFinder:
         self._next = max(self._next, stop)
 
     def move_on(self, n: int) -> None:
-        """Follow the window, whose beginning has moved on by `n` characters."""
+        """Adjust positions to a window whose beginning has moved on by `n` characters."""
         self._next -= n
 
 

@@ -188,8 +188,10 @@ class CachingAllocator:
         return at if self._max_split == UNLIMITED or self._may_have(free.blocks[at], size) else -1
 
     def _may_have(self, block: Block, size: int) -> bool:
-        """Return True if `max_split_size` allows serving a request of `size` bytes from the block, without waste or a
-        split of a huge block.
+        """Return True if `max_split_size` allows `block` to serve a request of `size` bytes.
+
+        A request below that size gets no block of that size or more, and a larger request no block that is larger than
+        the request by `max_non_split_rounding` bytes or more.
         """
         if size < self.config.max_split_size:
             return block.size < self.config.max_split_size

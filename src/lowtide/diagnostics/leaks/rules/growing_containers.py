@@ -75,7 +75,7 @@ class ListOfGraphs(Rule):
     fix="add values without a graph to `{name}`: `.detach()` or `.item()`",
 )
 class RunningSumOfGraphs(Rule):
-    """Rule for a sum or running mean over several calls at one line.
+    """Rule for a sum or running mean whose graph goes through several calls at one line.
 
     Two calls in one step do not match, because they may share a backward pass.
     """
@@ -225,7 +225,7 @@ def _is_added_to(item: RetainedObject, history: History) -> bool:
     fix="add values without a graph to `{name}`: `loss.detach()`, or `loss.item()`",
 )
 class RunningTotalOfEmptyGraphs(Rule):
-    """Rule for the nodes of at least three steps that stay alive with next to no saved tensors.
+    """Rule for autograd nodes that stay alive from at least three steps, with next to no saved tensors.
 
     A container that is full, such as a queue of the last losses, does not match.
     """

@@ -59,9 +59,9 @@ class AliveInNextStep(Rule):
         return "[..]" not in holder.part and super().names_part(holder, history)
 
     def fix_for(self, item: RetainedObject, history: History) -> str:
-        """Return the advice for `item`, in general to free the variable; for some holders that would be wrong.
+        """Return the advice for `item`, for most holders to free the variable.
 
-        These are closures, context variables, and variables that code after the loop reads.
+        Closures, context variables and variables that code after the loop reads get advice of their own.
         """
         if item.is_held_as("context variable"):
             return self.fix_of_context

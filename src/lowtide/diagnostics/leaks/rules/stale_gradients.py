@@ -58,4 +58,4 @@ class DiscardedGradients(Rule):
     fix="remove `set_to_none=False`; the default is True",
 )
 class SetToZero(Rule):
-    """Rule for gradients that `zero_grad(set_to_none=False)` sets to zero instead of freeing, recorded then."""
+    """Rule for gradients that `zero_grad(set_to_none=False)` sets to zero instead of freeing, recorded at the call."""
