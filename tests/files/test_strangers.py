@@ -4,20 +4,23 @@ import gzip
 import json
 import pickle
 import tracemalloc
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 from allocator_traces import Trace
 
 from conftest import RunPython
 from lowtide.cli import main
 from lowtide.errors import LowtideError
+from lowtide.levers import enable_plan_levers
 from lowtide.memory.events import Allocate, EventStream, Free, Label, Mark
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner import plan
 from lowtide.planner.budget_frontier import frontier
-from lowtide.planner.records import Plan, Profile
+from lowtide.planner.records import AppliedLever, Plan, Profile
 from memory.test_snapshots import RECORD
 from planner.profiles import chain
 from report.runs import FINDINGS, run
@@ -136,6 +139,22 @@ def test_a_number_in_a_profile_that_can_not_be_reckoned_with(number: str, field:
     file.write_text(text[:at] + number + text[min(text.index(end, at) for end in ",}") :])
     for argv in (["rehearse", str(file)], ["plan", "make", "--budget", "80%", str(file)], ["frontier", str(file)]):
         assert main(argv) == 2
+
+
+@pytest.mark.parametrize("draws", [-1, 1001, 2**61])
+def test_steps_with_other_random_numbers_that_never_come_to_an_end(draws: int) -> None:
+    profile = chain(3)
+    for record in (profile, plan(profile, "80%")):
+        with pytest.raises(LowtideError, match=r"is not a (Profile|Plan) of format 3: Expected `int` .*`\$.draws`"):
+            type(record).from_json(replace(record, draws=draws).to_json())
+
+
+@pytest.mark.parametrize("settings", [{}, {"n": 0.0}, {"n": -1.0}, {"n": 2.5}])
+def test_a_lever_in_a_plan_with_an_impossible_number_of_pieces(settings: dict[str, float]) -> None:
+    lever = AppliedLever(name="micro-batches", what="", exact=False, settings=settings)
+    stranger = replace(plan(chain(3), "80%"), levers=(lever,))
+    with pytest.raises(LowtideError, match="'micro-batches' needs a whole number of pieces, 1 or more; found n="):
+        enable_plan_levers(Plan.from_json(stranger.to_json()), torch.nn.Linear(2, 2), ())
 
 
 def test_a_compressed_file_that_stands_for_very_much(tmp_path: Path) -> None:

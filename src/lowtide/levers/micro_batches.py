@@ -68,9 +68,12 @@ class MicroBatches(Lever):
         return grows - grows // rows
 
     def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _Active:
-        """Make training calls of `model` run in `n` pieces."""
+        """Make training calls of `model` run in `n` pieces. Raises LeverNotApplicable unless `n` is a whole number."""
         _check(model)
-        return _Active(model, int(settings["n"]))
+        n = settings.get("n", 0.0)
+        if not (float(n).is_integer() and n >= 1):
+            raise LeverNotApplicable(f"'micro-batches' needs a whole number of pieces, 1 or more; found n={n:g}")
+        return _Active(model, int(n))
 
 
 def piece_counts(site: StepContext) -> Iterator[int]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from lowtide.errors import LowtideError
 from lowtide.planner.records import Profile
 
@@ -25,12 +27,17 @@ def check_profile(profile: Profile) -> None:
             raise contradiction(f"gradients in place are given for {len(group.saved_bytes)} of {end} positions")
     if (clocks := profile.clocks) is not None and {len(clocks.host_ms), len(clocks.device_ms)} != {end}:
         raise contradiction(f"{len(clocks.host_ms)} and {len(clocks.device_ms)} of {end} positions have times")
+    measured = profile.measured_plain_peak_bytes
+    if measured is not None and not 0 < measured <= MOST:
+        raise contradiction(f"a peak of {measured} bytes was measured")
     for index, storage in enumerate(profile.storages):
         if storage.allocated_at < 0 or storage.bytes < 0:
             raise contradiction(f"storage {index} has {storage.bytes} bytes and is allocated at {storage.allocated_at}")
     for index, value in enumerate(profile.values):
         if not all(0 <= need < index for need in value.operands):
             raise contradiction(f"value {index} needs {value.operands}, and not only values before it")
+        if value.overwrites is not None and value.overwrites not in value.operands:
+            raise contradiction(f"value {index} overwrites value {value.overwrites}, and needs {value.operands}")
         if value.storage is not None and not 0 <= value.storage < n_storages:
             raise contradiction(f"value {index} is in storage {value.storage} of {n_storages}")
     _check_calls(profile, end)
@@ -38,7 +45,7 @@ def check_profile(profile: Profile) -> None:
 
 
 def _check_calls(profile: Profile, end: int) -> None:
-    """Raise LowtideError unless each call comes after its parent, and spans positions before `end`."""
+    """Raise LowtideError unless each call comes after its parent, and spans positions of its parent, before `end`."""
     depth: list[int] = []
     for index, call in enumerate(profile.calls):
         if call.parent is not None and not 0 <= call.parent < index:
@@ -50,6 +57,10 @@ def _check_calls(profile: Profile, end: int) -> None:
             raise contradiction(f"call {index} ({call.id}) gives value {call.result_value} of {len(profile.values)}")
         if not 0 <= call.enter <= call.exit <= end:
             raise contradiction(f"call {index} ({call.id}) spans [{call.enter}, {call.exit}) of {end} positions")
+        outer = call if call.parent is None else profile.calls[call.parent]
+        if not outer.enter <= call.enter <= call.exit <= outer.exit:
+            spans = f"[{call.enter}, {call.exit}), and its parent [{outer.enter}, {outer.exit})"
+            raise contradiction(f"call {index} ({call.id}) spans {spans}")
 
 
 def _check_slots(profile: Profile, end: int) -> None:
@@ -68,12 +79,13 @@ def _check_slots(profile: Profile, end: int) -> None:
 
 def _check_amounts(profile: Profile) -> None:
     """Raise LowtideError if bytes, FLOPs or times are negative, or if their sum is above MOST."""
-    static, measured = profile.static, profile.measured_plain_peak_bytes
-    parts = (static.parameters, static.gradients, static.optimizer, static.buffers, static.inputs, static.carried_over)
+    static = profile.static
     ms: list[float] = [profile.step_ms, *(group.extra_ms for group in profile.in_place)]
     ms += (lever.extra_ms for lever in profile.levers)
     flops: list[int] = []
-    n_bytes = [*parts, *(storage.bytes for storage in profile.storages)]
+    n_bytes = [getattr(static, field.name) for field in fields(static)]
+    n_bytes += (storage.bytes for storage in profile.storages)
+    least_bytes = [n for group in profile.in_place for n in group.nodes.values()]
     for value in profile.values:
         n_bytes += (value.bytes, value.transient_bytes)
         flops.append(value.flops)
@@ -85,17 +97,21 @@ def _check_amounts(profile: Profile) -> None:
     if profile.clocks is not None:
         clocks = profile.clocks
         ms += (*clocks.host_ms, *clocks.device_ms, clocks.kept_slot_ms, clocks.packed_slot_ms)
-    for unit, amounts in (("bytes", n_bytes), ("FLOPs", flops), ("milliseconds", ms)):
-        if min(amounts, default=0) < 0 or sum(amounts) > MOST:
+    for unit, amounts in (("bytes", n_bytes), ("bytes", least_bytes), ("FLOPs", flops), ("milliseconds", ms)):
+        if not (min(amounts, default=0) >= 0 and sum(amounts) <= MOST):  # NaN is refused, too
             raise contradiction(f"it has from {min(amounts)} to {max(amounts)} {unit} at a place")
     levels = (
         *profile.base_bytes,
         *profile.gradient_bytes,
         *(n for group in profile.in_place for n in group.saved_bytes),
+        *(lever.bytes for lever in profile.levers),
+        *(call.begins_at for call in profile.calls if call.begins_at is not None),
     )
-    if max(map(abs, levels)) > MOST or (profile.offload_bytes_per_ms or 1) <= 0:
+    if max(map(abs, levels)) > MOST:
         raise contradiction(f"it has {max(levels, key=abs)} bytes at a position")
-    if static.total + max(profile.base_bytes) < 0 or sum(n_bytes) + max(profile.base_bytes) <= 0 or measured == 0:
+    if profile.offload_bytes_per_ms is not None and not profile.offload_bytes_per_ms > 0:
+        raise contradiction(f"{profile.offload_bytes_per_ms} bytes are copied to the host in a millisecond")
+    if static.total + max(profile.base_bytes) < 0 or sum(n_bytes) + max(profile.base_bytes) <= 0:
         raise contradiction("its step uses no memory")
 
 

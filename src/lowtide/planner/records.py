@@ -8,7 +8,7 @@ described on that one axis, so that the peak of any plan is a sweep over it (`pl
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Final, Self, TypeVar
+from typing import Annotated, Final, Self, TypeVar
 
 import msgspec
 
@@ -27,6 +27,10 @@ LEFT_ALONE: Final = "left alone, as it"
 """First words of a profile's note on modules that plans leave alone; the error Infeasible repeats this note."""
 AS_A_WHOLE: Final = "replayed as a whole"
 """Words in a profile's notes on compiled code that is not planned inside; the error Infeasible repeats these notes."""
+
+
+Draws = Annotated[int, msgspec.Meta(ge=0, le=1000)]
+"""Number of steps that are measured with other random numbers; a file with a larger one would take forever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -254,7 +258,7 @@ class Profile(Record):
     """Levers that were on during all measurements; the plain step includes them."""
     offload_bytes_per_ms: float | None = None
     """Bandwidth of copies to the host and back, one way; None if offloading is not possible."""
-    draws: int = 0
+    draws: Draws = 0
     """Number of steps, with other random numbers, in which plans have to be measured; for steps whose work is drawn at
     random.
     """
@@ -398,7 +402,7 @@ class Plan(Decided):
     """Addresses at which only some calls of the model can recompute the saved tensor, because the calls save outputs of
     different nodes or some output has no recipe.
     """
-    draws: int = 0
+    draws: Draws = 0
     """Number of steps, with other random numbers, in which the plan has to be measured (`Profile.draws`)."""
     implementations: dict[str, str] = field(default_factory=dict)
     """Implementations of recipes by autograd node (`Profile.implementations`)."""
