@@ -1,5 +1,6 @@
 """The frontier falls from the smallest peak to the plain step, and each point is one that a plan reaches."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given, settings
 from lowtide.errors import LowtideError
 from lowtide.planner import plan, predict, smallest_peak
 from lowtide.planner.budget_frontier import Frontier, frontier, read_points
-from lowtide.planner.records import Decisions, Profile
+from lowtide.planner.records import AppliedLever, Decisions, Profile
 from lowtide.units import format_bytes
 from planner.profiles import chain, profiles
 
@@ -43,6 +44,14 @@ def test_a_point_is_what_a_plan_for_that_peak_costs() -> None:
         predicted = plan(profile, point.peak_bytes).predicted
         assert predicted.extra_ms == point.extra_ms
         assert point.share == point.peak_bytes / found.plain_bytes
+
+
+def test_levers_cost_their_time_at_each_point_also_if_nothing_is_decided() -> None:
+    lever = AppliedLever(name="micro-batches", what="", exact=False, settings={"n": 2.0}, extra_ms=2.5)
+    profile = replace(chain(6), levers=(lever,))
+    points = frontier(profile, n_budgets=5).points
+    assert [point.extra_ms for point in points] == [p.extra_ms + 2.5 for p in frontier(chain(6), n_budgets=5).points]
+    assert points[-1].extra_ms == plan(profile, points[-1].peak_bytes).predicted.extra_ms == 2.5
 
 
 def test_a_frontier_is_described_in_one_line() -> None:

@@ -11,8 +11,8 @@ import msgspec
 
 from lowtide.errors import LowtideError
 from lowtide.memory.untrusted_files import check_numbers, in_one_line, unpacked
-from lowtide.planner.planning import cheapest, plain_peak_bytes, simulator_of, smallest_peak
-from lowtide.planner.records import Decisions, Fingerprint, Prediction, Profile
+from lowtide.planner.planning import cheapest, plain_peak_bytes, smallest_peak, unplanned_step, with_lever_costs
+from lowtide.planner.records import Fingerprint, Prediction, Profile
 from lowtide.planner.serialization import FORMAT, Record
 from lowtide.units import format_bytes
 from lowtide.utils.rendering import text_of
@@ -44,8 +44,6 @@ class Frontier(Record):
     step_ms: float
     """Time of the plain step; 0.0 if it was not run."""
     points: tuple[Point, ...]
-    step_flops: int = 0
-    """FLOPs of the plain step; 0 if they were not counted."""
     format: int = FORMAT
 
     def __str__(self) -> str:
@@ -86,7 +84,7 @@ def frontier(profile: Profile, *, n_budgets: int = N_BUDGETS) -> Frontier:
     Profile.expect(profile, "frontier")
     if n_budgets < 2:
         raise ValueError(f"n_budgets must be at least 2, the smallest peak and the plain step; found {n_budgets}.")
-    plain = simulator_of(profile).predict(Decisions())
+    plain = with_lever_costs(profile, unplanned_step(profile))
     _, smallest = smallest_peak(profile)
     span = plain.peak_bytes - smallest.peak_bytes
     budgets = [smallest.peak_bytes + span * i // (n_budgets - 1) for i in range(n_budgets - 1)]

@@ -102,7 +102,6 @@ def plan(
         assert predicted.peak_bytes <= budget_bytes or decisions == Decisions(), (
             "the solver's decisions are over the budget"
         )
-    levers_ms = sum(lever.extra_ms for lever in profile.levers)
     n_in_place = len(profile.in_place)
     smallest = minimize_peak(simulator_of(profile, allow, minimize, offload=offload, in_place=n_in_place))
     smallest = replace(smallest, in_place=frozenset(nodes_in_prefix(profile, n_in_place)))
@@ -111,10 +110,10 @@ def plan(
         **_decided_fields(profile, decisions),
         fingerprint=profile.fingerprint,
         budget_bytes=budget_bytes,
-        predicted=replace(predicted, extra_ms=predicted.extra_ms + levers_ms) if levers_ms else predicted,
+        predicted=with_lever_costs(profile, predicted),
         plain=unplanned,
         step_ms=profile.step_ms,
-        bound_ms=bound_ms + levers_ms,
+        bound_ms=bound_ms + _levers_ms(profile),
         levers=profile.levers,
         input_shapes=profile.input_shapes,
         fallback=None if fallback == decisions or profile.graphs else Decided(**_decided_fields(profile, fallback)),
@@ -186,6 +185,15 @@ def unplanned_step(profile: Profile) -> Prediction:
     return with_peak(plain, plain_peak_bytes(profile))
 
 
+def with_lever_costs(profile: Profile, prediction: Prediction) -> Prediction:
+    """Return `prediction` with the extra time of the profile's levers, which are on whatever is decided."""
+    return replace(prediction, extra_ms=prediction.extra_ms + _levers_ms(profile))
+
+
+def _levers_ms(profile: Profile) -> float:
+    return sum(lever.extra_ms for lever in profile.levers)
+
+
 def forecast_peak(profile: Profile, plan: Plan) -> int:
     """Return the peak that `profile` predicts for the decisions of `plan`."""
     return simulator_of(profile).predict(plan.decisions).peak_bytes
@@ -213,7 +221,7 @@ def cheapest(profile: Profile, budget_bytes: int) -> Prediction:
         results.clear()
         raise errors.pop()
     predicted = min(predictions, key=lambda prediction: (prediction.extra_ms, prediction.extra_flops))
-    return replace(predicted, extra_ms=predicted.extra_ms + sum(lever.extra_ms for lever in profile.levers))
+    return with_lever_costs(profile, predicted)
 
 
 def smallest_plan(profile: Profile, minimize: Objective = "time") -> Plan:
