@@ -76,12 +76,11 @@ def _picture(contest: Contest, ours: Sequence[Point], theirs: Sequence[Point]) -
         ),
         plain_bytes=plain.peak_bytes,
         step_ms=_step_ms(contest),
-        step_flops=plain.flops,
         points=tuple(line),
     )
     note = "* other bits than the plain step" if any(p.name.endswith("*") for p in theirs) else ""
     more = [point for point in ours if point not in line]
-    return draw(frontier, [*more, *theirs], about=contest.description, note=note)
+    return draw(frontier, [*more, *theirs], step_flops=plain.flops, about=contest.description, note=note)
 
 
 def _ran(cell: Cell) -> bool:

@@ -30,14 +30,13 @@ def point(name: str, share: float, extra_ms: float | None = 1.0) -> Point:
     return Point(name=name, peak_bytes=peak, extra_ms=extra_ms, extra_flops=25, share=share)
 
 
-def measured(*peaks: int, step_ms: float = 100.0, step_flops: int = 0) -> Frontier:
+def measured(*peaks: int, step_ms: float = 100.0) -> Frontier:
     """A frontier whose points cost 30 ms, 20 ms, ..., and nothing at the last."""
     costs = range(10 * (len(peaks) - 1), -1, -10)
     return Frontier(
         fingerprint=Fingerprint(torch="2.13.0", model="gpt2", batch="8 rows", device="cpu"),
         plain_bytes=peaks[-1],
         step_ms=step_ms,
-        step_flops=step_flops,
         points=tuple(
             Point(peak_bytes=peak, extra_ms=cost, extra_flops=cost * 10**9, share=peak / peaks[-1])
             for peak, cost in zip(peaks, costs, strict=True)
@@ -76,16 +75,18 @@ def test_points_are_where_they_belong() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "extra_ms", "up"),
+    ("found", "extra_ms", "step_flops", "up"),
     [
-        (measured(10, 20), 1.0, "extra time, % of the plain step"),
-        (measured(10, 20, step_ms=0.0), 1.0, "extra time, ms a step"),
-        (measured(10, 20, step_flops=1000), None, "extra FLOPs, % of the plain step"),
-        (measured(10, 20), None, "extra GFLOP a step"),
+        (measured(10, 20), 1.0, 0, "extra time, % of the plain step"),
+        (measured(10, 20, step_ms=0.0), 1.0, 0, "extra time, ms a step"),
+        (measured(10, 20), None, 1000, "extra FLOPs, % of the plain step"),
+        (measured(10, 20), None, 0, "extra GFLOP a step"),
     ],
 )
-def test_time_goes_up_and_flops_where_a_time_is_missing(found: Frontier, extra_ms: float | None, up: str) -> None:
-    assert draw(found, [point("remat", 0.7, extra_ms)]).axes[0].get_ylabel() == up
+def test_time_goes_up_and_flops_where_a_time_is_missing(
+    found: Frontier, extra_ms: float | None, step_flops: int, up: str
+) -> None:
+    assert draw(found, [point("remat", 0.7, extra_ms)], step_flops=step_flops).axes[0].get_ylabel() == up
 
 
 @pytest.mark.parametrize(

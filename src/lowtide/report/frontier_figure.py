@@ -59,14 +59,17 @@ STYLE = {
 }
 
 
-def draw(frontier: Frontier, others: Sequence[Point] = (), *, about: str = "", note: str = "") -> Figure:
+def draw(
+    frontier: Frontier, others: Sequence[Point] = (), *, step_flops: int = 0, about: str = "", note: str = ""
+) -> Figure:
     """Draw the frontier as a figure: the extra time of each budget, as a step line.
 
     `others` are drawn next to the line, with their names; points without a name are plans that are not on the line. The
-    y axis is extra time, in percent of the plain step if that was timed, or extra FLOPs if a point has no time. `about`
-    replaces the subtitle that the frontier itself provides, and `note` is set in the lower right corner.
+    y axis is extra time, in percent of the plain step if that was timed, or extra FLOPs if a point has no time, in
+    percent of the plain step's `step_flops` if these are given. `about` replaces the subtitle that the frontier itself
+    provides, and `note` is set in the lower right corner.
     """
-    scale = _Scale.of(frontier, others)
+    scale = _Scale.of(frontier, others, step_flops)
     with _style():
         figure = Figure(INCHES, facecolor="none")
         FigureCanvasAgg(figure)  # needed to measure texts
@@ -122,15 +125,15 @@ class _Scale:
     per_flop: float = 0.0
 
     @classmethod
-    def of(cls, frontier: Frontier, others: Sequence[Point]) -> _Scale:
+    def of(cls, frontier: Frontier, others: Sequence[Point], step_flops: int) -> _Scale:
         points = (*frontier.points, *others)
         unit = format_bytes(max(p.peak_bytes for p in points)).split()[1]
         if all(p.extra_ms is not None for p in points):
             if frontier.step_ms:
                 return cls(unit, "extra time, % of the plain step", 100 / frontier.step_ms)
             return cls(unit, "extra time, ms a step", 1.0)
-        if frontier.step_flops:
-            return cls(unit, "extra FLOPs, % of the plain step", None, 100 / frontier.step_flops)
+        if step_flops:
+            return cls(unit, "extra FLOPs, % of the plain step", None, 100 / step_flops)
         return cls(unit, "extra GFLOP a step", None, 1e-9)
 
     def x(self, n_bytes: int) -> float:
