@@ -47,6 +47,20 @@ def test_a_relaxation_fits_at_every_position_and_costs_no_more_than_decisions() 
     assert problem.tighten_bound(1.004 * relaxed.bound) == relaxed.bound  # too close to be worth the time
 
 
+def test_a_relaxation_is_of_the_positions_and_rows_that_the_problem_has_now() -> None:
+    """Also where they are others than before, and as many."""
+    covering = covering_of(Simulator(chain(3)))
+    usage = covering.memory.usage(np.zeros(covering.variables.n_storages))
+    problem = MilpProblem(covering, 250, covering.costs.ms)
+    costs = []
+    for position, most in ((int(usage.argmax()), 1.0), (int(usage.argmin()), 1.0), (int(usage.argmin()), -1.0)):
+        problem.positions, problem.rows = [position], [({0: 1.0}, most)]
+        costs.append(problem.solve_decisions().cost)
+        new = MilpProblem(covering, 250, covering.costs.ms, [position], rows=[({0: 1.0}, most)])
+        assert costs[-1] == new.solve_decisions().cost
+    assert len(set(costs)) == 3
+
+
 @pytest.mark.parametrize(("known", "n_open", "bound"), [(10.5, 16, 10.2), (10.5, 17, 10), (11, 8, 10.2), (11, 9, 10)])
 def test_a_bound_near_a_known_cost_is_worth_more_open_decisions(known: float, n_open: int, bound: float) -> None:
     """The relaxation costs 10, and whole decisions 10.2 at least."""

@@ -159,7 +159,7 @@ class MilpProblem:
 
     def _relaxation(self) -> _Relaxation:
         """Return the relaxation of the current rows, solved again only if rows have changed."""
-        now = len(self.positions), len(self.rows), tuple(self.omitted_bytes.items())
+        now = self.positions.copy(), self.rows.copy(), self.omitted_bytes.copy()
         if self._last is None or self._last[0] != now:
             self._last = now, _MatrixForm(self).solve_relaxation()
         return self._last[1]

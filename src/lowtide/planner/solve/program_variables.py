@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 
 import numpy as np
 import numpy.typing as npt
@@ -10,7 +11,7 @@ import numpy.typing as npt
 from lowtide.planner.simulate.profile_index import Index
 
 Floats = npt.NDArray[np.float64]
-Row = tuple[dict[int, float], float]
+Row = tuple[Mapping[int, float], float]
 """Coefficients by variable, and an upper limit of their weighted sum."""
 
 
