@@ -27,7 +27,7 @@ def producer(tensor: Tensor) -> Node | None:
 
 
 def nodes_behind(tensors: Iterable[Tensor]) -> list[Node]:
-    """Return the producers of `tensors`, then all nodes that they lead to, gradient accumulators included."""
+    """Return the nodes that computed `tensors`, then all nodes that these lead to, gradient accumulators included."""
     return nodes_from(node for tensor in tensors if (node := producer(tensor)) is not None)
 
 

@@ -23,8 +23,8 @@ STATIC_INPUT = "_dynamo_static_input_type"
 def is_compiled(module: torch.nn.Module) -> bool:
     """Return True if `torch.compile` returned this module, or `module.compile()` compiled it.
 
-    A wrapper in the module's attribute CALL is looked through by its attribute `before`, the wrapped object. Relies on
-    internals of torch 2.13, present since 2.2.
+    Wrappers in the module's attribute CALL are passed over, by their attribute `before`. Relies on internals of torch
+    2.13, present since 2.2.
     """
     return _compiled_front(module) is not None
 
@@ -66,9 +66,7 @@ def compiles_nothing(front: object, module: torch.nn.Module) -> bool:
 
 
 def _compiles_own_layers() -> bool:
-    """Return True if `module.compile()` of this torch compiles torch's own layers as well, as that of torch 2.15
-    does.
-    """
+    """Return True if `module.compile()` compiles torch's own layers as well, as it does in torch 2.15."""
     return hasattr(sys.modules["torch._dynamo.eval_frame"].OptimizedModule, "_should_wrap_module_call_impl")
 
 

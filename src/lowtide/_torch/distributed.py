@@ -52,8 +52,8 @@ def n_local_collectives() -> int:
 
 @contextlib.contextmanager
 def collectives_alone() -> Iterator[None]:
-    """Compute the collectives of distributed tensors, and HSDP's sums, from this process's own parts. Relies on
-    internals of torch 2.13.
+    """Compute the collectives of distributed tensors, and HSDP's sums, from this process's own parts inside this `with`
+    block. Relies on internals of torch 2.13.
 
     Each collective takes its usual memory, but nothing is sent: a sum is this process's own addend, and all gathered
     parts are copies of this process's part.

@@ -127,7 +127,9 @@ class on_real_tensors:
 
 
 def uncompiled(obj: Any) -> Any:
-    """Return the original function if `torch.compile` returned `obj`, else `obj`. Relies on internals of torch 2.13."""
+    """Return the original function if `obj` is a result of `torch.compile`; otherwise `obj`. Relies on internals of
+    torch 2.13.
+    """
     return vars(obj).get("_torchdynamo_orig_callable", obj) if isinstance(obj, FunctionType) else obj
 
 

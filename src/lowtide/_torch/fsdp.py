@@ -19,8 +19,8 @@ Purpose = Literal["gathered parameters", "communication buffers", "gradients"]
 
 
 class ShardGroup:
-    """Parameters that `fully_shard` gathers together. Relies on internals of torch 2.13; `senders` has been possible
-    since 2.9 at the latest.
+    """Parameters that `fully_shard` gathers together. Relies on internals of torch 2.13; those behind `senders` have
+    existed since 2.9 at the latest.
     """
 
     __slots__ = ("_group",)
@@ -269,7 +269,7 @@ def meta_parameters_ungathered(refuse: Callable[[], None]) -> Iterator[None]:
 
 
 class _Gathered:
-    """Handle of a finished `unshard`."""
+    """Result of `unshard(async_op=True)` if there is nothing to wait for."""
 
     def wait(self) -> None:
         """Do nothing."""

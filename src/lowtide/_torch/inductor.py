@@ -99,7 +99,7 @@ def hindrances() -> Iterator[str]:
 
 @contextlib.contextmanager
 def always_partitioned() -> Iterator[None]:
-    """Call the partitioner instead of using caches, and compile backward at once, inside this `with` block.
+    """Have torch call the partitioner, instead of using caches, and compile backward at once, inside this `with` block.
 
     A partition from a cache would have another graph's number (`watched_calls`).
     """

@@ -81,7 +81,9 @@ def _is_marked(node: Any) -> bool:
 
 
 def _is_recomputed(node: Any) -> bool:
-    """Return True if a kernel recomputes an input of torch's own backward graph (`plain_kernels.py`)."""
+    """Return True if `node`, one or several kernels to be fused, recomputes an input of torch's own backward graph
+    (`plain_kernels.py`).
+    """
     return any(
         RECOMPUTED in origin.meta
         for kernel in node.get_nodes()

@@ -51,7 +51,7 @@ def build() -> Path:
 
 
 def load() -> ModuleType | None:
-    """Return the compiled hooks, which are built first if the setting is "1".
+    """Return the compiled hooks, which are built first if the environment variable `native_cache.SETTING` is "1".
 
     Returns None if they are not built or are switched off, and, with a warning, if they can't be built or loaded.
     """

@@ -104,9 +104,9 @@ def this_thread_only(
     """Return a global optimizer hook that calls `hook` only for steps in this thread, because other threads train other
     models.
 
-    Two steps in other threads count as well: those inside a backward pass, because a GPU's nodes run in a thread of the
-    GPU, and those of an optimizer with a parameter for which `is_ours` is True, because a step may hand its update to
-    another thread.
+    Two kinds of steps in other threads count as well: those inside a backward pass, because a GPU's nodes run in a
+    thread of the GPU, and those of an optimizer with a parameter for which `is_ours` is True, because a step may hand
+    its update to another thread.
     """
     thread = threading.get_ident()
 

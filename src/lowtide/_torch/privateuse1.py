@@ -144,7 +144,8 @@ class OverrideKernel:
     `least` bytes. Relies on internals of torch 2.13, present since 2.10.
 
     The kernel gets, before the operator's arguments, a function that continues with torch's own kernel and one that
-    continues past autograd. After the arguments it gets an object without other references, for `references`.
+    continues past autograd. After the arguments it gets an object without other references, which the function
+    `references` compares with.
     """
 
     def __init__(

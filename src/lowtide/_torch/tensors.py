@@ -201,8 +201,8 @@ def wrapper(kind: type[Any], shape: tuple[int, ...], dtype: torch.dtype, device:
 
 
 def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
-    """Swap two tensors, while each Python object keeps its identity. No graph may hold either. Relies on internals of
-    torch 2.13.
+    """Swap two tensors, while each Python object keeps its identity. No autograd graph may hold either tensor. Relies
+    on internals of torch 2.13.
 
     `torch.utils.swap_tensors` would refuse tensors with weak references, such as weights of recurrent layers.
     """
@@ -219,7 +219,7 @@ def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
 def is_leaf_tensor(tensor: torch.Tensor) -> bool:
     """Return True if no autograd node computed `tensor`. Relies on internals of torch 2.13.
 
-    Return False if `is_leaf` raises, as for a view that one call returned together with others, once the base was
+    Returns False if reading `is_leaf` raises, as for one of several views that one call returned, once their base was
     written to.
     """
     try:
