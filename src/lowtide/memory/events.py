@@ -75,7 +75,10 @@ Event: TypeAlias = Allocate | Free | Mark
 
 
 class Label(NamedTuple):
-    """Identity of a block. `module` is a module path, or the full name of a parameter or buffer."""
+    """Identity of a block: its category, the module or tensor that it is of, and the operator that allocated it.
+
+    `module` is a module path, or the full name of a parameter or buffer.
+    """
 
     category: Category
     module: str = ""
@@ -144,7 +147,10 @@ class Busy(RehearsalError):
 
 
 class Recorder(ABC):
-    """Base class of recorders of one device's events in a `with` block; `stream` is available after the block."""
+    """Base class of recorders of one device's events: `CpuRecorder`, `CudaRecorder` and `StorageLedger`.
+
+    A recorder records while its `with` block runs; `stream` is available after the block.
+    """
 
     device: str
     entry_addresses: dict[int, int]
@@ -187,9 +193,9 @@ _KINDS: dict[str, type[Event]] = {"a": Allocate, "f": Free, "m": Mark}
 
 
 def peak_between(stream: EventStream, begins: type, ends: type[T]) -> Iterator[tuple[T, int]]:
-    """Yield the data of each mark whose data is of type `ends`, with the most bytes since the last of type `begins`.
+    """Yield (data, peak bytes) for each mark whose data is of type `ends`.
 
-    The bytes count from the level at that earlier mark.
+    The peak is the most bytes held since the last mark with data of type `begins`, above the level at that mark.
     """
     level = start = peak = 0
     for event in stream.events:

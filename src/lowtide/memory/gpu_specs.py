@@ -105,11 +105,12 @@ def parse_gpus(text: str | GpuSpec) -> tuple[GpuSpec, int | None]:
 
 
 def cublas_workspace_bytes(capability: tuple[int, int], environment: Mapping[str, str] = os.environ) -> int:
-    """Return the workspace that torch allocates for each pair of a cuBLAS handle and a stream, at the first product.
+    """Return the workspace bytes that torch allocates for each pair of a cuBLAS handle and a stream.
 
-    Forward and backward run in threads with a handle each, so a training step on one stream has two. Read in
-    aten/src/ATen/cuda/CublasHandlePool.cpp (parseChosenWorkspaceSize): 8,519,680 bytes (":4096:2:16:8"), 32 MiB on
-    Hopper, and on Blackwell (10.x, 12.x) since github.com/pytorch/pytorch/pull/175344 of February 2026.
+    Torch allocates them at the first matrix product. Forward and backward run in threads with a handle each, so a
+    training step on one stream has two. The sizes were read in aten/src/ATen/cuda/CublasHandlePool.cpp
+    (parseChosenWorkspaceSize): 8,519,680 bytes (":4096:2:16:8"), 32 MiB on Hopper, and on Blackwell (10.x, 12.x) since
+    github.com/pytorch/pytorch/pull/175344 of February 2026.
     CUBLAS_WORKSPACE_CONFIG replaces them: pairs ":KiB:count".
     """
     pairs = re.findall(r":([0-9]+):([0-9]+)", environment.get("CUBLAS_WORKSPACE_CONFIG", ""))

@@ -71,7 +71,7 @@ class Memory(Displayed):
 
     @property
     def peak_bytes(self) -> int:
-        """The highest level over entry, in bytes: exact on a CPU; on CUDA of `allocated_bytes`, with rounded blocks."""
+        """The highest level over entry, in bytes. On CUDA, blocks count with the size the allocator rounds up to."""
         self._known("peak_bytes")
         return self._peak_bytes
 
@@ -91,7 +91,7 @@ class Memory(Displayed):
         return self._known("stream").stream
 
     def dels(self) -> tuple[Del, ...]:
-        """Return the bytes that a `del` of each variable would free and save; on CUDA, nothing.
+        """Return, per variable, the bytes that a `del` frees and those by which it lowers the peak; on CUDA, nothing.
 
         Variables of the measuring function that hold tensors, model outputs or containers of them are inspected at
         three moments: before backward, after it (when the optimizer steps) and at the end of the block. The last also

@@ -24,7 +24,7 @@ def in_one_line(text: str) -> str:
 
 
 def unpacked(path: Path) -> bytes:
-    """Return a file's bytes, unpacked if its name ends in .gz. Raises ValueError if it unpacks to far too much."""
+    """Return a file's bytes, unpacked if its name ends in .gz. Raises ValueError above MOST_UNPACKED times its size."""
     data = path.read_bytes()
     if path.suffix != ".gz":
         return data

@@ -22,7 +22,7 @@ _MOST_RANGES = 5
 
 @dataclass(slots=True, eq=False)
 class Branch:
-    """A module, or a group of identical siblings, with its submodules."""
+    """Branch of the decision tree: a module, or a group of identical siblings, with its bytes and submodules."""
 
     name: str
     bytes: Counter[str] = field(default_factory=Counter)

@@ -28,7 +28,7 @@ _DEEPEST_OPEN = 2
 
 
 def asset(name: str) -> str:
-    """Return the text of a packaged asset file of pages."""
+    """Return the text of a file in this package that pages contain, such as `page.css`."""
     return files("lowtide.report").joinpath(name).read_text(encoding="utf-8")
 
 

@@ -175,7 +175,7 @@ def _memory_marks(
 
 
 def legend(memory: StepMemory, moment: int, names: Collection[str]) -> str:
-    """Render a table of a step's memory at a moment as HTML: for each category its name, bytes and share."""
+    """Render a step's memory at a moment as an HTML table: bytes and share of each category in `names`."""
     total = memory.totals[moment]
     parts = total - memory.floor_bytes
     rows = []

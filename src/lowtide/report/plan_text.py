@@ -36,7 +36,7 @@ def show(plan: Plan) -> str:
 
 
 def implementations(record: Plan | Profile) -> Iterator[str]:
-    """Yield a line for each node whose outputs are recomputed other than by its recipe's first implementation."""
+    """Yield a line for each kind of autograd node recomputed other than by its recipe's first implementation."""
     for node, name in record.implementations.items():
         yield f"outputs of {node} are recomputed from {name}: the fastest way that is exact here"
 

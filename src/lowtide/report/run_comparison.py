@@ -89,7 +89,9 @@ class RunComparison:
                     yield name, old, new, ""
 
     def verdict(self) -> str:
-        """Return the change of the peak in a sentence."""
+        """Return a sentence on the change of the peak; if a run has no peak, on the numbers of new and gone
+        findings.
+        """
         change = self.peak_change
         if change is None:
             return f"{len(self.new_findings)} new findings, {len(self.gone_findings)} gone."

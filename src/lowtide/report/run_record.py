@@ -280,7 +280,7 @@ def with_step_time(run: RunRecord, planned_ms: float | None) -> RunRecord:
 
 
 def versions(made_for: Fingerprint | None = None) -> dict[str, str]:
-    """Return the versions of Lowtide, Python and torch, and the platform, for a report."""
+    """Return the versions of Lowtide, Python and torch, and the platform; torch's is that of `made_for` if given."""
     from lowtide import __version__
 
     packages = {"lowtide": __version__, "python": platform.python_version()}

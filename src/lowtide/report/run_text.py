@@ -139,5 +139,5 @@ def parts_in_words(parts: Mapping[str, int]) -> str:
 
 
 def share(part: int, whole: int) -> str:
-    """Format a share of a total, in percent."""
+    """Format `part` as a percentage of `whole`; empty if `whole` is 0."""
     return format_ratio(part / whole) if whole else ""

@@ -55,7 +55,10 @@ class Held(NamedTuple):
 def rebuild(
     device: int, segments: Sequence[Entry], actions: Sequence[Entry], annotations: Iterable[Entry], *, is_ours: bool
 ) -> History:
-    """Return the history of one device. Raises LowtideError if the actions do not lead to the segments."""
+    """Return the history of one device. Raises LowtideError if the actions do not lead to the segments.
+
+    `is_ours` is True for a snapshot that Lowtide wrote, in which stacks and annotations have a meaning of their own.
+    """
     builder = _Builder(sum(segment["total_size"] for segment in segments), actions, is_ours)
     for address, held in sorted(held_at_start(segments, actions).items()):
         builder.allocate(address, held.bytes, held.source)
