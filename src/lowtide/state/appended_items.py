@@ -1,4 +1,4 @@
-"""Undo the appends of a replayed call to external lists, such as a list of losses."""
+"""Undo what a replayed call appended to lists outside it, such as a list of losses."""
 
 from __future__ import annotations
 

@@ -94,7 +94,9 @@ ATOMS = (str, int, float, bool, types.NoneType, types.FunctionType, bytes, compl
 
 
 class Bindings:
-    """Places of one object that refer to other objects, such as entries or attributes, and their recorded contents."""
+    """Base class for the places of one object that refer to other objects, such as entries or attributes, with their
+    contents as recorded at construction.
+    """
 
     __slots__ = ("container", "held")
 

@@ -28,7 +28,9 @@ _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def identical(one: Tensor, other: Tensor, view: Geometry | None = None) -> bool:
-    """Return True if two tensors, or this view of both, have the same strides and bits (signed zeros and NaNs too)."""
+    """Return True if two tensors have the same strides and bits (also of signed zeros and NaNs); with `view`, if these
+    views of both have.
+    """
     if is_wrapping(type(one)) and is_wrapping(type(other)):  # torch would compare them in all processes
         one, other = own_part(one), own_part(other)
     if view is not None:

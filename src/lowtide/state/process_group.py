@@ -49,7 +49,7 @@ def n_computed() -> int:
 
 
 def check_sharding(modules: Iterable[torch.nn.Module]) -> None:
-    """Refuse a model that is sharded over processes in an unsupported way. Raises RehearsalError."""
+    """Raise RehearsalError if a model is sharded over processes in a way that is not supported."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported here: that takes a second
     if fsdp is None:
         return
@@ -77,7 +77,7 @@ def _unsupported_property(unit: torch.nn.Module) -> str | None:
 
 
 def check_at_rest(groups: Iterable[ShardGroup]) -> None:
-    """Refuse sharded modules that are in the middle of a step. Raises RehearsalError."""
+    """Raise RehearsalError if a module sharded by `fully_shard` is in the middle of a step."""
     for group in groups:
         if group.has_unsent_gradients:
             raise RehearsalError(
@@ -94,7 +94,11 @@ def check_at_rest(groups: Iterable[ShardGroup]) -> None:
 
 
 def check_waits_for_no_process(sent_before: int) -> None:
-    """Refuse a step that has waited for other processes. Raises RehearsalError."""
+    """Raise RehearsalError if the step that has just run has taken part in collectives, because it would wait for other
+    processes.
+
+    `sent_before` is the result of `n_sent` before the step.
+    """
     if n := n_sent() - sent_before:
         raise RehearsalError(
             f"the step waits for other processes ({n} collective operations), not counting what "

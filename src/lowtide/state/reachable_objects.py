@@ -142,7 +142,8 @@ class ReachableObjects(ReachableState):
             raise error
 
     def empty_caches(self) -> None:
-        """Empty the function caches that were empty at the beginning: the next step has to draw random numbers in them.
+        """Empty the function caches that were empty at the beginning, so that the next step draws the random numbers
+        that fill them.
 
         Between rehearsed steps the caches stay filled, because only then do the steps do the same work.
         """

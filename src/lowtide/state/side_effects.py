@@ -142,7 +142,7 @@ def _hides_writes(obj: Any) -> bool:
 
 
 class _ByIdentity:
-    """A list of objects that are compared by identity."""
+    """A list of objects, equal to another such list if both contain the same objects, compared by identity."""
 
     __slots__ = ("objects",)
 

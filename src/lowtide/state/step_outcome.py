@@ -156,9 +156,9 @@ class Outcome:
         return differing
 
     def following(self, varying: dict[str, set[str]]) -> dict[str, set[str]]:
-        """Return the results that are computed from the results in `varying`, including these, by kind and name.
+        """Return the names of results, by kind, that are computed from the results in `varying`.
 
-        Such a result may be equal in another run all the same, because rounding may hide a change.
+        They vary too, even where two runs agree, because rounding may hide a change.
         """
         all_of = {kind: set(names) for kind, names in self.digests.items()}
         if varying.get("loss"):

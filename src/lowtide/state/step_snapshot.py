@@ -111,7 +111,7 @@ class StepSnapshot:
         return self
 
     def _copy_unowned(self, parameters: list[nn.Parameter]) -> list[_TensorContents | _Storage]:
-        """Return copies of tensors that no module owns, each storage once.
+        """Return copies of the tensors that no module owns; tensors that share a storage share its copy.
 
         Tensors shaped like a parameter, such as averages of weights, are copied; others only within the limit on copied
         bytes. Changes to tensors that are not copied are reported by name.
@@ -158,8 +158,8 @@ class StepSnapshot:
     def restore(self, *, empties_caches: bool = False) -> None:
         """Restore everything for the next step.
 
-        With `empties_caches`, caches of functions that were empty are emptied too, so that the next step draws the
-        random numbers that the first one put into them.
+        With `empties_caches`, the function caches that were empty before the first step are emptied too, so that the
+        next step draws the random numbers that the first one put into them.
         """
         self._restore_all()
         if empties_caches:
@@ -204,7 +204,7 @@ class StepSnapshot:
                     content.restore()
 
     def run(self, batch: Any) -> Any:
-        """Run one step, then restore the containers in the batch."""
+        """Run one step on `batch`, then restore the containers in the batch; return the step's result."""
         assert self._step is not None
         try:
             return self._step(batch)
