@@ -416,7 +416,8 @@ class Plan(Decided):
     format: int = FORMAT
 
     def timed_by(self, planned_ms: float | None) -> Self:
-        """Return the plan with a time of the plain step: that of a step under the plan, less the extra time.
+        """Return this plan with the plain step's time: `planned_ms`, measured under the plan, less the predicted extra
+        time.
 
         Return the plan itself if it has a time of the plain step, or if `planned_ms` is None.
         """

@@ -78,7 +78,9 @@ class StepKinds:
         return bool(self._drawn)
 
     def are_irregular(self, form: str, calls: Calls) -> bool:
-        """Return True if steps with these calls, on batches of a form, differ in backward, and not in turn."""
+        """Return True if steps with these module calls, on batches of this form, differ in backward and do not take
+        turns.
+        """
         kinds = [kind for kind in self._kinds.get(form, []) if kind.calls == calls]
         return len({*kinds}) > 1 and not any(2 * n <= len(kinds) for n in _periods(kinds))
 

@@ -139,7 +139,9 @@ class TracedTrainingStep(RecordedStep):
         return bool(self._audit.by_contents)
 
     def lean_peak_bytes(self) -> int:
-        """Return the peak of the traced step itself, without optimizer state."""
+        """Return the peak of the traced step in bytes, measured under the decisions that free the most, less optimizer
+        state.
+        """
         static = self._recording.seen_static
         return static.total - static.optimizer + Timeline(self._recording.recorder.stream).peak_bytes
 

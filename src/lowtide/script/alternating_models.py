@@ -36,12 +36,14 @@ class AlternatingModels:
         """Number of further updates after which steps may begin anywhere."""
 
     def called(self, module: nn.Module) -> None:
-        """Record that the script calls a module in training."""
+        """Record a training call of `module` by the script: a backward pass through the call is awaited."""
         self._called[id(module)] = module
         self._awaited[id(module)] = [_gradient(p) for p in module.parameters()]
 
     def join(self, models: Iterable[nn.Module]) -> None:
-        """Treat `models` as one model from now on; a step then begins only after backward passes through all calls."""
+        """Treat `models` as one model from now on: a step then begins only after backward passes through all calls of
+        them.
+        """
         self._joined.update(models)
         self._n_waits = PATIENCE if self._awaits_backward() else 0
 

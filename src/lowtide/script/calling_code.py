@@ -63,7 +63,9 @@ def caller_optimizers() -> list[Optimizer]:
 
 
 def is_registered_now(module: nn.Module) -> bool:
-    """Return True if `module` is a parametrization that torch is just registering, and calls to check its result."""
+    """Return True if torch is just registering the parametrization `module`, and calls the module only to check its
+    result.
+    """
     if not isinstance(module, ParametrizationList):
         return False
     return any(frame.f_code is ParametrizationList.__init__.__code__ for frame in frames_from(sys._getframe(1)))

@@ -40,7 +40,9 @@ class CandidateModels:
         return ([], []) if any(module in self._replaced for module in modules) else (modules, optimizers)
 
     def leave(self, model: nn.Module) -> None:
-        """Record that `model` is replaced by other modules."""
+        """Record that other modules replace `model`, so that its modules are not candidates again; forget the
+        candidates.
+        """
         self._replaced.update(model.modules())
         self.forget()
 

@@ -65,9 +65,9 @@ class CompiledChecks:
     ) -> tuple[Plan, Infeasible | None]:
         """Return the cheapest of a few plans whose code inductor schedules within the budget.
 
-        `batch` has the planned size. Plans are measured without kernels, which is possible only on a CPU; elsewhere
-        `plan` is returned. If all plans are over the budget, the plan with the smallest peak is returned with the
-        error.
+        Such a plan's memory is recorded while compiled code runs without its kernels, which is possible only on a CPU;
+        elsewhere `plan` is returned. If all plans are over the budget, the plan with the smallest peak is returned with
+        the error. `batch` has the planned size.
         """
         profile = rehearsing.profile
         if profile is None or plan.budget_for == "reserved" or place_of(model).type != "cpu":

@@ -23,7 +23,7 @@ class _Detector(Protocol):
     def calls_compiled(
         self, function: Callable[..., Any], of: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call `function`, which was compiled from `of`."""
+        """Call `function`, which torch.compile returned for `of`, with `args` and `kwargs`, and return its result."""
 
 
 def watch_compiled_functions(detector: _Detector) -> Callable[[], None]:

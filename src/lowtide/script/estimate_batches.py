@@ -27,7 +27,8 @@ class BatchSize:
         """Size of the script's own batch, once it is known."""
 
     def of_other_size(self, batch: Any, *, is_first: bool) -> list[Tensor]:
-        """Return the leaf tensors, in `batch` and callers' variables, whose first dimension is the batch's.
+        """Return the leaf tensors, in `batch` and callers' variables, whose first dimension has the length of the
+        script's own batches.
 
         With `is_first`, tensors as long as the first tensor of `batch` are included: a step may begin with a smaller
         batch, such as the last one of an epoch. Computed tensors are excluded: a generator's images, for example,

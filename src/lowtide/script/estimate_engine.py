@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 
 
 class EstimateEngine:
-    """Factory of the engine for a script's estimated steps, which compares a given plan with the model and batch."""
+    """Factory of the engine that runs a script's estimated steps. It compares a plan, if given, with the model and
+    batch.
+    """
 
     def __init__(self, how: How, plan: Plan | None, *, on_any_device: bool) -> None:
-        """Run steps as `how` says, or under `plan`; `on_any_device` allows a plan that was made for another device."""
+        """Make engines as `how` says, or for `plan`; `on_any_device` allows a plan that was made for another device."""
         self._how: How = how
         self._plan, self._on_any_device = plan, on_any_device
         self._differences: tuple[str, ...] = ()
@@ -31,7 +33,7 @@ class EstimateEngine:
         self._levers: LeverStack | None = None
 
     def make(self, model: nn.Module, batch: Any) -> Engine | None:
-        """Return the engine that runs steps of `model`: under the plan, if `model` and `batch` are the plan's."""
+        """Return the engine that runs steps of `model`; None if a plan was given for another model or batch."""
         if self._plan is None:
             return engine_for(self._how, model)
         self._compare(self._plan, model, batch)

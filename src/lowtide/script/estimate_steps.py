@@ -169,7 +169,9 @@ class StepEstimator(StepListener):
             self._n_steps = 0
 
     def on_model_found(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
-        """Switch the trained model to fake tensors now, because the next step begins before a call of the model."""
+        """Switch a found model, with parameters outside modules, to fake tensors right after its first step, because
+        the next step begins before a call of the model.
+        """
         self._optimizers = optimizers
         self._enter(model, [])
 
@@ -303,7 +305,7 @@ class StepEstimator(StepListener):
         self.done = True
 
     def _answer(self, run: TwoStepRun, n_passes: int) -> None:
-        """Keep the result of `run`, which has ended: here, its memory estimate."""
+        """Keep the memory estimate of `run`, which has ended. `FakeRehearsing` keeps a profile instead."""
         self.estimate = run.estimate(n_passes)
 
     def on_model_replaced(self, model: nn.Module) -> None:

@@ -98,7 +98,7 @@ class StepFitter(PlanMonitor):
         """The last plan that was found to hold, also if another model is trained since."""
 
     def _start_with(self, rehearsing: StepRehearser) -> None:
-        """Start without a plan, for a model that is not known yet."""
+        """Start over without plans, for a model that `rehearsing` has not rehearsed yet."""
         self._calls = KnownCalls()
         self.plans = ModelPlans(self._request, rehearsing, self._in_force, self.repeats, self._calls, self._say)
         self._replanning = Replanner(self.plans, self._in_force, self._request.budget_for, self._say)
@@ -121,7 +121,7 @@ class StepFitter(PlanMonitor):
         return "took a step under its plan"
 
     def on_earlier_call(self, module: nn.Module) -> None:
-        """Count a model that is called between steps: no step counts its memory."""
+        """Count a call of `module` between two steps: neither rehearsed nor measured steps include its memory."""
         self.plans.preceding[name_of(module)] += 1
 
     # --- a step begins
@@ -156,12 +156,12 @@ class StepFitter(PlanMonitor):
         self._see_call(batch)
 
     def _see_call(self, batch: Any) -> None:
-        """Learn the form of a call in a rehearsed step."""
+        """Record the form of a call, with the arguments `batch`, as one that occurs in rehearsed steps."""
         if self.plans.plan is None or self.plans.later.is_rehearsing:
             self._calls.see(None, tensors_in_call(*batch), *batch)
 
     def on_inner_call(self, called: Callable[..., Any], batch: Any) -> None:
-        """Let the rehearsal see a call inside a step."""
+        """Pass a call inside a step on to the rehearsal, which may copy its arguments."""
         self.plans.rehearsing.on_inner_call(called, batch)
 
     def _put_in_force(self, step: BegunStep) -> None:

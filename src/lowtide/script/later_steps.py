@@ -120,7 +120,7 @@ class LaterSteps:
         self.due_at = 0
 
     def come_at(self, n_updates: int) -> None:
-        """Schedule the next measurement after this number of updates."""
+        """Schedule the next measurement for when `n_updates` updates have been counted in all."""
         self.due_at = n_updates
 
     def end(self) -> None:
@@ -150,7 +150,9 @@ class LaterSteps:
                 self.due_at = max(self.due_at, self._n_updates_with(MOST_TIME, self._measured_s))
 
     def _n_updates_with(self, most: float, spent_s: float) -> float:
-        """Return the number of updates at which `spent_s` seconds are the share `most` of ordinary steps' time."""
+        """Return the number of updates after which `spent_s` seconds are only the share `most` of the time of ordinary
+        steps.
+        """
         others_s = monotonic() - self._held_since_s - self._measured_s - self._counted_s
         return self.n_updates * spent_s / (most * max(others_s, 1e-9))
 

@@ -240,7 +240,7 @@ class ModelPlans:
                 self._say(f"note: {note}")
 
     def _when_timed(self, plan: Plan) -> str:
-        """Return words on when the share of the plan's extra time will be known; none if it is known."""
+        """Return text that says when the share of the plan's extra time will be known; empty text if it is known."""
         if plan.step_ms or not plan.predicted.extra_ms:
             return ""
         return f" (its share follows {N_UNTIMED + N_TIMED} steps after the measured one)"
@@ -250,7 +250,8 @@ class ModelPlans:
     def _accepts_over(self, why: Infeasible, model: nn.Module) -> bool:
         """Return True if the request accepts the plan with the smallest peak, which is above the budget.
 
-        Otherwise rehearse compiled blocks again, continue without a plan, or raise the error `why`.
+        Otherwise return False, and compiled blocks are rehearsed again or training continues without a plan; or raise
+        the error `why`.
         """
         if self.profile is not None and self.profile.graphs and self.replays_blocks(why, model):
             return False
@@ -448,7 +449,11 @@ class ModelPlans:
         return True
 
     def _on_unlike_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], what: str) -> None:
-        """Measure the first step of each kind whose calls are unlike those of the rehearsed steps."""
+        """Count a step whose call of `model` is unlike those of the rehearsed steps, and measure the first of each
+        form.
+
+        `KnownCalls` calls this method at such a call, with its arguments; `what` describes the difference in words.
+        """
         applied = self._in_force.held()
         n_updates, with_coming = self.later.n_updates, self.counts_coming
         self.unlike.begin(applied, model, (args, kwargs), what, n_updates=n_updates, with_coming=with_coming)
@@ -456,27 +461,33 @@ class ModelPlans:
             self.changed("model", "is often called unlike in the rehearsed steps")
 
     def _on_between_begin(self, model: nn.Module) -> None:
-        """Record memory between two steps."""
+        """Begin to record memory between two steps, in which `model` is called without training, for example in a
+        rollout.
+        """
         self.unlike.begin_between(self._in_force.held(), model, with_coming=self.counts_coming)
 
     def _on_between_end(self, n_calls: int) -> None:
-        """Compare recorded memory between two steps with the budget."""
+        """Compare the memory recorded between two steps with the budget. The model was called `n_calls` times without
+        training.
+        """
         if self.plan is not None:
             self.unlike.end_between(n_calls, self.plan.budget_bytes)
 
     def _on_unlike_backward(self, what: str) -> None:
-        """Measure the next steps after one whose backward was unlike those of the measured steps."""
+        """Schedule measurements of the next steps, because a backward pass was unlike those of measured steps, as
+        `what` says.
+        """
         if self.plan is not None and self.later.can_rehearse(self.plan):
             self.unlike.notice_backward(what, self.later)
 
     def end_unlike(self) -> None:
-        """Judge the measured step, which is over."""
+        """End the measured step that was unlike the rehearsed ones, and report its peak."""
         step, self.unlike.open = self.unlike.open, None
         assert step is not None
         self.judge_unlike(step.peak_bytes())
 
     def judge_unlike(self, measured_bytes: int) -> None:
-        """Report the peak of a step whose calls are unlike those of the rehearsed steps."""
+        """Report the measured peak of a step unlike the rehearsed ones, if no such step had a larger one."""
         assert self.plan is not None
         over_bytes = measured_bytes - self.plan.budget_bytes
         if not self.unlike.is_most(measured_bytes):

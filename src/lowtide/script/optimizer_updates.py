@@ -58,7 +58,7 @@ class OptimizerUpdates:
         return next((search for search in self._searches.values() if search.evaluates_often), None)
 
     def are_of(self, mine: set[int]) -> bool:
-        """Return True if an optimizer of any parameter with its id in `mine` has stepped."""
+        """Return True if an optimizer that has stepped holds a parameter whose id is in `mine`."""
         return any(key in self._updated for key in mine)
 
     def restart(self, optimizers: Iterable[Optimizer]) -> None:

@@ -59,7 +59,7 @@ class PartCalls:
     def made(self) -> tuple[Call, ...]:
         """Return the recorded calls, with new tensors as arguments.
 
-        Return none if the arguments of a call could not be copied, or its function was freed.
+        The result is empty if the arguments of a call could not be copied, or its function was freed.
         """
         made = list[Call]()
         for kept in self._calls.values():

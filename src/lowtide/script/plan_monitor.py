@@ -61,7 +61,9 @@ class InForce:
             self.applied = None
 
     def give_up(self) -> None:
-        """Mark the plan in force for removal by `remove_given_up`, because no hooks may be removed here."""
+        """Mark the plan in force for removal by `remove_given_up`, where its hooks must not be removed, as in an
+        optimizer's hook.
+        """
         if self.applied is not None:
             self._given_up, self.applied = self.applied, None
         self._released = None
@@ -219,7 +221,7 @@ class Measured:
     ) -> None:
         """Begin to record; if `is_checked`, compare the tensors that backward reads with the saved ones, bit by bit.
 
-        With `with_coming`, state that L-BFGS will have counts.
+        With `with_coming`, the memory before the step includes history that L-BFGS will allocate in later steps.
         """
         self._static, self._addresses = static_bytes(model, batch, optimizers, with_coming=with_coming)
         self._model, self._n_with_new_buckets = model, n_with_new_buckets(model.modules())

@@ -143,9 +143,10 @@ class StepRehearser(StepListener):
             self._parts.add(called, batch)
 
     def trial_call(self, model: nn.Module, code: Callable[..., Any], batch: Any) -> TrialCall | None:
-        """Return a call that runs all compiled code of a step: `code` on `batch`, or a repetition of several calls.
+        """Return a function and its arguments, (args, kwargs), that run all compiled code of a step.
 
-        Return None if the arguments of some calls could not be copied.
+        That is `code` on `batch`, or a repetition of several calls. Return None if the arguments of some calls could
+        not be copied.
         """
         is_one = code is not model or type(model) is not CompositeModel
         if self._parts is None or (is_one and len(self._parts) <= 1):
@@ -192,7 +193,9 @@ class StepRehearser(StepListener):
         return isinstance(self._observed, OnlineProfiler) and self._observed.may_differ(creates_graph=creates_graph)
 
     def tell_kinds(self, calls: KnownCalls) -> None:
-        """Tell `calls` in what the backward passes of the rehearsed steps differed."""
+        """Record in `calls` if the rehearsed steps differed in what backward read, and if backward built a graph
+        itself.
+        """
         if isinstance(self._observed, OnlineProfiler):
             reads = {kind.reads for kind in self._observed.kinds}
             calls.several_backwards |= len(reads) > 1

@@ -215,7 +215,11 @@ class StepRepeater(Removable):
     # --- the repetition
 
     def _begin(self, where: str, failed: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Prepare to repeat a step: free unused memory, put the plan with the smallest peak in force, and report it."""
+        """Prepare to repeat a step: free unused memory, put the plan with the smallest peak in force, and report it.
+
+        `where` names the part of the step that ran out of memory, `failed` is the text of the error, and `args` and
+        `kwargs` are those of the model's call.
+        """
         saves_more = self._applied.save_most(args, kwargs)
         gc.collect()
         if accelerator_in_use():

@@ -18,7 +18,9 @@ class StopScript(BaseException):
 
 
 class StepListener:
-    """A receiver of detected steps. Callbacks do nothing by default."""
+    """Base class of the objects that `StepDetector` informs about a program's steps. Optional callbacks do nothing
+    here.
+    """
 
     done = False
     """True once all work is done: no more steps need to be detected."""
@@ -41,31 +43,39 @@ class StepListener:
 
     @property
     def awaits(self) -> str:
-        """Text that names the event that the listener waits for."""
+        """Clause, for error messages, that says which event the listener waits for: "took a step under its plan"."""
         raise NotImplementedError
 
     def on_step_begin(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
-        """Begin a step, just before the step's first call of `model`, with the arguments `batch`, (args, kwargs)."""
+        """React to a step that begins, just before its first call of `model`, whose arguments are `batch`, (args,
+        kwargs).
+        """
         raise NotImplementedError
 
     def on_earlier_call(self, module: nn.Module) -> None:
-        """Record that `module`, which is not trained, was called after the last step: this step may have begun then."""
+        """React to a call of `module`, which is not trained, after the last step: the next step may have begun with
+        this call.
+        """
 
     def on_further_call(self, batch: Any) -> None:
-        """Continue a step: the program is about to call a module with `batch`."""
+        """React to a call of a module, with the arguments `batch`, that the program is about to make in the step in
+        progress.
+        """
 
     def on_inner_call(self, called: Callable[..., Any], batch: Any) -> None:
-        """Record that the program is about to call a module, or a compiled function, with `batch` inside a step."""
+        """React to a call of a module or compiled function, with the arguments `batch`, that is about to run inside a
+        step.
+        """
 
     def on_step_end(self, model: nn.Module) -> None:
-        """End a step: the optimizer has updated the model.
+        """React to the end of a step: the optimizer has updated `model`.
 
         Mostly called from the optimizer's hook: no hooks may be added or removed here.
         """
         raise NotImplementedError
 
     def on_model_replaced(self, model: nn.Module) -> None:
-        """Give up `model`, which began a step: another model is trained, or will be from here on.
+        """Give up `model`, with which a step began: the program trains another model, or will from here on.
 
         Steps of the new model are then observed from the beginning.
         """
@@ -76,7 +86,10 @@ class StepListener:
         return False
 
     def on_model_found(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
-        """Learn that `model` is the trained model, after an unobserved step. Called from an optimizer's hook."""
+        """React to the first update of `model`, a frozen model with a trained prompt, which shows that it is trained.
+
+        Its first step was not observed. Called from an optimizer's hook.
+        """
 
     def is_updated(self, model: nn.Module) -> bool:
         """Return True if parameters of `model` changed since the last call, which may be the end of a step.
@@ -87,13 +100,13 @@ class StepListener:
         return False
 
     def on_processes_start(self) -> None:
-        """Record that `torch.multiprocessing.spawn` starts processes before anything is trained in this one."""
+        """React to `torch.multiprocessing.spawn`, which starts processes before anything is trained in this one."""
 
     def on_timed(self, step_ms: float) -> None:
-        """Record the mean time of a step after all work is done. Called once, in an optimizer's hook or at the end."""
+        """Take the mean time of a step, once, after all work is done. Called from an optimizer's hook or at the end."""
 
     def on_unplanned_model(self) -> None:
-        """Record that another model is trained after all work is done. Called from an optimizer's hook, once for each
+        """React to the training of another model after all work is done. Called from an optimizer's hook, once for each
         model on which work is done.
         """
 

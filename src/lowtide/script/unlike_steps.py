@@ -31,10 +31,10 @@ MANY: Final = 4
 
 
 class UnlikeSteps:
-    """The steps of a planned model that are unlike the rehearsed ones, and the measurement of the one in progress."""
+    """Counter and measurements of steps that call the planned model, or run backward, unlike the rehearsed steps."""
 
     def __init__(self, calls: KnownCalls, budget_for: BudgetFor, say: Callable[[str], None]) -> None:
-        """Begin without such a step."""
+        """Start without a step unlike the rehearsed ones, whose calls `calls` knows. Messages go to `say`."""
         self.calls = calls
         self.open: Measured | None = None
         """The step in progress, if it is measured."""
@@ -57,7 +57,11 @@ class UnlikeSteps:
     def begin(
         self, applied: Applied | None, model: nn.Module, batch: Any, what: str, *, n_updates: int, with_coming: bool
     ) -> None:
-        """Count a step that is unlike the rehearsed ones because `what`, a clause; measure it if it is the first."""
+        """Count a step that is unlike the rehearsed ones, and begin to measure it if it is the first of its form.
+
+        `what` is a clause that describes the difference, `batch` has the arguments of the call that differs, and
+        `applied` is the plan in force.
+        """
         self._first_at = self._first_at if self._n else n_updates
         self._n += 1
         if what in self._said:
@@ -69,7 +73,12 @@ class UnlikeSteps:
                 self.open = self._measure(applied, model, batch, with_coming=with_coming)
 
     def notice_backward(self, what: str, later: LaterSteps) -> None:
-        """Have the next steps measured because of a backward pass unlike those so far: they may have one, too."""
+        """Let `later` measure the next steps, because a backward pass was unlike those so far: the next steps may have
+        one, too.
+
+        `what` is a clause that describes the difference. From the second time on, measurements begin just before such a
+        pass is expected again.
+        """
         if what not in self._said:
             self._said.add(what)
             self._say(f"{what}, unlike in the measured ones: its peak may be above the budget. {MEASURED}")
@@ -79,7 +88,9 @@ class UnlikeSteps:
         self._has_looked = True
 
     def begin_between(self, applied: Applied | None, model: nn.Module, *, with_coming: bool) -> None:
-        """Record the memory between two steps, where the model is called without training, once."""
+        """Begin to record memory between two steps, where the model is called without training. Only the first time is
+        recorded.
+        """
         if applied is None or self._has_recorded or several_processes():
             return
         with contextlib.suppress(RehearsalError):
@@ -87,7 +98,10 @@ class UnlikeSteps:
             self._has_recorded = True
 
     def end_between(self, n_calls: int, budget_bytes: int) -> None:
-        """Report if the recorded memory between two steps peaked above the budget, during `n_calls` of the model."""
+        """End the recording between two steps, and report if its peak is above the budget.
+
+        `n_calls` is the number of calls of the model without training.
+        """
         if self._between is None:
             return
         peak_bytes, self._between = self._between.peak_bytes(), None
@@ -100,19 +114,21 @@ class UnlikeSteps:
             )
 
     def is_most(self, measured_bytes: int) -> bool:
-        """Return True if no such step had a larger measured peak."""
+        """Record the peak of a step unlike the rehearsed ones; return True if it is the largest so far."""
         is_most = measured_bytes > self._most_bytes
         self._most_bytes = max(self._most_bytes, measured_bytes)
         return is_most
 
     def are_many(self, n_updates: int) -> bool:
-        """Return True, and count from zero again, if so many steps are of another kind that they get a rehearsal."""
+        """Return True if enough steps unlike the rehearsed ones were counted to rehearse again; then count from zero
+        again.
+        """
         are = self._n >= MANY and self._n * MANY > n_updates - self._first_at
         self._n = 0 if are else self._n
         return are
 
     def leave(self) -> None:
-        """End the measurement at any point. Repeated calls do nothing."""
+        """End measurements and recordings that are in progress. Repeated calls do nothing."""
         for each in (self.open, self._between):
             if each is not None:
                 each.leave()
