@@ -274,8 +274,8 @@ without_function_modes: Callable[[], contextlib.AbstractContextManager[Any]] = t
 
 
 def alias(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a differentiable alias of a tensor; the tensor itself if it is not strided. Relies on internals of torch
-    2.13.
+    """Return a differentiable alias of a tensor, made by the operator `aten.alias`; the tensor itself if it is not
+    strided.
     """
     return torch.ops.aten.alias.default(tensor) if is_strided(tensor) else tensor
 

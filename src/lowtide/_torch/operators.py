@@ -24,14 +24,14 @@ def op_name(func: Any) -> str:
 
 
 def changes_geometry(operator: Any) -> bool:
-    """Return True if an operator changes size or strides of its first argument in place. Relies on internals of torch
-    2.13, present since 1.12.
+    """Return True if an operator changes size or strides of its first argument in place. torch has had the tag that
+    says so since 1.12.
     """
     return torch.Tag.inplace_view in operator.tags
 
 
 def draws(operator: Any) -> bool:
-    """Return True if an operator draws random numbers. Relies on internals of torch 2.13, present since 2.0."""
+    """Return True if an operator draws random numbers. torch has had the tag that says so since 2.0."""
     return torch.Tag.nondeterministic_seeded in operator.tags
 
 

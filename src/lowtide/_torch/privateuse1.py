@@ -99,8 +99,8 @@ _AUTOCAST = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(AUTOCAST_KEY))
 
 
 def register_kernels(kernels: Mapping[str, Any], key: str) -> torch.library.Library:
-    """Register Python functions as kernels of aten operators for the lifetime of the returned library. Relies on
-    internals of torch 2.13, present since 1.13.
+    """Register Python functions as kernels of aten operators for the dispatch key `key`, as long as the returned
+    library is alive. `torch.library` has offered this since torch 1.13.
     """
     library = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     for name, kernel in kernels.items():
@@ -254,7 +254,7 @@ def remove_kernels(library: torch.library.Library) -> None:
 
 def pass_through(key: str) -> torch.library.Library:
     """Let operators that have no kernel for the dispatch key `key` fall through to the next key, as long as the
-    returned library is alive. Relies on internals of torch 2.13, present since 2.3.
+    returned library is alive. `torch.library` has offered this since torch 2.3.
     """
     library = torch.library.Library("_", "IMPL")  # type: ignore[no-untyped-call]
     library.fallback(torch.library.fallthrough_kernel, key)  # type: ignore[no-untyped-call]

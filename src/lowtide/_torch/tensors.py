@@ -217,10 +217,10 @@ def exchange(one: torch.Tensor, other: torch.Tensor) -> None:
 
 
 def is_leaf_tensor(tensor: torch.Tensor) -> bool:
-    """Return True if no autograd node computed `tensor`. Relies on internals of torch 2.13.
+    """Return True if no autograd node computed `tensor`.
 
-    Returns False if reading `is_leaf` raises, as for one of several views that one call returned, once their base was
-    written to.
+    Returns False if reading `is_leaf` raises, as in torch 2.13 for one of several views that one call returned, once
+    their base was written to.
     """
     try:
         return tensor.is_leaf
