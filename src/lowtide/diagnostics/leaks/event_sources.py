@@ -55,11 +55,11 @@ class EventSources:
             self._undo.pop()()
 
     def arguments(self) -> list[Tensor]:
-        """Return the tensors passed to the outermost running module; empty if no module is running."""
+        """Return the tensors passed to the running modules, whose memory the callers hold; empty if none is running."""
         return [tensor for value in self._values() for tensor in tensors_in(value)]
 
     def takes_containers(self) -> bool:
-        """Return True if an argument of the outermost running module may be a container that its call can extend."""
+        """Return True if an argument of a running module may be a container that its call can extend."""
         return not all(value is None or isinstance(value, Tensor | int | float | str) for value in self._values())
 
     def _values(self) -> list[Any]:
@@ -67,7 +67,7 @@ class EventSources:
         for frame in frames_from(sys._getframe(1)):
             if frame.f_code is OBSERVED_CALL_CODE:
                 with local_variables(frame) as variables:
-                    values = [*(variables.get("args") or ()), *(variables.get("kwargs") or {}).values()]
+                    values += (*(variables.get("args") or ()), *(variables.get("kwargs") or {}).values())
         return values
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
