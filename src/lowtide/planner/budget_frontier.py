@@ -36,7 +36,7 @@ class Point(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frontier(Record):
-    """A step's least extra time for each peak: `points` go from the smallest peak to the plain step, costs fall."""
+    """A step's least extra time for each peak: `points` lead from the smallest peak to the plain step."""
 
     fingerprint: Fingerprint
     plain_bytes: int

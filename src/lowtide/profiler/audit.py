@@ -138,7 +138,7 @@ class Audit(SavedTensorPacker, Observer):
 
     @property
     def shapes(self) -> list[CallShape]:
-        """The calls, with the number of tensors that each has saved."""
+        """The step's module calls, each with the number of tensors that it has saved itself."""
         shapes = [CallShape(call.id.rpartition("#")[0], call.parent) for call in self.step.calls]
         for slot in self.step.slots:
             shapes[slot.call].n_saved += 1

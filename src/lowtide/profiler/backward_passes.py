@@ -20,11 +20,11 @@ Pass = dict[int, tuple[int, int]]
 
 
 def shared_passes(index: TraceIndex, end: int) -> list[Pass]:
-    """Return the backward passes that read a slot which another pass reads too, in order of time.
+    """Return, in order of time, the backward passes that read a slot which another pass reads too.
 
-    A tensor that a node reads stays in memory until the node releases it. If backward will run again, it stays until
-    another node reads, or as long as a graph that the pass made (`create_graph`) holds it. `end` is the number of
-    events.
+    For each slot that a pass reads, the result has the event of the read, and the event until which the tensor stays in
+    memory: until the node releases it; if backward will run again, until another node reads, or as long as a graph that
+    the pass made (`create_graph`) holds the tensor. `end` is the number of events.
     """
     by_number: dict[int, Pass] = {}
     over = following = end
@@ -47,9 +47,10 @@ def shared_passes(index: TraceIndex, end: int) -> list[Pass]:
 
 
 def with_passes(profile: Profile, several: Sequence[Pass], position: Callable[[int], int]) -> Profile:
-    """Return `profile` with values, slots and calls of their own for each of `several` backward passes.
+    """Return `profile` with a copy of its values, slots and calls for each of `several` backward passes.
 
-    The first slots of `profile` must be the saved tensors in order. `position` maps an event to its position.
+    A slot's copy is read and released as in its pass. The first slots of `profile` must be the saved tensors in order.
+    `position` maps an event to its position.
     """
     if not several:
         return profile

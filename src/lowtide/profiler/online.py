@@ -347,7 +347,7 @@ class OnlineProfiler:
         return best.is_sized_by_contents or self._kinds.are_irregular(form_of(best.fingerprint), best.kind.calls)
 
     def _reads_all(self, best: TracedTrainingStep) -> bool:
-        """Return True if backward of `best` read all saved tensors that it read in any traced step of its size."""
+        """Return True if `best` has read every saved tensor that backward read in any traced step of this size."""
         traced = self._traced[best.fingerprint]
         read = frozenset[int]().union(*(slots for kind, _ in traced for _, slots in kind.reads))
         return read <= frozenset[int]().union(*(slots for _, slots in best.kind.reads))

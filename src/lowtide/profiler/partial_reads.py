@@ -77,7 +77,7 @@ class PartialReads:
         self._part_of_slot[len(self._step.slots)] = PartialRead(draft, bits, is_passable)
 
     def try_shape(self, call: int, result: Any) -> None:
-        """Record the slot of the tensor that `call`, which returned `result`, has saved only for its shape, if any."""
+        """If `call`, which returned `result`, has saved a tensor only for its shape, record that tensor's slot."""
         held, step = saved_for_shape(result), self._step
         # several slots of the call may have saved the same tensor
         n = None if held is None else step.slot_of.get(held)

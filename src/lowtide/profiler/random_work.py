@@ -198,7 +198,8 @@ def _numpy_whole(share: float, numbers: Any, low: Any, high: Any = None, size: A
 
 
 def _numpy_chosen(share: float, numbers: Any, a: Any, size: Any = None, replace: bool = True, p: Any = None) -> Any:
-    """Replace a result of numpy.random.choice by the option at `share` of the possible ones; a number means a range.
+    """Replace a result of numpy.random.choice by the option at `share` of the possible ones; a number `a` means
+    range(a).
 
     Several options without replacement stay as drawn.
     """

@@ -139,8 +139,8 @@ class TracedTrainingStep(RecordedStep):
         return bool(self._audit.by_contents)
 
     def lean_peak_bytes(self) -> int:
-        """Return the peak of the traced step in bytes, measured under the decisions that free the most, less optimizer
-        state.
+        """Return the traced step's peak in bytes, less optimizer state; it ran under the decisions that free the most
+        memory.
         """
         static = self._recording.seen_static
         return static.total - static.optimizer + Timeline(self._recording.recorder.stream).peak_bytes
@@ -243,7 +243,7 @@ class StepRecorder:
 
     @property
     def seen_static(self) -> Static:
-        """Static memory as it was when the step began."""
+        """Bytes, of all kinds of memory, that existed when the step began and that no plan changes."""
         return with_others(self._static, self._addresses, self.recorder)
 
     def mark(self, label: str, data: object) -> None:

@@ -42,7 +42,9 @@ class ManualUpdates:
             self._ends = _last_elements(model) | self._ends
 
     def returned(self, model: nn.Module) -> None:
-        """Accept parameters that a call of `model` itself has changed, as layers initialized from a batch do."""
+        """Accept changes of parameters by the call of `model` itself, such as in layers that are initialized from a
+        batch.
+        """
         if not has_others(model):
             self._ends |= _last_elements(model)
 

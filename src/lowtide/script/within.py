@@ -107,7 +107,7 @@ class Run(Displayed):
 
     @uninterrupted
     def leave(self) -> None:
-        """Restore the model and all other state, also within the block."""
+        """Restore the model and all other state; may be called before the block ends."""
         self._stack.close()
 
     @uninterrupted

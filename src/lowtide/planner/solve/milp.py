@@ -87,13 +87,16 @@ class MilpProblem:
     _last: tuple[object, _Relaxation] | None = None
 
     def add(self, usage: Floats) -> bool:
-        """Add the positions at which `usage` is most over the limit; return True if any is new."""
+        """Add to the program the positions at which `usage` is most over the limit; return True if any is new."""
         new = worst_positions(usage, self.limit, self.positions)
         self.positions += new
         return bool(new)
 
     def subtract_omitted(self, simulated: Ints, solved: Mapping[int, float]) -> None:
-        """Add to `omitted_bytes` the excess of simulated memory over the program's, at positions over the limit."""
+        """Add to `omitted_bytes` the excess of `simulated` memory over `solved`, the memory by the program's rows.
+
+        Only the program's positions at which simulated memory is over the limit count.
+        """
         for position in self.positions:
             if (over := float(simulated[position])) > self.limit:
                 more = self.omitted_bytes.get(position, 0.0) + over - solved[position]
