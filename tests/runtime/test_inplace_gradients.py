@@ -108,6 +108,20 @@ def test_a_loss_takes_two_of_its_tensors_instead_of_three() -> None:
     assert peak() == 3
 
 
+@pytest.mark.parametrize("node", NODES)
+def test_a_gradient_that_came_through_a_view_is_written_over_too(node: str) -> None:
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return OPERATORS[node].forward(x * 1).view(4, -1).view(-1, 16) * 1
+
+    x = activations()
+    plain, plain_bytes = backward(forward, x)
+    with Written(node) as written:
+        found, found_bytes = backward(forward, x)
+    assert torch.equal(found, plain)
+    assert written.nodes == [node]
+    assert found_bytes <= plain_bytes
+
+
 # --- whoever else has the gradient ------------------------------------------------------------------------------------
 
 
@@ -161,14 +175,20 @@ def values_in(held: object) -> Iterator[list[float]]:
 @pytest.mark.parametrize(
     "hold", [stored, viewed, detached, as_storage, as_numpy, retained, before_the_node, after_the_node]
 )
+@pytest.mark.parametrize("through", [None, "y", "its view"])
 @pytest.mark.parametrize("node", NODES)
-def test_a_held_gradient_keeps_its_values(node: str, hold: Callable[[torch.Tensor, list[object]], None]) -> None:
+def test_a_held_gradient_keeps_its_values(
+    node: str, through: str | None, hold: Callable[[torch.Tensor, list[object]], None]
+) -> None:
+    """Of the node's output y, or of a view of y, in whose memory the gradient of y is."""
     x = activations()
 
     def run() -> tuple[torch.Tensor, list[list[float]]]:
         held: list[object] = []
         y = OPERATORS[node].forward(x * 1)
-        hold(y, held)
+        last = y if through is None else y.view(4, -1)
+        hold(last if through == "its view" else y, held)
+        y = last
         weight = torch.linspace(0, 1, y.numel()).view(y.shape)
         (gradient,) = torch.autograd.grad((y * weight).sum(), x)
         return gradient, list(values_in(held))

@@ -144,16 +144,21 @@ def references(things: tuple[Any, ...]) -> tuple[int, ...]:
     """Count references to the first item, a tensor, and to its memory; two such counts can be compared. Relies on
     internals of torch 2.13.
 
+    A view refers to its base, in the same memory, so references to the base are counted as well.
+
     The last item is an object without other references. References to all items alike cancel out, such as references
     from callers whose frames are traced or evaluated (Dynamo, debuggers). No local variable may hold an item, because
     that would be counted.
     """
-    return (
+    counts = (
         things[0]._use_count(),
         sys.getrefcount(things[0]) - sys.getrefcount(things[-1]),
         torch._C._storage_Use_Count(things[0].untyped_storage()._cdata),
         sys.getrefcount(things[0].untyped_storage()),
     )
+    if not things[0]._is_view():
+        return counts
+    return *counts, things[0]._base._use_count(), sys.getrefcount(things[0]._base)
 
 
 def held_by_python(tensors: Sequence[Any], index: int, known: int) -> bool:

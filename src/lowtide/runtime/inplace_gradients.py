@@ -7,7 +7,8 @@ operators of backward. Such a kernel lets torch's write its result over the inco
 
 - the caller is autograd's own node, whose formula reads the gradient once (`Operator.node`);
 - nothing else refers to the gradient, nor to its memory. References of Python and of C++ are counted, and must be as
-  many as in a trial call without other references (`_tried`);
+  many as in a trial call without other references (`_counts_alone`). A gradient that went through a view of the node's
+  output, as in `log_softmax(x, -1).view(-1, n)`, is a view itself, whose base must be free of other references too;
 - torch owns the memory, all of it belongs to the gradient, and no other process shares it;
 - the result has the size and layout of the gradient.
 
@@ -352,7 +353,7 @@ def _permission_to_write(name: str, args: tuple[Any, ...]) -> tuple[InPlacePermi
     device = args[0].device.type
     if permission is None or not is_dispatched_plainly(args[0]) or not is_plain(args[0]):
         return None  # tensors of torch.func's transforms, and sparse ones, have no storage to inspect
-    if references(args) != _COUNTS.get(device, {}).get(node) or is_replaced(name, device.upper()):
+    if references(args) not in _COUNTS.get(device, {}).get(node, ()) or is_replaced(name, device.upper()):
         return None
     return (permission, operator) if _writable(operator, args[:-1]) else None
 
@@ -396,8 +397,8 @@ def _is_dense(tensor: Tensor) -> bool:
 
 
 _LOCK: Final = threading.RLock()
-_COUNTS: dict[str, Mapping[str, tuple[int, ...]]] = {}
-"""By device type and node, the reference counts of a gradient that nothing else holds."""
+_COUNTS: dict[str, Mapping[str, frozenset[tuple[int, ...]]]] = {}
+"""By device type and node, the reference counts of a gradient that nothing else holds, and of such a view."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -411,9 +412,9 @@ class _Trial:
 _trial: _Trial | None = None
 
 
-def available(device: str) -> Mapping[str, tuple[int, ...]]:
+def available(device: str) -> Mapping[str, frozenset[tuple[int, ...]]]:
     """Return the names of the nodes that can write in place on this device type with this torch. Each name is mapped to
-    the reference counts of a gradient that nothing else refers to.
+    the reference counts of a gradient that nothing else refers to, and of such a view.
 
     Each node is tried once per process: the node must call its kernel, and the counts must differ if other code refers
     to the gradient. Device types other than those in `DEVICES`, as in an estimated step, have no such nodes.
@@ -434,19 +435,33 @@ def available(device: str) -> Mapping[str, tuple[int, ...]]:
                     # the kernel belongs to other code, which has precedence
                     if is_replaced(operator.name, device.upper()):
                         continue
-                    alone, shared = (_tried(operator, device, shared=shared) for shared in (False, True))
-                    if alone is not None and shared is not None and alone != shared:
+                    if alone := _counts_alone(operator, device):
                         counts[operator.node] = alone
             _COUNTS[device] = counts
             _register_wanted()
         return _COUNTS[device]
 
 
-def _tried(operator: Operator, device: str, *, shared: bool) -> tuple[int, ...] | None:
+def _counts_alone(operator: Operator, device: str) -> frozenset[tuple[int, ...]]:
+    """Return the reference counts of a gradient that only the operator's node refers to, and of such a view.
+
+    Counts that are the same if other code refers to the gradient, or to the view's base, are left out.
+    """
+    counts = set()
+    for viewed, holders in ((False, "y"), (True, "yz")):
+        alone, *shared = (_tried(operator, device, viewed=viewed, held=held) for held in ("", *holders))
+        if alone is not None and not {None, alone} & {*shared}:
+            counts.add(alone)
+    return frozenset(counts)
+
+
+def _tried(operator: Operator, device: str, *, viewed: bool, held: str) -> tuple[int, ...] | None:
     """Run a small backward pass, and return the gradient's reference counts when the operator's node calls the
     operator.
 
-    With `shared`, other code refers to the gradient. Returns None if the node does not call the operator exactly once.
+    The gradient is that of the operator's output `y`. If `viewed`, the next operator is a view `z` of `y`, so that the
+    gradient is a view of that of `z`. Other code refers to the gradient of `held`: "y", "z" or neither. Returns None if
+    the node does not call the operator exactly once.
     """
     global _trial
     # float64 on a CPU, because the kernels that oneDNN compiles for float32 would stay in memory
@@ -457,7 +472,8 @@ def _tried(operator: Operator, device: str, *, shared: bool) -> tuple[int, ...] 
         return None
     trial = _trial = _Trial(y.grad_fn)
     try:
-        torch.autograd.grad((y * 2).sum(), [x, y] if shared else [x])
+        z = y.view(2, -1) if viewed else y
+        torch.autograd.grad((z * 2).sum(), [x, *({"y": y, "z": z}[name] for name in held)])
     finally:
         _trial = None
     return trial.counts[0] if len(trial.counts) == 1 else None
