@@ -69,7 +69,8 @@ class KnownCalls:
         self._forms: set[Form] = set()
         self._has_met = False
         """True once `see` was told of a call that is like a rehearsed one."""
-        self._is_reported = False
+        self.is_reported = False
+        """True once a step with more calls than the rehearsed one has been reported."""
 
     def begin_step(self) -> None:
         """Begin a step with its first call."""
@@ -169,11 +170,10 @@ class KnownCalls:
         else:
             self.noticed_backward("backward begins at another output of the model in this step")
 
-    def explain_excess(self) -> bool:
-        """Return True at the first step with more calls than planned, so that this is explained once; later False."""
-        is_new = self.n > self.n_planned and not self._is_reported
-        self._is_reported |= is_new
-        return is_new
+    @property
+    def is_first_excess(self) -> bool:
+        """Return True if this step has more calls than planned, and no such step was reported."""
+        return self.n > self.n_planned and not self.is_reported
 
     def in_words(self) -> str:
         """Return the numbers of calls in this step and in the rehearsed ones as a clause of a sentence."""

@@ -50,8 +50,10 @@ class CompiledChecks:
         """Record how many graphs are compiled so far, when a measured step begins."""
         self._n_compiled = n_compiled()
 
-    def can_judge(self, plan: Plan) -> bool:
-        """Return True if this step's peak can be judged: it compiled no code, or is the `PATIENCE`-th that did."""
+    def end_step(self, plan: Plan) -> bool:
+        """Count the measured step if it compiled code under `plan`; return True if its peak can be judged: it compiled
+        none, or is the `PATIENCE`-th that did.
+        """
         is_compiling = bool(plan.graphs) and n_compiled() != self._n_compiled
         self._n_compiling += is_compiling
         return not is_compiling or self._n_compiling >= PATIENCE

@@ -316,7 +316,7 @@ class StepEstimator(StepListener):
         self._has_only = False
         self._n_steps = int(self._rehearsal is not None and self._rehearsal.has_updated)
 
-    def is_updated(self, model: nn.Module) -> bool:
+    def detect_update(self, model: nn.Module) -> bool:
         """Return True if parameters of `model` were written to or replaced, and the script has no optimizer of them."""
         mine = parameter_ids(model)
         if self.answers is None or has_others(model):

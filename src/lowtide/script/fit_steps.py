@@ -269,7 +269,7 @@ class StepFitter(PlanMonitor):
             measured_bytes = step.peak_bytes()
             if self._calls.is_unlike:
                 plans.judge_unlike(measured_bytes)
-            elif plans.checks.can_judge(plans.plan):
+            elif plans.checks.end_step(plans.plan):
                 self._judge(plans.plan, step, measured_bytes, model)
 
     def _plan_if_rehearsed(self, model: nn.Module) -> None:
@@ -286,13 +286,16 @@ class StepFitter(PlanMonitor):
                 f"batches are of several sizes: up to {PATIENCE} steps are rehearsed, which take longer, and the "
                 "plan is for the largest of them"
             )
-        if rehearsing.profile is not None and not self._awaits_others(model):
+        if rehearsing.profile is not None and not self._wait_for_others(model):
             with showing(self._progress):
                 self.plans.make(rehearsing.profile, model)
             self.is_timed |= self.plans.plan is not None
 
-    def _awaits_others(self, model: nn.Module) -> bool:
-        """Return True if a model that may take turns with this one is yet to be updated: the plan has to cover both."""
+    def _wait_for_others(self, model: nn.Module) -> bool:
+        """Count a step in which models that may take turns with this one are waited for: the plan has to cover them.
+
+        Return False if there is none, or if enough steps were waited.
+        """
         self._n_waited += 1
         return self._takes_turns and self._n_waited <= TURNS and caller_has_other_optimizers(model)
 
@@ -308,7 +311,8 @@ class StepFitter(PlanMonitor):
         if over_bytes <= 0:
             self._judge_within(plan, measured_bytes)
             return
-        if self._calls.explain_excess():
+        if self._calls.is_first_excess:
+            self._calls.is_reported = True
             following = MEASURED if self.plans.changed("step", "") else FIT_SUCH
             self._say(
                 f"{self.plans.name}: {self._calls.in_words()}: its peak is {format_bytes(over_bytes)} over the budget, "
@@ -331,7 +335,7 @@ class StepFitter(PlanMonitor):
         why = over_budget(
             profile, plan.budget_bytes, over, budget_for=self._request.budget_for, added_bytes=added_bytes
         )
-        if plan.graphs and self.plans.replays_blocks(why, model):
+        if plan.graphs and self.plans.replay_blocks_whole(why, model):
             self._in_force.give_up()  # hooks may be changed in the next step
             self.plans.over, self.plans.checks = [], CompiledChecks(self._say)
             return
@@ -438,9 +442,9 @@ class StepFitter(PlanMonitor):
         self._calls.detach(shows_ends=self._shows_ends)
         self.plans.release()
 
-    def wants_more(self) -> bool:
-        """Return True if more steps have to be observed: because a batch exceeded all planned sizes, or to measure or
-        rehearse later steps.
+    def on_later_update(self) -> bool:
+        """Count an update under the plan; return True if more steps have to be observed: because a batch exceeded all
+        planned sizes, or to measure or rehearse later steps.
         """
         plans = self.plans
         plans.later.n_updates += 1  # this runs in every step, so it makes few calls

@@ -51,7 +51,7 @@ class LargerBatches:
         """Begin to wait for another batch larger than all planned ones."""
         self._n_looked = 0
 
-    def has_come(self, plan: Plan, batch: Any) -> bool:
+    def look_at(self, plan: Plan, batch: Any) -> bool:
         """Count this step; return True if its batch has more elements than the batches that `plan` covers."""
         assert self._n_looked is not None
         self._n_looked += 1

@@ -19,7 +19,7 @@ class Search:
         """True if the number of evaluations depends on their results."""
         self._versions = self._written()
 
-    def has_moved(self) -> bool:
+    def detect_move(self) -> bool:
         """Return True if the parameters were written to since this method was called last."""
         before, self._versions = self._versions, self._written()
         return before != self._versions

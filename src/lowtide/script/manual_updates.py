@@ -48,8 +48,9 @@ class ManualUpdates:
         if not has_others(model):
             self._ends |= _last_elements(model)
 
-    def has_updated(self, models: Iterable[nn.Module]) -> bool:
-        """Return True if parameters changed since the last update, and the program holds no optimizer of them.
+    def detect_update(self, models: Iterable[nn.Module]) -> bool:
+        """Count an update if parameters changed since the last one; return True if the program holds no optimizer of
+        them.
 
         Raises RehearsalError after MOST changes of parameters that an optimizer does hold.
         """

@@ -160,7 +160,7 @@ class ModelPlans:
                     f"{first_line(why)} The plan with the smallest peak is in force: it keeps the budget until the "
                     f"history of L-BFGS has grown by {format_bytes(room_bytes)} of {format_bytes(history_bytes)}"
                 )
-            elif not self._accepts_over(why, model):
+            elif not self._react_to_infeasible(why, model):
                 return
         self.plan = replace(first, budget_for=self._request.budget_for)
         self.announce(self.plan)
@@ -247,13 +247,12 @@ class ModelPlans:
 
     # --- without a plan that fits
 
-    def _accepts_over(self, why: Infeasible, model: nn.Module) -> bool:
-        """Return True if the request accepts the plan with the smallest peak, which is above the budget.
+    def _react_to_infeasible(self, why: Infeasible, model: nn.Module) -> bool:
+        """Rehearse compiled blocks again, continue without a plan, or raise the error `why`, as the request says.
 
-        Otherwise return False, and compiled blocks are rehearsed again or training continues without a plan; or raise
-        the error `why`.
+        Return True if the request accepts the plan with the smallest peak instead, which is above the budget.
         """
-        if self.profile is not None and self.profile.graphs and self.replays_blocks(why, model):
+        if self.profile is not None and self.profile.graphs and self.replay_blocks_whole(why, model):
             return False
         if self._request.ends_training:
             raise why
@@ -264,9 +263,12 @@ class ModelPlans:
         self._say(f"{first_line(why)} {opening} plan with the smallest peak is in force, above the budget")
         return True
 
-    def replays_blocks(self, why: LowtideError, model: nn.Module) -> bool:
-        """Return True if compiled blocks will be rehearsed again and replayed as a whole, for the reason `why`."""
-        if not self.rehearsing.replays_blocks(model):
+    def replay_blocks_whole(self, why: LowtideError, model: nn.Module) -> bool:
+        """Drop the plan, for the reason `why`, and rehearse compiled blocks again, to be replayed as a whole.
+
+        Return False, and change nothing, if that is not possible.
+        """
+        if not self.rehearsing.replay_blocks_whole(model):
             return False
         self._say(f"{first_line(why)} {WHOLE_NEXT}")
         self.plan = None
@@ -331,7 +333,7 @@ class ModelPlans:
             check_made_for(plan.fingerprint, model)
         if self._request.budget_for == "reserved":
             torch.cuda.empty_cache()  # returns segments of rehearsed steps to the device
-        told = self._say, self._outgrown, self.changed
+        told = self._say, self._rehearse_larger, self.changed
         applied = AppliedPlans(model, self.all, *told, self.rehearsing, self.unlike.calls)
         self._in_force.applied = applied
         self._repeats.guard(model, applied)
@@ -346,7 +348,7 @@ class ModelPlans:
         if why is not None:
             if self.later.has_begun:
                 self._say(f"{first_line(why)} {SMALLEST_FOR_LARGER}")
-            elif not self._accepts_over(why, step.model):
+            elif not self._react_to_infeasible(why, step.model):
                 return False
         self.plan = best
         return True
@@ -381,7 +383,7 @@ class ModelPlans:
         """
         why = error_of_other_bits(kinds)
         self._in_force.remove()
-        if self.replays_blocks(why, model):
+        if self.replay_blocks_whole(why, model):
             self.checks = CompiledChecks(self._say)
         elif self._request.on_infeasible == "plain" or self._request.is_for_next:
             self.go_on_plain(why)
@@ -433,10 +435,10 @@ class ModelPlans:
         self.plan = self.checks.compared = self._in_force.applied.plan = plan = as_measured(plan, measured_bytes)
         return plan
 
-    def _outgrown(self, what: str) -> bool:
-        """Return True if the model will get another plan, because a batch is larger than all planned ones.
+    def _rehearse_larger(self, what: str) -> bool:
+        """Rehearse the next batch that is larger than all planned ones, because such a batch has come.
 
-        `what` describes the batch in words.
+        `what` describes the batch in words. Return False if it can't get another plan.
         """
         assert self.plan is not None
         if not self.larger.can_be_planned(self.plan):

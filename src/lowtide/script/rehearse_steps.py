@@ -215,8 +215,8 @@ class StepRehearser(StepListener):
             return None
         return self._observed.peak_with(record)
 
-    def replays_blocks(self, model: nn.Module) -> bool:
-        """Return True if compiled blocks will be rehearsed again, to be replayed as a whole.
+    def replay_blocks_whole(self, model: nn.Module) -> bool:
+        """Rehearse compiled blocks again, to be replayed as a whole.
 
         Return False if that was done before, or if whole models or functions are compiled.
         """

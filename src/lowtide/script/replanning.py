@@ -41,7 +41,7 @@ class Replanner:
 
     def look_for_larger(self, plan: Plan, step: BegunStep) -> None:
         """Rehearse this step if its batch exceeds the batches that `plan` covers; else run it under its plan."""
-        if not self._plans.larger.has_come(plan, step.batch):
+        if not self._plans.larger.look_at(plan, step.batch):
             self._plans.put_in_force(step)
             return
         self._in_force.remove()

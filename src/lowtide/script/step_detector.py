@@ -149,7 +149,7 @@ class StepDetector:
             self._end_late_step()
         elif self._step.is_open and self.failed is None:
             with self._ending_on_error():
-                if self._is_updated_by_hand():
+                if self._detect_update_by_hand():
                     self._end_step()
 
     def _starts_process(self, plain: Callable[..., Any], process: BaseProcess) -> None:
@@ -162,7 +162,7 @@ class StepDetector:
     def _call(self, plain: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
         if self._step.is_late and not self._depth and self._thread.is_here() and not in_backward():
             self._end_late_step()
-        begins = not self._depth and self._is_training_call(module, (args, kwargs))
+        begins = not self._depth and self._judge_call(module, (args, kwargs))
         if self._before is None and not (begins or self._step.is_open or self._depth) and self._thread.is_here():
             self._before = weakref.ref(module)
         if self._depth or not (
@@ -211,8 +211,8 @@ class StepDetector:
             self._depth -= 1
 
     @never_compiled
-    def _is_training_call(self, module: nn.Module, given: Any) -> bool:
-        """Return True if a backward pass of training will follow this call."""
+    def _judge_call(self, module: nn.Module, given: Any) -> bool:
+        """Return True if a backward pass of training will follow this call; record calls that only look like it."""
         if not torch.is_grad_enabled() or is_tracing() or any(is_lazy(p) for p in module.parameters()):
             return False
         if in_transform():
@@ -221,7 +221,7 @@ class StepDetector:
             )
             return False
         if not any(p.requires_grad for p in module.parameters()):
-            return self._is_prompt_call(module, given)
+            return self._judge_frozen_call(module, given)
         if not module.training:
             if self.model is None:
                 self._prompted.evaluated(module)
@@ -235,7 +235,7 @@ class StepDetector:
         self.unseen.in_other_thread |= not is_here
         return is_here
 
-    def _is_prompt_call(self, module: nn.Module, given: Any) -> bool:
+    def _judge_frozen_call(self, module: nn.Module, given: Any) -> bool:
         """Return True if a frozen module of the known model is called and passes gradients on to a trained prompt.
 
         While the trained model is unknown, record the module instead.
@@ -285,9 +285,9 @@ class StepDetector:
 
     def _end_step_if_over(self) -> None:
         """End the open step if its update is over, which this next call shows."""
-        if self._all_stepped() or self._is_updated_by_hand():
+        if self._all_stepped() or self._detect_update_by_hand():
             self._end_step()  # a parameter had a gradient, but is in no optimizer
-        elif (search := self.updates.search()) is not None and search.has_moved():
+        elif (search := self.updates.search()) is not None and search.detect_move():
             self._step.stepped(search.optimizer)
             self._end_step()
 
@@ -336,11 +336,11 @@ class StepDetector:
             self.updates.restart(optimizers)
             self._give_up(join_models(trained))
 
-    def _is_updated_by_hand(self) -> bool:
+    def _detect_update_by_hand(self) -> bool:
         """Return True if the model's parameters were updated without an optimizer of torch."""
         if self.updates.n or self.updates.are_in_progress or self.model is None:
             return False
-        return self.listener.is_updated(self.model) or self.by_hand.has_updated(self._step.called.values())
+        return self.listener.detect_update(self.model) or self.by_hand.detect_update(self._step.called.values())
 
     def _is_elsewhere(self, optimizer: Optimizer) -> bool:
         """Return True if the optimizer steps in a thread that is not observed, and updates no parameter of the
@@ -376,7 +376,7 @@ class StepDetector:
             self._takes_turns(others)
         if self.listener.done:
             if self._waits_until and self.model is not None and held & parameter_ids(self.model):
-                self._waits_until = 0 if self.listener.wants_more() else self._waits_until
+                self._waits_until = 0 if self.listener.on_later_update() else self._waits_until
             return
         if not self._step.is_open:
             self._candidates.updated(optimizer)
@@ -403,7 +403,7 @@ class StepDetector:
         self.updates.last[id(optimizer)] = self.updates.n
         if monitor.is_timing:
             monitor.count_time(optimizer)
-        if not monitor.n_others and self.listener.wants_more() and (model := monitor.model()) is not None:
+        if not monitor.n_others and self.listener.on_later_update() and (model := monitor.model()) is not None:
             self._resume(model, monitor.optimizers())
 
     def _start_over(self, optimizer: Optimizer) -> None:

@@ -91,7 +91,7 @@ class StepListener:
         Its first step was not observed. Called from an optimizer's hook.
         """
 
-    def is_updated(self, model: nn.Module) -> bool:
+    def detect_update(self, model: nn.Module) -> bool:
         """Return True if parameters of `model` changed since the last call, which may be the end of a step.
 
         Called if no optimizer has stepped so far. Only listeners with fake tensors override it: the detector itself
@@ -120,7 +120,7 @@ class StepListener:
         changed, as in `on_step_end`.
         """
 
-    def wants_more(self) -> bool:
+    def on_later_update(self) -> bool:
         """Return True if more steps are needed. Called after each update once all work is done."""
         return False
 
