@@ -34,18 +34,21 @@ class HandUpdates:
         self._n_backwards: dict[int, int] = {}  # id of a module -> backward passes before its last call
         self._weights: dict[int, tuple[float, ...]] = {}  # id of a parameter -> some of its values
 
-    def has_updated(self, module: nn.Module) -> bool:
-        """Return True if weights of `module` have changed since its previous call, with a backward pass in between."""
-        return self._have_changed(id(module), lambda: _trained(module))
+    def compare_weights(self, module: nn.Module) -> bool:
+        """Return True if weights of `module` have changed since its previous call, with a backward pass in between;
+        record them for the next call.
+        """
+        return self._compare(id(module), lambda: _trained(module))
 
-    def has_updated_leaves(self, nodes: Iterable[Node]) -> bool:
-        """Return True if leaves of the graph at `nodes` have changed, or are new tensors, since the last backward pass.
+    def compare_leaves(self, nodes: Iterable[Node]) -> bool:
+        """Return True if leaves of the graph at `nodes` have changed, or are new tensors, since the last backward pass;
+        record them for the next one.
 
         For loops that call no model.
         """
-        return self._have_changed(_WITHOUT_MODEL, lambda: _leaves(nodes))
+        return self._compare(_WITHOUT_MODEL, lambda: _leaves(nodes))
 
-    def _have_changed(self, number: int, tensors: Callable[[], Iterable[Tensor]]) -> bool:
+    def _compare(self, number: int, tensors: Callable[[], Iterable[Tensor]]) -> bool:
         if self._calls.last_updates or self._n_backwards.get(number) == self._calls.n_backwards:
             return False
         self._n_backwards[number] = self._calls.n_backwards

@@ -101,9 +101,9 @@ class Inspector:
         if self.has_model:
             return
         self._watched_from = self._watched_from or self._installed_at
-        if self._by_hand.has_updated_leaves(nodes):
+        if self._by_hand.compare_leaves(nodes):
             self.boundaries.stepped(self._after_backward)
-        if self.has_begun and self.boundaries.is_next_step(key):
+        if self.has_begun and self.boundaries.count_step(key):
             self._begin_step()
         self.has_begun = True
         self.boundaries.called(key)
@@ -133,9 +133,9 @@ class Inspector:
 
     def _begin_step_or_inspect(self, key: int, module: nn.Module, *, has_gradients: bool) -> None:
         """Begin a step if this call of `module` is its first; otherwise inspect memory that the step has left."""
-        if has_gradients and self._by_hand.has_updated(module):
+        if has_gradients and self._by_hand.compare_weights(module):
             self.boundaries.stepped(next_sequence_number())
-        if self.has_begun and self.boundaries.is_next_step(key):
+        if self.has_begun and self.boundaries.count_step(key):
             self._begin_step()
         elif self.has_begun and has_gradients:
             self._inspect_suspect(key, module)

@@ -48,8 +48,8 @@ class StepBoundaries:
         """Record that a model is called at the place `key`."""
         self._called[key] = self.n_updates
 
-    def is_next_step(self, key: int) -> bool:
-        """Return True, and count the step, if a call at the place `key` begins a new step."""
+    def count_step(self, key: int) -> bool:
+        """Count a step if a call at the place `key` begins a new one; return True if so."""
         before = self._called.get(key)
         if before is None or before == self.n_updates:
             return False
@@ -60,7 +60,6 @@ class StepBoundaries:
     def is_due(self) -> bool:
         """Return True if memory should be inspected at this boundary."""
         if self._n <= FIRST:
-            self._exempt = self._spent
             return True
         is_power_of_two = not self._n & (self._n - 1)
         return self.has_time() and (is_power_of_two or self._has_grown())
