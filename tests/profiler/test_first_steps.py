@@ -328,7 +328,7 @@ def test_only_without_torchscript_a_layer_that_is_called_again_is_a_block(is_scr
     if is_scripted:
         model.layer[1] = torch.jit.script(model.layer[1])
     blocks = AuditedBlocks(model, FsdpUnits(model), torch.device("cpu"), frugal=True)
-    of_each_call = [blocks.is_freed(model.layer, in_call=call) for call in (0, 0, 7)]
+    of_each_call = [blocks.begin_call(model.layer, in_call=call) for call in (0, 0, 7)]
     assert of_each_call == [False, not is_scripted, False]
 
 

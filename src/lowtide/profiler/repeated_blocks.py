@@ -39,12 +39,11 @@ class AuditedBlocks:
         would hold them twice.
         """
 
-    def is_freed(self, module: nn.Module, *, in_call: int) -> bool:
-        """Return True if the audit frees the tensors that a call of `module` saves, in order to save memory.
+    def begin_call(self, module: nn.Module, *, in_call: int) -> bool:
+        """Record a call of `module`; return True if the audit frees the tensors that it saves, in order to save memory.
 
         A frugal audit does so for the blocks in `freed`, and for a module with children that was already called during
-        the same call of the model, such as a layer used several times. `in_call` is the index of the model's call. Ask
-        exactly once for each call of `module`, when it begins: the answer counts earlier questions as calls.
+        the same call of the model, such as a layer used several times. `in_call` is the index of the model's call.
         """
         call = in_call, id(module)
         is_called_again = call in self._called

@@ -68,7 +68,7 @@ class ReplayTrials:
         change, and decide if its saved tensors will be freed.
         """
         module, step = frame.interceptor.module, self._step
-        is_block = self._blocks.is_freed(module, in_call=step.open_calls[0].index)
+        is_block = self._blocks.begin_call(module, in_call=step.open_calls[0].index)
         opened.frame, opened.is_freed = frame, is_block and not step.is_in_freed_block
         if self._why_refused(module) is None:
             opened.own_state = CodeState(module, frame.call_context)

@@ -293,7 +293,7 @@ class ForwardPass:
             mutable_state = interceptor.mutable_state
             known = mutable_state.as_known()
             is_as_planned = not mutable_state.is_overwritten if known is not None else self.may_replay(interceptor)
-            if not (is_as_planned and torch.is_grad_enabled() and self.hooks_are_active(interceptor)):
+            if not (is_as_planned and torch.is_grad_enabled() and self.check_hooks(interceptor)):
                 replay = advance = False
         if outer is not None:
             outer.nested.append((interceptor, replay))
@@ -351,7 +351,7 @@ class ForwardPass:
             self.engine.relied_on.of(handle.value, tensor)
         return handle
 
-    def hooks_are_active(self, interceptor: CallInterceptor) -> bool:
+    def check_hooks(self, interceptor: CallInterceptor) -> bool:
         """Return True if saved tensors reach Lowtide's hooks here; report it if they do not."""
         hooks = saved_tensor_hooks()
         if hooks is not None and hooks[1] is unpack:

@@ -65,7 +65,7 @@ class PlanGuard:
         changed: Changed = lambda kind, what: False,
         calls: KnownCalls | None = None,
     ) -> None:
-        self._model, self._plan, self._say, self._is_taken, self._is_changed = model, plan, say, outgrown, changed
+        self._model, self._plan, self._say, self._on_outgrown, self._on_changed = model, plan, say, outgrown, changed
         self._calls = calls or KnownCalls()
         self._known = [shapes_in(words) for words in plan.input_shapes]
         self._fitting: set[Shapes] = set()
@@ -93,16 +93,18 @@ class PlanGuard:
         if shapes not in self._fitting and not self._fits(shapes):
             given, planned = in_words(tensors), " and for ".join(self._plan.input_shapes)
             what = f"was given {given}, and the plan is for {planned}"
-            if elements(shapes) > self._most and self._is_taken(what):
+            if elements(shapes) > self._most and self._on_outgrown(what):
                 self._stop()
             else:
-                self._outgrown(what)
+                self._warn(what)
         elif (
             self._ids_now() != self._ids or any(map(_REQUIRES_GRAD, self._frozen))
         ) and self._n_now() > self._n_trained:
-            self._changed(f"has {self._n_now()} parameters that are trained, and the plan is for {self._n_trained}")
+            self._report_change(
+                f"has {self._n_now()} parameters that are trained, and the plan is for {self._n_trained}"
+            )
         elif self._children != self._planned_children and (path := self._replaced()) is not None:
-            self._changed(f"has another module at {path}, where the plan is for the one that it had")
+            self._report_change(f"has another module at {path}, where the plan is for the one that it had")
 
     def remove(self) -> None:
         """Remove the monitor from the model. May be called again."""
@@ -158,13 +160,13 @@ class PlanGuard:
                 return next((f"{path}.{name}".lstrip(".") for name in names), None)
         return None
 
-    def _changed(self, what: str) -> None:
-        if self._is_changed("model", what):
+    def _report_change(self, what: str) -> None:
+        if self._on_changed("model", what):
             self._stop()
         else:
-            self._outgrown(what)
+            self._warn(what)
 
-    def _outgrown(self, what: str) -> None:
+    def _warn(self, what: str) -> None:
         self._stop()
         saving = (
             "" if self._plan.fallback is None else ", though larger batches run under the plan with the smallest peak"

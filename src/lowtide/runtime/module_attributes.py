@@ -65,7 +65,7 @@ class Attributes:
         tensors: list[Tensor] = []
         if isinstance(value, list | dict) and len(value) > LARGEST:
             self._long.append((table, name, value, len(value)))
-        elif not _is_known(value, tensors):
+        elif not _add_tensors(value, tensors):
             return
         elif not tensors:
             content = _copy(value)
@@ -84,7 +84,7 @@ class Attributes:
         for table, name, key, known in self._there:
             value = table.get(name)
             tensors: list[Tensor] = []
-            if id(value) != key or not _is_known(value, tensors):
+            if id(value) != key or not _add_tensors(value, tensors):
                 continue
             if [(id(t), t._version) for t in tensors] == [(id(then()), version) for then, version in known]:
                 versions = [(tensor, tensor._version) for tensor in tensors]
@@ -137,7 +137,7 @@ class Attributes:
             if any(tensor._version == version and storage_id(tensor) in storages for tensor, version in known):
                 has_copied, tensors = True, list[Tensor]()
                 content = _copy(content, before_write)
-                _is_known(content, tensors)
+                _add_tensors(content, tensors)
                 versions = [(tensor, tensor._version) for tensor in tensors]
                 self._tensors[n] = table, name, content if isinstance(value, Tensor) else value, content, versions
         return has_copied
@@ -164,8 +164,8 @@ _KINDS: Final = (*_CONTAINERS, OrderedDict, defaultdict, Counter)
 _ATOMS: Final = frozenset(map(id, ATOMS))  # by id: a metaclass may make its classes unhashable
 
 
-def _is_known(value: Any, tensors: list[Tensor], depth: int = 0) -> bool:
-    """Return True for plain data, tensors, and containers of these; append the tensors to `tensors`."""
+def _add_tensors(value: Any, tensors: list[Tensor], depth: int = 0) -> bool:
+    """Append the tensors in `value` to `tensors`; return True for plain data, tensors, and containers of these."""
     if id(type(value)) in _ATOMS or isinstance(value, Enum):
         return True
     if isinstance(value, Tensor):
@@ -175,7 +175,7 @@ def _is_known(value: Any, tensors: list[Tensor], depth: int = 0) -> bool:
         return False
     inside = value.values() if isinstance(value, dict) else value
     names_are_plain = not isinstance(value, dict) or all(id(type(name)) in _ATOMS for name in value)
-    return names_are_plain and all(_is_known(item, tensors, depth + 1) for item in inside)
+    return names_are_plain and all(_add_tensors(item, tensors, depth + 1) for item in inside)
 
 
 def _copy(value: Any, leaf: Callable[[Any], Any] = lambda leaf: leaf) -> Any:

@@ -104,7 +104,7 @@ class Messages:
             stop = next((other for other in later if other >= end), len(self._window))
             message = _read(number, kind, self._window[start : min(stop, start + _LONGEST)])
             message = replace(message, process=self._process_at(self._offset + start))
-            if self._is_new(message):
+            if self._remember(message):
                 yield message
         del self._starts[:done]
         self._move_on(max(0, min([is_known, *(begun.start for begun in self._starts[:1])]) - 1))
@@ -121,7 +121,8 @@ class Messages:
     def _process_at(self, position: int) -> str | None:
         return next((process for start, process in reversed(self._line.processes) if start <= position), None)
 
-    def _is_new(self, message: Message) -> bool:
+    def _remember(self, message: Message) -> bool:
+        """Remember `message` by its numbers; return False if it is known, or if too many are."""
         key = hash(replace(message, text="", process=None))
         if key in self._known or len(self._known) >= MOST_KNOWN:
             return False
