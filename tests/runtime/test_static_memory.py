@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from lowtide.runtime.live_optimizers import is_of, listed, optimizers_of, state_bytes, updated_by
+from lowtide._torch.optim import parameters_of
+from lowtide.runtime.live_optimizers import is_of, listed, optimizers_of, state_bytes
 from lowtide.runtime.static_memory import _bucket_bytes, static_bytes
 
 
@@ -66,8 +67,8 @@ def test_optimizers_are_found_by_the_parameters_that_they_update() -> None:
     assert not is_of(model, others)
     assert optimizers_of(model) == optimizers_of(model, others) == [mine]
     assert (listed(None), listed(mine), listed((mine, others))) == ([], [mine], [mine, others])
-    assert [id(p) for p in updated_by(mine)] == [id(model.one.bias)]
-    assert updated_by(torch.optim.Optimizer.__new__(torch.optim.Optimizer)) == []
+    assert [id(p) for p in parameters_of(mine)] == [id(model.one.bias)]
+    assert parameters_of(torch.optim.Optimizer.__new__(torch.optim.Optimizer)) == []
 
 
 def test_garbage_is_collected_only_if_an_unknown_optimizer_is_found() -> None:

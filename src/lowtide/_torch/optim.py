@@ -1,4 +1,4 @@
-"""Private names of torch: optimizers, gradient clipping and gradient scalers."""
+"""Private names of torch: optimizers, gradient clipping and gradient scalers; an optimizer's parameters."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from typing import Any
 
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the tensors that the optimizer updates; none while it is being constructed."""
+    return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
 
 
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:

@@ -20,6 +20,7 @@ from lowtide._torch.fake_modes import (
     on_real_tensors,
     workers_without_modes,
 )
+from lowtide._torch.optim import parameters_of
 from lowtide._torch.tensors import exchange, parts_of, storage_number
 from lowtide.errors import RehearsalError
 from lowtide.estimator import sparse_tensors as sparse
@@ -151,7 +152,7 @@ def static_of(
     """
     modules = [*model.modules(), *(obj for obj in state.reached if isinstance(obj, torch.nn.Module))]
     optimizers = state.optimizers
-    updated = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    updated = [p for o in optimizers for p in parameters_of(o)]
     parameters = [*(p for module in modules for p in module.parameters(recurse=False)), *updated]
     numbers: set[int] = set()
 

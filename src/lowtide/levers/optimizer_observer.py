@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 
 from lowtide._torch import optim as torch_optim
+from lowtide._torch.optim import parameters_of
 from lowtide.levers.lever import Settings, StepContext
 from lowtide.state.step_outcome import digest
 from lowtide.state.step_snapshot import StepSnapshot
@@ -149,10 +150,10 @@ def observe(site: StepContext, optimizer: Optimizer) -> ObservedStep:
         versions.clear()
         observed._calls.clear()
 
-    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    parameters = [p for p in parameters_of(optimizer) if p.requires_grad]
     with StepSnapshot(site.model, site.batch, optimizer, site.step), contextlib.ExitStack() as hooks:
         for parameter in parameters:
-            hooks.callback(parameter.register_post_accumulate_grad_hook(note_arrival).remove)
+            hooks.callback(parameter.register_post_accumulate_grad_hook(note_arrival).remove)  # type: ignore[no-untyped-call]
         hooks.callback(optimizer.register_step_pre_hook(note_update).remove)
         hooks.enter_context(_watch_groups(optimizer, on_set))
         with _watch_calls(observed):

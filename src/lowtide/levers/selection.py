@@ -25,6 +25,7 @@ from lowtide.profiler import rehearse
 from lowtide.profiler.preconditions import check_can_rehearse
 from lowtide.report.text_table import added_time
 from lowtide.runtime.fingerprint import place_of
+from lowtide.runtime.live_optimizers import is_of
 from lowtide.state.step_outcome import is_out_of_memory
 from lowtide.state.step_snapshot import StepSnapshot
 from lowtide.units import format_bytes, format_time
@@ -251,8 +252,5 @@ def optimizer_of(model: nn.Module, step: Callable[[Any], Any], batch: Any) -> Op
     check_can_rehearse(model, step, batch)
     with StepSnapshot(model, batch, step=step) as snapshot:
         step(batch)
-        parameter_ids = {id(parameter) for parameter in model.parameters()}
-        optimizers = [
-            o for o in snapshot.optimizers if any(id(p) in parameter_ids for g in o.param_groups for p in g["params"])
-        ]
+        optimizers = [optimizer for optimizer in snapshot.optimizers if is_of(model, optimizer)]
     return optimizers[0] if len(optimizers) == 1 else None

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 import torch
@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
 from lowtide._torch.backward import backward_number
-from lowtide._torch.optim import as_grouped, norm_of
+from lowtide._torch.optim import as_grouped, norm_of, parameters_of
 from lowtide._torch.tensors import has_gradient_hooks, is_plain
 from lowtide.errors import LowtideError
 from lowtide.levers.backward_entry import BackwardEntry
@@ -53,7 +53,7 @@ ORDERS = ("model", "optimizer")
 
 def ordered_parameters(model: nn.Module, optimizer: Optimizer, order: int) -> list[Tensor]:
     """Return the optimizer's trained parameters in the order that has the index `order` in ORDERS."""
-    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    trained = [p for p in parameters_of(optimizer) if p.requires_grad]
     if ORDERS[order] == "optimizer":
         return trained
     known = set(trained)
@@ -153,8 +153,8 @@ class CommonNorm:
         """Return the parameters. Raises LowtideError if a gradient would have another norm than in the first pass."""
         if self._second_norms:
             raise LowtideError("there was one more backward pass before optimizer.step(): the update has been made.")
-        groups: Iterable[Tensor] = (p for group in self._optimizer.param_groups for p in group["params"])
-        if {p for p in (*groups, *self._model.parameters()) if p.requires_grad} != self._trained:
+        present = (*parameters_of(self._optimizer), *self._model.parameters())
+        if {p for p in present if p.requires_grad} != self._trained:
             raise LowtideError("other parameters need gradients now than when the lever was applied: apply it again.")
         for parameter in self._parameters:
             if parameter.grad is not None:

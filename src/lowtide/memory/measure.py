@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import units
+from lowtide._torch.optim import parameters_of
 from lowtide._torch.tensors import parts_of
 from lowtide.errors import RehearsalError
 from lowtide.memory import cpu_recorder as cpu
@@ -250,13 +251,12 @@ def _labels(
 def _named_tensors(
     model: nn.Module | None, optimizer: torch.optim.Optimizer | None
 ) -> Iterator[tuple[Category, str, Tensor]]:
-    parameters: dict[nn.Parameter, str] = {}
+    parameters: dict[Tensor, str] = {}
     if model is not None:
         parameters |= {parameter: name for name, parameter in model.named_parameters()}
         yield from (("buffers", name, buffer) for name, buffer in model.named_buffers())
     if optimizer is not None:
-        of_optimizer = (parameter for group in optimizer.param_groups for parameter in group["params"])
-        for number, parameter in enumerate(of_optimizer):
+        for number, parameter in enumerate(parameters_of(optimizer)):
             name = parameters.setdefault(parameter, f"parameter {number} of the optimizer")
             state = optimizer.state.get(parameter, {})
             yield from (("optimizer state", f"{name} {key}", x) for key, x in state.items() if isinstance(x, Tensor))

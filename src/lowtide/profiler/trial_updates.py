@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lowtide._torch.optim import parameters_of
 from lowtide._torch.patching import this_thread_only
 from lowtide.errors import summarize
 from lowtide.memory.measure import recorder_for
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.report.text_table import listed
 from lowtide.runtime.fingerprint import place_of
-from lowtide.runtime.live_optimizers import Optimizers, optimizers_of, state_bytes, updated_by
+from lowtide.runtime.live_optimizers import Optimizers, optimizers_of, state_bytes
 from lowtide.state.step_outcome import is_out_of_memory
 from lowtide.state.step_snapshot import StepSnapshot
 from lowtide.units import format_bytes
@@ -108,7 +109,7 @@ class Updates:
         self._unchanged, self._model = unchanged, model
         self.following = optimizers_of(model, named) if only is None else [*only]
         """Optimizers that update the model after the step if they have not done so inside it."""
-        self._updated = {id(p) for optimizer in self.following for p in updated_by(optimizer)}
+        self._updated = {id(p) for optimizer in self.following for p in parameters_of(optimizer)}
         self._stepped: set[int] = set()
         self._followed: list[Optimizer] = []
         self._has_stepped = False
@@ -150,7 +151,7 @@ class Updates:
 
     def undo(self) -> None:
         """Restore parameters that `follow` updated, because the loop may clip gradients before its own update."""
-        self._unchanged.restore_contents({id(p) for optimizer in self._followed for p in updated_by(optimizer)})
+        self._unchanged.restore_contents({id(p) for optimizer in self._followed for p in parameters_of(optimizer)})
         self._followed.clear()
 
     def notes(self) -> tuple[str, ...]:
@@ -161,7 +162,7 @@ class Updates:
 
     def _can_update(self, optimizer: Optimizer) -> bool:
         """Return True if the optimizer has gradients, and a gradient scaler would not skip the update."""
-        gradients = [p.grad for p in updated_by(optimizer) if p.grad is not None]
+        gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
         return bool(gradients) and not (self._unchanged.scales and any(not torch.isfinite(g).all() for g in gradients))
 
     def _leave_out(self, optimizer: Optimizer, why: str) -> None:

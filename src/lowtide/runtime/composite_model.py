@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from torch import nn
+from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from lowtide.planner.records import Fingerprint
@@ -21,10 +21,10 @@ class CompositeModel(nn.Module):
     tensors, such as an image that is optimized, which `register_parameter` would reject.
     """
 
-    def __init__(self, modules: Iterable[nn.Module], alone: Iterable[nn.Parameter] = ()) -> None:
+    def __init__(self, modules: Iterable[nn.Module], alone: Iterable[Tensor] = ()) -> None:
         super().__init__()
         self.alone = tuple(alone)
-        self._parameters.update((f"alone{number}", parameter) for number, parameter in enumerate(self.alone))
+        self._parameters.update((f"alone{number}", parameter) for number, parameter in enumerate(self.alone))  # type: ignore[misc]
         count: Counter[str] = Counter()
         for module in modules:
             name = name_of(module)

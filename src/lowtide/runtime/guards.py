@@ -13,6 +13,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowtide._torch.compiled_code import called_between_graphs
+from lowtide._torch.optim import parameters_of
 from lowtide.runtime.batch_tensors import in_words
 from lowtide.runtime.call_arguments import tensors_in_call
 from lowtide.runtime.call_interceptor import OuterInterceptor, pass_on
@@ -263,7 +264,7 @@ def watch_bypass(engine: Engine, say: Callable[[str], None]) -> RemovableHandle:
         if engine is None or not looks:
             return
         trained = {id(p) for p in engine.model.parameters() if p.grad is not None}
-        if not any(id(p) in trained for group in optimizer.param_groups for p in group["params"]):
+        if not any(id(p) in trained for p in parameters_of(optimizer)):
             return
         looks -= 1
         unseen[key] = unseen[key] + 1 if engine.n_runs == known.get(key, 0) else 0

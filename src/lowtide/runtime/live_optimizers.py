@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torch.optim import Optimizer
 
+from lowtide._torch.optim import parameters_of
 from lowtide._torch.tensors import parts_of
 from lowtide.runtime.batch_tensors import tensors_in
 from lowtide.utils.live_objects import live_objects
@@ -56,18 +57,13 @@ def _live_optimizers_of(model: nn.Module, known: Iterable[Optimizer]) -> list[Op
 def is_of(model: nn.Module, optimizer: Optimizer) -> bool:
     """Return True if the optimizer updates parameters of the model."""
     mine = {id(p) for p in model.parameters()}
-    return any(id(p) in mine for p in updated_by(optimizer))
-
-
-def updated_by(optimizer: Optimizer) -> list[Tensor]:
-    """Return the tensors that the optimizer updates; none while it is being constructed."""
-    return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
+    return any(id(p) in mine for p in parameters_of(optimizer))
 
 
 def state_bytes(optimizers: Iterable[Optimizer], device: torch.device) -> int:
     """Return the bytes of optimizer state on a device, without parameters and gradients that the state refers to."""
     optimizers = [*optimizers]
-    updated = [tensor for o in optimizers for p in updated_by(o) for tensor in (p, p.grad) if tensor is not None]
+    updated = [tensor for o in optimizers for p in parameters_of(o) for tensor in (p, p.grad) if tensor is not None]
     counted = _storages(updated, device)
     state = _storages(state_of(optimizers), device)
     return sum(n_bytes for address, n_bytes in state.items() if address not in counted)

@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lowtide._torch.distributed import seen_buckets
+from lowtide._torch.optim import parameters_of
 from lowtide._torch.tensors import parts_of
 from lowtide.memory import lbfgs_history as histories
 from lowtide.planner.records import Static
@@ -37,7 +38,7 @@ def static_bytes(
     # Without a process group no wrapper has buckets, and the search takes time.
     in_group = torch.distributed.is_available() and torch.distributed.is_initialized()
     wrappers = live_objects(DistributedDataParallel) if in_group else []
-    updated = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    updated = [p for o in optimizers for p in parameters_of(o)]
     trained = [*model.parameters(), *updated]
     addresses: set[int] = set()
 

@@ -25,6 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lowtide._torch.backward import backward_number, in_backward
 from lowtide._torch.compiled_code import called_between_graphs, never_compiled
 from lowtide._torch.fake_modes import n_function_modes, without_function_modes
+from lowtide._torch.optim import parameters_of
 from lowtide._torch.patching import replace_function
 from lowtide._torch.tensors import NO_STORAGE, STORAGE, STORAGE_NUMBER, is_same_memory, storage_id
 from lowtide.runtime import exposed_memory, inplace_methods
@@ -379,7 +380,7 @@ def is_overwritten(tensor: Tensor) -> bool:
 @called_between_graphs
 def _updates(optimizer: Optimizer, *_: Any) -> None:
     if plans := _plans_in_force():
-        updated = {storage_id(p) for group in optimizer.param_groups for p in group["params"] if p.grad is not None}
+        updated = {storage_id(p) for p in parameters_of(optimizer) if p.grad is not None}
         for relied_on in plans:
             relied_on.before_write(updated - {0}, f"{type(optimizer).__name__}.step()")
 

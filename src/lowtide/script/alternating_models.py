@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from lowtide._torch.optim import parameters_of
 from lowtide.runtime.fsdp_scopes import own_parameters
 from lowtide.script.calling_code import caller_optimizers
 
@@ -106,4 +107,4 @@ def parameter_ids(model: nn.Module) -> set[int]:
 
 def held_by(optimizer: Optimizer) -> set[int]:
     """Return the ids of the parameters that an optimizer updates."""
-    return ids(p for group in optimizer.param_groups for p in group["params"])
+    return ids(parameters_of(optimizer))

@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from lowtide._torch.optim import parameters_of
+
 if TYPE_CHECKING:
     from torch.optim import Optimizer
 
@@ -25,4 +27,4 @@ class Search:
         return before != self._versions
 
     def _written(self) -> list[int]:
-        return [p._version for group in self.optimizer.param_groups for p in group["params"]]
+        return [p._version for p in parameters_of(self.optimizer)]

@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
+from lowtide._torch.optim import parameters_of
 from lowtide.script.line_search import Search
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ class OptimizerUpdates:
         """Add `optimizer` to those that have updated parameters, and its parameters to the updated ones."""
         if id(optimizer) not in self.optimizers:
             self.optimizers[id(optimizer)] = optimizer
-            self._updated.update({id(p): p for group in optimizer.param_groups for p in group["params"]})
+            self._updated.update({id(p): p for p in parameters_of(optimizer)})
 
     @property
     def are_in_progress(self) -> bool:

@@ -14,6 +14,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide._torch.compiled_code import never_compiled
+from lowtide._torch.optim import parameters_of
 from lowtide._torch.patching import this_thread_only
 from lowtide._torch.tensors import parts_of
 from lowtide.memory.entry_storages import exclude_from_entry
@@ -253,7 +254,7 @@ def _text_digest(text: str) -> str:
 def _digest_state(model: nn.Module, optimizers: list[Optimizer]) -> dict[str, dict[str, str]]:
     """Return digests of the model's parameters and buffers, and of the state of the optimizers."""
     unique = {id(optimizer): optimizer for optimizer in optimizers}.values()
-    parameters = [(o, p) for o in unique for group in o.param_groups for p in group["params"]]
+    parameters = [(o, p) for o in unique for p in parameters_of(o)]
     state = [t for o, p in parameters if p in o.state for t in tensors_in(o.state[p])]
     return {
         "parameters": {name: digest(p) for name, p in model.named_parameters()},

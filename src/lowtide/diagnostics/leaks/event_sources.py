@@ -13,6 +13,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowtide._torch.backward import ENGINE, in_backward
 from lowtide._torch.checkpointed_functions import observe_checkpoints
+from lowtide._torch.optim import parameters_of
 from lowtide._torch.patching import OBSERVED_CALL_CODE, replace_function, wrap_module_calls
 from lowtide.diagnostics.leaks.call_log import tensors_in
 from lowtide.errors import LowtideError
@@ -102,6 +103,4 @@ class EventSources:
 
 
 def _parameters(of: nn.Module | Optimizer) -> Iterable[Tensor]:
-    if isinstance(of, nn.Module):
-        return of.parameters()
-    return (parameter for group in of.param_groups for parameter in group["params"])
+    return of.parameters() if isinstance(of, nn.Module) else parameters_of(of)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from lowtide._torch.fake_modes import FakeTensor
+from lowtide._torch.optim import parameters_of
 from lowtide._torch.tensors import storage_id
 from lowtide.diagnostics.leaks.call_log import tensors_in
 from lowtide.diagnostics.leaks.reference_path import is_array_of_objects
@@ -71,11 +72,6 @@ def arrays_over(tensors: dict[int, int], arrays: Iterable[Any]) -> list[tuple[in
         if id(base) in tensors:
             pairs.append((tensors[id(base)], array))
     return pairs
-
-
-def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters that an optimizer updates."""
-    return [parameter for group in getattr(optimizer, "param_groups", ()) for parameter in group["params"]]
 
 
 def state_of(optimizer: Optimizer) -> Iterator[Tensor]:

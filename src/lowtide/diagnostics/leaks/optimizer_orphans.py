@@ -10,9 +10,10 @@ from itertools import chain
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lowtide._torch.optim import parameters_of
 from lowtide._torch.tensors import storage_id
 from lowtide.diagnostics.leaks.call_log import tensors_in
-from lowtide.diagnostics.leaks.live_tensors import LiveObjects, parameters_of, storage_bytes
+from lowtide.diagnostics.leaks.live_tensors import LiveObjects, storage_bytes
 
 
 @dataclass(slots=True)

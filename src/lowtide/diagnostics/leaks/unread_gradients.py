@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from lowtide._torch.optim import parameters_of
 from lowtide._torch.tensors import has_accumulation_hooks, has_gradient_hooks, storage_id
 from lowtide.diagnostics.leaks.live_tensors import storage_bytes
 from lowtide.diagnostics.leaks.module_paths import module_names, roots_of
@@ -164,12 +165,7 @@ def _bytes_without_gradients(graph: list[Node], module: nn.Module) -> int | None
 
 def _outside_optimizers(live: LiveObjects) -> Iterator[Tensor]:
     """Yield the parameters that have a gradient and are in no optimizer."""
-    trained = {
-        id(p)
-        for optimizer in live.optimizers
-        for group in getattr(optimizer, "param_groups", ())
-        for p in group["params"]
-    }
+    trained = {id(p) for optimizer in live.optimizers for p in parameters_of(optimizer)}
     for tensor in live.tensors:
         if isinstance(tensor, nn.Parameter) and tensor.grad is not None and id(tensor) not in trained:
             yield tensor

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from lowtide._torch.cuda_history import snapshot
+from lowtide._torch.optim import parameters_of
 from lowtide._torch.tensors import storage_id
 from lowtide.diagnostics.graph.saved_tensors import storage_bytes
 from lowtide.diagnostics.oom import host_limits as host
@@ -138,9 +139,8 @@ def _new_state_bytes(optimizer: Optimizer | None) -> int:
     """Return the bytes of state that an Adam optimizer has yet to create: two copies of each parameter."""
     if not isinstance(optimizer, Adam | AdamW):
         return 0
-    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     missing = 0
-    for parameter in parameters:
+    for parameter in parameters_of(optimizer):
         if parameter.grad is not None:
             state = optimizer.state.get(parameter, {})
             existing_bytes = sum(t.nbytes for t in tensors_in(state) if t.shape == parameter.shape)

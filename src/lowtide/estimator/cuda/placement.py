@@ -13,6 +13,7 @@ from torch import nn
 from lowtide._torch.autograd_graph import nodes_behind
 from lowtide._torch.distributed import distributed_like, is_wrapping
 from lowtide._torch.fake_modes import is_fake, is_strided, make_parameter
+from lowtide._torch.optim import parameters_of
 from lowtide._torch.tensors import parts_of, share_hooks
 from lowtide.errors import RehearsalError
 from lowtide.estimator import sparse_tensors as sparse
@@ -123,8 +124,7 @@ def belongings(model: nn.Module, batch: Any, reached: Iterable[Any]) -> list[Ten
         elif isinstance(obj, torch.optim.Optimizer):
             optimizers.append(obj)
     for optimizer in optimizers:
-        # some parameters are in no module
-        tensors += [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        tensors += parameters_of(optimizer)  # some are in no module
         tensors += _state(optimizer)
     tensors += (t for t in reached if isinstance(t, torch.Tensor) and t.requires_grad and is_given(t))
     sizes = {id(tensor) for tensor in sizes_in(batch)}
