@@ -15,6 +15,7 @@ import functools
 import itertools
 import linecache
 import sys
+from collections.abc import Callable
 from types import FrameType
 from typing import NamedTuple
 
@@ -89,21 +90,19 @@ def passing() -> Taken | None:
 
 def is_only_reported() -> bool:
     """Return True if the queried value is only reported or counted."""
-    frame = _asking()
-    span = None if frame is None else _span(frame)
-    if frame is None or span is None:
-        return False
-    return any(_is_within(span, place) for place in _places(frame).reported)
+    return _is_asked_in(lambda places: places.reported)
 
 
 def is_counted() -> bool:
     """Return True if the queried value is only reported, or only added to a sum or a fraction."""
+    return _is_asked_in(lambda places: [*places.reported, *places.divided])
+
+
+def _is_asked_in(select: Callable[[_Places], list[_Span]]) -> bool:
+    """Return True if the query comes from one of the places that `select` returns, of those in its source."""
     frame = _asking()
     span = None if frame is None else _span(frame)
-    if frame is None or span is None:
-        return False
-    places = _places(frame)
-    return any(_is_within(span, place) for place in (*places.reported, *places.divided))
+    return frame is not None and span is not None and any(_is_within(span, place) for place in select(_places(frame)))
 
 
 def is_scoring() -> bool:
