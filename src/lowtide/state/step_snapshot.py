@@ -21,6 +21,7 @@ from lowtide.runtime.fingerprint import place_of
 from lowtide.runtime.host_rng import numpy_state, python_state, set_numpy_state
 from lowtide.runtime.inplace_gradients import InPlacePermission
 from lowtide.runtime.live_optimizers import Optimizers, listed
+from lowtide.runtime.offload import bytes_of
 from lowtide.state.bitwise import has_same_contents
 from lowtide.state.containers import container_restorer
 from lowtide.state.process_group import NoSync
@@ -288,7 +289,7 @@ class _Storage:
 
     def __init__(self, tensor: Tensor, *, is_first: bool) -> None:
         self.tensor, self._alias = tensor, tensor.detach()
-        self._saved = exclude_from_entry(_bytes_of(tensor).to("cpu", copy=True)) if is_first else None
+        self._saved = exclude_from_entry(bytes_of(tensor).to("cpu", copy=True)) if is_first else None
 
     def restore(self) -> None:
         now, then = self.tensor, self._alias
@@ -298,12 +299,8 @@ class _Storage:
             return
         if (storage := then.untyped_storage()).nbytes() != len(self._saved):
             storage.resize_(len(self._saved))
-        if not torch.equal((current := _bytes_of(then)).cpu(), self._saved):
+        if not torch.equal((current := bytes_of(then)).cpu(), self._saved):
             current.copy_(self._saved)
-
-
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 @dataclass(frozen=True, slots=True)
