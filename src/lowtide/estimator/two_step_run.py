@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from lowtide._torch.fake_modes import fake_mode, is_fake, without_function_modes, without_modes
@@ -105,14 +105,18 @@ class TwoStepRun:
             stack.enter_context(PythonQueries(self.answers, self._tracker))
             stack.enter_context(unpatched())
             stack.enter_context(rng_states_counted(self._tracker))
-            stack.enter_context(self._running)
-            with without_function_modes():
-                adopt(self._tracker, everything)
-                self._reducers = stack.enter_context(Reducers(self._state.reached, self._tracker))
-                stack.enter_context(sharding(self._state.reached, self._tracker))
-            self._running.enter_context(self._first_step())
-            self._stack = stack.pop_all()
+            self._start(stack, everything)
         return self
+
+    def _start(self, stack: contextlib.ExitStack, at_entry: Sequence[Tensor]) -> None:
+        """Begin the first step, in the contexts of `stack`, with the tensors `at_entry` in memory."""
+        stack.enter_context(self._running)
+        with without_function_modes():
+            adopt(self._tracker, at_entry)
+            self._reducers = stack.enter_context(Reducers(self._state.reached, self._tracker))
+            stack.enter_context(sharding(self._state.reached, self._tracker))
+        self._running.enter_context(self._first_step())
+        self._stack = stack.pop_all()
 
     def __exit__(self, *error: Any) -> None:
         self._stack.__exit__(*error)

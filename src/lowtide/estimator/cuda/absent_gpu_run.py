@@ -22,12 +22,11 @@ from lowtide.estimator.cuda.op_workspace import OpWorkspaces
 from lowtide.estimator.cuda.ops.op_registry import READ_IN
 from lowtide.estimator.cuda.placement import GpuPlacement, belongings
 from lowtide.estimator.cuda.redirect import CudaRedirect, emulated_cuda
-from lowtide.estimator.ddp_buckets import Reducers
 from lowtide.estimator.estimate_labels import labels
 from lowtide.estimator.fake_step import adopt, compiled, exclusive, planned, unpatched, unrestored_note, with_carryover
 from lowtide.estimator.fake_step_state import FakeStepState
 from lowtide.estimator.fake_tensors import FakeTensors
-from lowtide.estimator.sharded_units import on_host, sharding, units_on
+from lowtide.estimator.sharded_units import on_host, units_on
 from lowtide.estimator.two_step_run import TwoStepRun, exchange
 from lowtide.estimator.values.queries import PythonQueries
 from lowtide.levers import enable_plan_levers
@@ -138,13 +137,7 @@ class AbsentGpuRun(TwoStepRun):
             taking.append(self._tracker.on_gpu)
             stack.enter_context(PythonQueries(self.answers, self._tracker))
             stack.enter_context(unpatched())
-            stack.enter_context(self._running)
-            with without_function_modes():
-                adopt(self._tracker, at_entry)
-                self._reducers = stack.enter_context(Reducers(self._state.reached, self._tracker))
-                stack.enter_context(sharding(self._state.reached, self._tracker))
-            self._running.enter_context(self._first_step())
-            self._stack = stack.pop_all()
+            self._start(stack, at_entry)
         return self
 
     def put(self, tensors: Iterable[Tensor], resized: Callable[[Tensor], Tensor]) -> None:
