@@ -24,7 +24,7 @@ from lowtide.planner.budget_frontier import Frontier, Point
 from lowtide.units import format_bytes
 from lowtide.utils.amounts import parse_bytes
 
-INCHES = WIDTH, HEIGHT = 8.5, 5.4
+INCHES = 8.5, 5.4
 DARK, GREY, PALE, BLUE = "#24292f", "#6e7781", "#e6e8eb", "#0072b2"
 KINDS = (("#c25000", "D"), ("#6a1f5e", "s"), ("#00806a", "^"), ("#000000", "X"))
 """Colours and markers for points of other methods; points whose names begin with the same word share them. The colours,

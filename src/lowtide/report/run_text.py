@@ -11,7 +11,7 @@ from lowtide.report.plan_text import extra
 from lowtide.report.run_record import RunRecord
 from lowtide.report.step_memory import StepMemory
 from lowtide.report.text_table import added_time, decisions, listed, untimed_lines
-from lowtide.units import format_bytes, format_ratio
+from lowtide.units import format_bytes
 
 Answer = Literal["yes", "no", "open", "plain"]
 """Kinds of verdict: the step fits, does not fit, may or may not fit (something is unknown), or no budget was given."""
@@ -136,8 +136,3 @@ def parts_in_words(parts: Mapping[str, int]) -> str:
     if rest := sum(n for n, _ in largest[_PARTS:]):
         named.append(f"{format_bytes(rest)} of everything else")
     return listed(named) if named else "nothing beyond what was there"
-
-
-def share(part: int, whole: int) -> str:
-    """Format `part` as a percentage of `whole`; empty if `whole` is 0."""
-    return format_ratio(part / whole) if whole else ""
