@@ -13,9 +13,8 @@ from lowtide.profiler.block_labels import LabelledTrace, labels
 from lowtide.profiler.preconditions import check_can_rehearse
 from lowtide.profiler.trace import address
 from lowtide.profiler.trace_marks import TRACE, OptimizerState
-from lowtide.runtime.batch_tensors import tensors_in
 from lowtide.runtime.fingerprint import check_made_for, place_of
-from lowtide.runtime.live_optimizers import Optimizers
+from lowtide.runtime.live_optimizers import Optimizers, optimizer_state
 from lowtide.runtime.planned_engine import PlannedEngine
 from lowtide.state.step_arguments import accept_batch
 from lowtide.state.step_snapshot import StepSnapshot
@@ -76,6 +75,6 @@ def timeline(
             trace = LabelledTrace(PlannedEngine(model, *([] if plan is None else [plan])), recorder.mark)
             with trace.running():
                 step(batch)
-            state = [t for o in unchanged.optimizers for entry in o.state.values() for t in tensors_in(entry)]
-            recorder.mark(TRACE, OptimizerState(tuple(address(t) for t in state)))
+            state = map(address, optimizer_state(unchanged.optimizers))
+            recorder.mark(TRACE, OptimizerState(tuple(state)))
     return Timeline(recorder.stream, labels(recorder.stream, trace))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lowtide._torch.tensors import storage_id
 from lowtide.profiler.block_labels import LabelledTrace, labels
 from lowtide.profiler.trace_marks import OptimizerState, Packed, Released
-from lowtide.runtime.batch_tensors import tensors_in
+from lowtide.runtime.live_optimizers import optimizer_state
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,5 +38,4 @@ class EstimateTrace(LabelledTrace):
 
     def state(self, optimizers: Iterable[Optimizer]) -> None:
         """Record, after the step, which blocks are optimizer state."""
-        tensors = [t for o in optimizers for entry in o.state.values() for t in tensors_in(entry)]
-        self.mark(OptimizerState(tuple(map(self._address, tensors))))
+        self.mark(OptimizerState(tuple(map(self._address, optimizer_state(optimizers)))))

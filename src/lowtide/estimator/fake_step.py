@@ -32,6 +32,7 @@ from lowtide.memory.events import EventStream
 from lowtide.planner.records import Plan, Static
 from lowtide.runtime.batch_tensors import tensors_in
 from lowtide.runtime.fingerprint import check_made_for
+from lowtide.runtime.live_optimizers import optimizer_state
 from lowtide.runtime.planned_engine import PlannedEngine
 from lowtide.state.observed_changes import describe_unrestored
 
@@ -170,7 +171,7 @@ def static_of(
         buffers=add(b for module in modules for b in module.buffers(recurse=False)),
         inputs=add(tensors_in(batch)),
         gradients=add((*(p.grad for p in parameters if p.is_leaf), *buckets)),
-        optimizer=add(t for o in optimizers for entry in o.state.values() for t in tensors_in(entry)),
+        optimizer=add(optimizer_state(optimizers)),
     )
     return static, frozenset(block for number in numbers if (block := tracker.ledger.block(number)) is not None)
 

@@ -65,7 +65,7 @@ def state_bytes(optimizers: Iterable[Optimizer], device: torch.device) -> int:
     optimizers = [*optimizers]
     updated = [tensor for o in optimizers for p in parameters_of(o) for tensor in (p, p.grad) if tensor is not None]
     counted = _storages(updated, device)
-    state = _storages(state_of(optimizers), device)
+    state = _storages(optimizer_state(optimizers), device)
     return sum(n_bytes for address, n_bytes in state.items() if address not in counted)
 
 
@@ -101,6 +101,6 @@ def _storages(tensors: Iterable[Tensor], device: torch.device) -> dict[int, int]
     return {storage.data_ptr(): storage.nbytes() for storage in (part.untyped_storage() for part in parts)}
 
 
-def state_of(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+def optimizer_state(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     """Return the tensors in the optimizers' state."""
     return [tensor for o in optimizers for entry in o.state.values() for tensor in tensors_in(entry)]

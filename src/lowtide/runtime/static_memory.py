@@ -17,7 +17,7 @@ from lowtide.memory import lbfgs_history as histories
 from lowtide.planner.records import Static
 from lowtide.runtime.batch_tensors import tensors_in
 from lowtide.runtime.fingerprint import place_of
-from lowtide.runtime.live_optimizers import state_of
+from lowtide.runtime.live_optimizers import optimizer_state
 from lowtide.utils.live_objects import live_objects
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def static_bytes(
     gradients = add(p.grad for p in trained if p.is_leaf) + sum(
         _bucket_bytes(wrapper) for wrapper in wrappers if place_of(wrapper) == there
     )
-    state = add(state_of(optimizers))
+    state = add(optimizer_state(optimizers))
     growing = [o for o in optimizers if isinstance(o, torch.optim.LBFGS)]
     state += sum(add(histories.tensors_of(o)) for o in growing)
     state += sum(map(histories.missing_history_bytes, growing)) if with_coming else 0

@@ -20,7 +20,7 @@ from lowtide.runtime.batch_tensors import tensors_in
 from lowtide.runtime.fingerprint import place_of
 from lowtide.runtime.host_rng import numpy_state, python_state, set_numpy_state
 from lowtide.runtime.inplace_gradients import InPlacePermission
-from lowtide.runtime.live_optimizers import Optimizers, listed
+from lowtide.runtime.live_optimizers import Optimizers, listed, optimizer_state
 from lowtide.runtime.offload import bytes_of
 from lowtide.state.bitwise import has_same_contents
 from lowtide.state.containers import container_restorer
@@ -117,9 +117,7 @@ class StepSnapshot:
         Tensors shaped like a parameter, such as averages of weights, are copied; others only within the limit on copied
         bytes. Changes to tensors that are not copied are reported by name.
         """
-        states = {
-            id(t) for o in self._reachable.reached_optimizers for entry in o.state.values() for t in tensors_in(entry)
-        }
+        states = {*map(id, optimizer_state(self._reachable.reached_optimizers))}
         shapes = {parameter.shape for parameter in parameters} | {torch.Size([sum(p.numel() for p in parameters)])}
         copied: list[_TensorContents | _Storage] = []
         seen: set[int] = set()
