@@ -6,7 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowtide.errors import BudgetError
-from lowtide.units import format_apart, format_bytes, format_change, format_parts, format_ratio, format_time
+from lowtide.units import (
+    format_apart,
+    format_bytes,
+    format_change,
+    format_count,
+    format_parts,
+    format_ratio,
+    format_time,
+)
 from lowtide.utils.amounts import parse_budget, parse_bytes
 
 SIZES = {
@@ -181,3 +189,7 @@ def test_durations_are_written_in_three_figures(ms: float, text: str) -> None:
 def test_ratios_are_written_as_percentages(ratio: float, plain: str, signed: str) -> None:
     assert format_ratio(ratio) == plain
     assert format_ratio(ratio, signed=True) == signed
+
+
+def test_a_number_goes_with_its_noun() -> None:
+    assert [format_count(n, "block") for n in (0, 1, 2)] == ["0 blocks", "1 block", "2 blocks"]

@@ -1,4 +1,4 @@
-"""Format bytes, times and ratios: "7.8 GiB", "12.5 ms", "+4.1 %". Binary units, as torch writes them.
+"""Format bytes, times, counts and ratios: "7.8 GiB", "12.5 ms", "+4.1 %". Binary units, as torch writes them.
 
 Inside Lowtide an amount of memory is a whole number of bytes. `utils/amounts.py` parses text into bytes.
 """
@@ -56,6 +56,11 @@ def format_time(ms: float) -> str:
         if ms >= size:
             return f"{float(f'{ms / size:.3g}'):g} {unit}"
     return f"{float(f'{ms * 1000:.3g}'):g} us"
+
+
+def format_count(n: int, noun: str) -> str:
+    """Return a number with its noun, whose plural ends in s: "1 block", "3 blocks"."""
+    return f"{n} {noun}{'s' * (n != 1)}"
 
 
 def format_ratio(ratio: float, *, signed: bool = False) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from lowtide.memory.untrusted_files import in_one_line
-from lowtide.units import format_bytes, format_ratio
+from lowtide.units import format_bytes, format_count, format_ratio
 
 if TYPE_CHECKING:
     from lowtide.memory.snapshot_summary import Share, Summary
@@ -75,25 +75,21 @@ def _report(summary: Summary, top: int) -> Iterator[str]:
         ("idle beside blocks in use", end.idle_in_use_bytes, _share(end.idle_in_use_bytes, end.reserved_bytes)),
         ("idle segments", end.idle_segments_bytes, _share(end.idle_segments_bytes, end.reserved_bytes)),
     ]
-    title = f"at the end, {format_bytes(end.reserved_bytes)} in {_plural(end.n_segments, 'segment')}:"
+    title = f"at the end, {format_bytes(end.reserved_bytes)} in {format_count(end.n_segments, 'segment')}:"
     yield from _columns(title, [row for row in rows if row[1]])
 
 
 def _rows(shares: Iterable[Share], others: tuple[Share, ...] = ()) -> list[tuple[str, int, str]]:
-    rows = [(in_one_line(share.name), share.bytes, _plural(share.n_blocks, "block")) for share in shares]
+    rows = [(in_one_line(share.name), share.bytes, format_count(share.n_blocks, "block")) for share in shares]
     if others:
         n_blocks = sum(share.n_blocks for share in others)
         n_bytes = sum(share.bytes for share in others)
-        rows.append((f"{_plural(len(others), 'other')}", n_bytes, _plural(n_blocks, "block")))
+        rows.append((format_count(len(others), "other"), n_bytes, format_count(n_blocks, "block")))
     return rows
 
 
 def _share(n_bytes: int, whole: int) -> str:
     return format_ratio(n_bytes / whole) if whole else ""
-
-
-def _plural(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _columns(title: str, rows: list[tuple[str, int, str]]) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
-from lowtide.units import format_bytes
+from lowtide.units import format_bytes, format_count
 from lowtide.utils.tables import aligned
 
 if TYPE_CHECKING:
@@ -33,7 +33,7 @@ def table(
     groups = timeline.alive_at_peak()
     alive = [(name, n, "there before") for name, n in before.items()]
     for category, blocks in groups.items():
-        alive.append((category, sum(block.bytes for block in blocks), f"{len(blocks)} block{'s' * (len(blocks) > 1)}"))
+        alive.append((category, sum(block.bytes for block in blocks), format_count(len(blocks), "block")))
     alive.append(("freed since entry", -timeline.freed_from_entry(timeline.peak_index), ""))
     yield from columns("alive at the peak", alive)
     spans: dict[str, list[int]] = {}

@@ -11,7 +11,7 @@ from lowtide.report.plan_text import extra
 from lowtide.report.run_record import RunRecord
 from lowtide.report.step_memory import StepMemory
 from lowtide.report.text_table import added_time, decisions, listed, untimed_lines
-from lowtide.units import format_bytes
+from lowtide.units import format_bytes, format_count
 
 Answer = Literal["yes", "no", "open", "plain"]
 """Kinds of verdict: the step fits, does not fit, may or may not fit (something is unknown), or no budget was given."""
@@ -64,7 +64,7 @@ def verdict(run: RunRecord) -> tuple[Answer, str]:
         steps = "" if run.n_steps is None else f" in {run.n_steps} steps"
         if not n:
             return "yes", f"Nothing outlives its step{steps}."
-        return "no", f"{n} finding{'s' * (n > 1)}{steps}: memory that outlives its step."
+        return "no", f"{format_count(n, 'finding')}{steps}: memory that outlives its step."
     if run.refusal:
         return "no", f"It does not fit: {run.refusal.splitlines()[0]}{_reach(run)}"
     if peak_bytes is None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from lowtide.planner.folded_decisions import ranges
 from lowtide.planner.records import Decisions
-from lowtide.units import format_bytes, format_ratio, format_time
+from lowtide.units import format_bytes, format_count, format_ratio, format_time
 
 if TYPE_CHECKING:
     from lowtide.planner.records import Plan, Profile
@@ -114,7 +114,7 @@ def decisions(plan: Plan) -> str:
         more = [f"and {rest} more"] if rest > 0 else []
         parts += [f"{how} " + ", ".join(families[:_MOST_LISTED] + more)] if families else []
     if plan.offload:
-        tensors = f"{len(plan.offload)} tensor{'s' * (len(plan.offload) > 1)}"
+        tensors = format_count(len(plan.offload), "tensor")
         parts.append(f"offloaded {tensors}, {format_bytes(plan.predicted.host_bytes)} on the host")
     return "; ".join(parts)
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from lowtide.diagnostics.graph.graph_records import Node, Value, describe
-from lowtide.units import format_bytes
+from lowtide.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from lowtide.diagnostics.graph.whole_graph import Graph
@@ -24,7 +24,7 @@ def tree(graph: Graph) -> str:
 def summary(graph: Graph) -> str:
     """Format the number of nodes, and the memory that they keep, in one line."""
     apart = f", and {format_bytes(graph.parameter_bytes)} of parameters" if graph.parameter_bytes else ""
-    return f"{_count(len(graph.nodes), 'node')} keep {format_bytes(graph.held_bytes)}{apart}"
+    return f"{format_count(len(graph.nodes), 'node')} keep {format_bytes(graph.held_bytes)}{apart}"
 
 
 def node_line(node: Node) -> str:
@@ -37,7 +37,7 @@ def node_line(node: Node) -> str:
     if packed := sorted({kept.packed for kept in node.kept if kept.packed}):
         parts.append(f"packed as {', '.join(packed)}")
     if node.unrecorded:
-        parts.append(f"+ {_count(node.unrecorded, 'input')} not recorded")
+        parts.append(f"+ {format_count(node.unrecorded, 'input')} not recorded")
     parts += [f"in {node.module}" if node.module else "", node.line]
     return "  ".join(part for part in parts if part)
 
@@ -46,10 +46,6 @@ def value_line(value: Value) -> str:
     """Format a leaf or a constant in one line: `W  [3, 4] float32`."""
     kind = "leaf" if value.requires_grad else "constant"
     return "  ".join(part for part in (value.name or kind, describe(value), kind if value.name else "") if part)
-
-
-def _count(n: int, word: str) -> str:
-    return f"{n} {word}{'s' * (n != 1)}"
 
 
 class _Tree:

@@ -43,6 +43,7 @@ from lowtide.diagnostics.leaks.zero_grad import ZeroGradChecks
 from lowtide.errors import LowtideError
 from lowtide.report.finding import Finding
 from lowtide.report.run_record import RunRecord, versions
+from lowtide.units import format_count
 from lowtide.utils.rendering import Displayed, short_repr
 
 _MEASURED_CALLS = 2  # of each place in the code
@@ -154,11 +155,11 @@ class Watch(Displayed):
         if self._failure is not None:
             return f"the watch ended early because of an internal error: {self._failure!r}"
         caveat = ""
-        where = f"{self.n_steps} step{'s' * (self.n_steps != 1)}"
+        where = format_count(self.n_steps, "step")
         if not self._inspector.has_model and not self._inspector.boundaries.n_updates:
             caveat = "no model was called with gradients on"
         elif not self._inspector.boundaries.n_updates:
-            where = f"{self._calls.n_calls} call{'s' * (self._calls.n_calls != 1)} of the model"
+            where = f"{format_count(self._calls.n_calls, 'call')} of the model"
             caveat = "no optimizer has stepped and no weight has changed, so steps cannot be distinguished"
         if not findings:
             return "; ".join(filter(None, (f"nothing found in {where}", caveat)))

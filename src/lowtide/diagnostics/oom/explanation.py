@@ -13,7 +13,7 @@ from lowtide.diagnostics.oom.message import Message
 from lowtide.diagnostics.oom.parse_messages import Messages, candidates, most_informative
 from lowtide.diagnostics.oom.text_stream import PIECE
 from lowtide.planner.serialization import Record
-from lowtide.units import format_bytes
+from lowtide.units import format_bytes, format_count
 
 _MOST_PROCESSES = 1024
 """Largest number of processes of a log whose messages are kept apart."""
@@ -118,7 +118,7 @@ def _lines(e: Explanation) -> Iterator[str]:
     for other in e.processes:
         yield from ("", f"{other.message.process}:", *_lines(other))
     if e.further:
-        yield f"{e.further} more out-of-memory message{'s' * (e.further > 1)} in this text"
+        yield f"{format_count(e.further, 'more out-of-memory message')} in this text"
 
 
 _IN_USE = {"system": "in use", "xla": "needed by the program"}
