@@ -99,6 +99,12 @@ def is_numbered(node: Node) -> bool:
     return sequence_number(node) < _FIRST_UNNUMBERED
 
 
+def leaves_of(nodes: Iterable[Node]) -> Iterator[Tensor]:
+    """Yield the leaves that `nodes` themselves pass gradients to; a leaf may occur several times."""
+    upstream = (function for node in nodes for function, _ in node.next_functions)
+    return (variable_of(function) for function in upstream if function is not None and is_leaf(function))
+
+
 def variable_of(function: Node) -> Tensor:
     """Return the leaf whose gradient `function` accumulates."""
     return cast("Tensor", function.variable)  # type: ignore[attr-defined]

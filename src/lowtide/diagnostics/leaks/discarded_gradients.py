@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from lowtide._torch.autograd_graph import is_leaf, variable_of
+from lowtide._torch.autograd_graph import leaves_of
 from lowtide.diagnostics.leaks.live_tensors import storage_bytes
 from lowtide.diagnostics.leaks.module_paths import roots_of
 from lowtide.diagnostics.leaks.running_frames import variable_name
@@ -82,8 +82,7 @@ class DiscardedGradients:
             return
         self._n_passes += 1
         graph = computing(nodes)
-        leaves = (variable_of(n) for node in graph for n, _ in node.next_functions if n is not None and is_leaf(n))
-        unread = {id(leaf) for leaf in leaves if isinstance(leaf, nn.Parameter)}
+        unread = {id(leaf) for leaf in leaves_of(graph) if isinstance(leaf, nn.Parameter)}
         self._passes.append(_Pass(backward, unread))
         line = self._lines.setdefault(backward.place, _Line())
         if line.parameters:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from lowtide._torch.autograd_graph import is_leaf, variable_of
+from lowtide._torch.autograd_graph import leaves_of
 from lowtide.diagnostics.leaks.tensor_graphs import computing
 
 if TYPE_CHECKING:
@@ -66,8 +66,7 @@ def _trained(module: nn.Module) -> list[Tensor]:
 
 
 def _leaves(nodes: Iterable[Node]) -> list[Tensor]:
-    upstream = (function for node in computing(nodes) for function, _ in node.next_functions)
-    leaves = {function: variable_of(function) for function in upstream if function is not None and is_leaf(function)}
+    leaves = {id(leaf): leaf for leaf in leaves_of(computing(nodes))}
     return [leaf for leaf in leaves.values() if type(leaf) in (Tensor, nn.Parameter)]
 
 

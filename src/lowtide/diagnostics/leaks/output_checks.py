@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lowtide._torch.autograd_graph import components, is_leaf, is_numbered, variable_of
+from lowtide._torch.autograd_graph import components, is_numbered, leaves_of
 from lowtide._torch.nodes import output_metadata, sequence_number
 from lowtide._torch.tensors import storage_id
 from lowtide.diagnostics.leaks.call_log import Backward, Call
@@ -98,9 +98,7 @@ def record_summed_graphs(view: InspectionInput, roots: list[Any], backward: Back
         calls = [call for call in view.calls.between(min(numbers), max(numbers)) if has_made(call, numbers)]
         if len(calls) == 1 and not calls[0].backwards:
             saved, context = kept_by(part.nodes)
-            shared = {
-                storage_id(variable_of(n)) for node in part.nodes for n, _ in node.next_functions if n and is_leaf(n)
-            }
+            shared = {*map(storage_id, leaves_of(part.nodes))}
             kept = {**saved, **context}
             n_bytes = sum(n for s, n in kept.items() if s not in shared and view.known.since(s) != 0)
             of_line = graphs.setdefault(id(calls[0].stats), {})
