@@ -31,7 +31,6 @@ from lowtide.profiler.trial_updates import Update
 from lowtide.runtime.call_shapes import elements, shapes_in
 from lowtide.runtime.compiled_plan import PlanPartitioner
 from lowtide.runtime.fingerprint import fingerprint, place_of
-from lowtide.runtime.live_optimizers import optimizers_of
 from lowtide.runtime.static_memory import static_bytes
 
 if TYPE_CHECKING:
@@ -128,8 +127,7 @@ class OnlineCompiledProfiler:
             self._put_on()
         optimizers = tuple(optimizers)
         if self._steps_of:
-            waiting = [o for o in optimizers_of(self.model, optimizers) if all(o is not known for known in optimizers)]
-            self._to_come = Update.tried(self.model, waiting) if waiting else None
+            self._to_come = Update.tried(self.model, optimizers)
         size, place = fingerprint(self.model, batch), place_of(self.model)
         static, addresses = static_bytes(self.model, batch, optimizers)
         n_before, recording = n_compiled(), contextlib.ExitStack()
@@ -236,6 +234,4 @@ class OnlineCompiledProfiler:
             input_shapes=step.inputs,
             notes=(*in_words(self.model, step.static), *on_parts_only(self.model), *notes),
         )
-        if self._to_come is not None:
-            profile = replace(self._to_come.counted(profile), notes=(*profile.notes, *self._to_come.notes()))
-        return profile
+        return profile if self._to_come is None else self._to_come.counted(profile)

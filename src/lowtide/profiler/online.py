@@ -182,8 +182,7 @@ class OnlineProfiler:
             self._forget()  # the loop trains other parameters now
         optimizers = tuple(optimizers)
         if self._kinds:
-            waiting = [o for o in optimizers_of(self.model, optimizers) if all(o is not known for known in optimizers)]
-            self._to_come = Update.tried(self.model, waiting) if waiting else None
+            self._to_come = Update.tried(self.model, optimizers)
         static, addresses = static_bytes(self.model, batch, optimizers)
         known, best = self._kinds.expected(form_of(begun)), self._best
         recording = StepRecorder(begun, static, addresses, place)
@@ -379,7 +378,7 @@ class OnlineProfiler:
         if not may_wait or (is_largest and (best.plain is not None or not self._plain)):
             profile, alone = best.profile(self.model, fullest), tuple(sorted(self._left_alone))
             if self._to_come is not None:
-                profile = replace(self._to_come.counted(profile), notes=(*profile.notes, *self._to_come.notes()))
+                profile = self._to_come.counted(profile)
             profile = self._with_margin(self._with_state(profile), best)
             notes = [*self._left_alone_notes()]
             notes += best.unread_notes()

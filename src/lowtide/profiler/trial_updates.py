@@ -50,8 +50,14 @@ class Update:
     """Reason why an update could not be tried, by class of the optimizer."""
 
     @classmethod
-    def tried(cls, model: nn.Module, optimizers: Sequence[Optimizer]) -> Update:
-        """Measure an update: update `model` twice with `optimizers`, and restore it. Missing gradients are zeros."""
+    def tried(cls, model: nn.Module, stepped: Sequence[Optimizer]) -> Update | None:
+        """Measure an update by the optimizers of `model` that are not in `stepped`; return None if there are none.
+
+        They update `model` twice, which is then restored. Missing gradients are zeros.
+        """
+        optimizers = [o for o in optimizers_of(model, stepped) if all(o is not known for known in stepped)]
+        if not optimizers:
+            return None
         place = place_of(model)
         with (
             StepSnapshot(model, step=lambda _: None) as unchanged,
@@ -68,8 +74,8 @@ class Update:
         return cls(names, made_bytes, Timeline(recorder.stream).peak_bytes, updates.untried)
 
     def counted(self, profile: Profile) -> Profile:
-        """Return `profile` with the memory of the update added: optimizer state from the step's beginning on, and
-        gradients and temporary memory at the last position, because the update comes after the step.
+        """Return `profile` with the memory of the update added, and notes on it: optimizer state from the step's
+        beginning on, and gradients and temporary memory at the last position, because the update comes after the step.
         """
         base, most_bytes = list(profile.base_bytes), max(profile.gradient_bytes) + self.transient_bytes
         level, in_place = base[-1], []
@@ -80,10 +86,11 @@ class Update:
             in_place.append(replace(group, saved_bytes=(*group.saved_bytes[:-1], saved_bytes)))
             level = below
         static = replace(profile.static, optimizer=profile.static.optimizer + self.state_bytes)
-        return replace(profile, static=static, base_bytes=tuple(base), in_place=tuple(in_place))
+        notes = (*profile.notes, *self._notes())
+        return replace(profile, static=static, base_bytes=tuple(base), in_place=tuple(in_place), notes=notes)
 
-    def notes(self) -> tuple[str, ...]:
-        """Return notes for a profile: on updates whose memory is counted, and on updates that could not be tried."""
+    def _notes(self) -> tuple[str, ...]:
+        """Return notes on updates whose memory is counted, and on updates that could not be tried."""
         if not self.names:
             return _not_tried(self.untried)
         made = (
