@@ -9,20 +9,19 @@ from dataclasses import dataclass
 from lowtide.planner.folded_decisions import KINDS, fold, join
 from lowtide.planner.records import Decided, Plan, Profile
 from lowtide.planner.serialization import Record
-from lowtide.report.text_table import added_time, decisions, lever_lines, untimed_lines
+from lowtide.report.text_table import added_time, decisions, lever_lines, made_for, untimed_lines
 from lowtide.units import format_bytes, format_change, format_parts, format_ratio
 
 
 def show(plan: Plan) -> str:
     """Return a plan in about ten lines: its purpose, its memory and cost, and its decisions block by block."""
-    made_for = plan.fingerprint
     return "\n".join(
         (
             f"{format_change(plan.plain.peak_bytes, plan.predicted.peak_bytes)} peak predicted "
             f"(budget {format_bytes(plan.budget_bytes)}), {extra(plan.predicted.extra_ms, plan.step_ms)}{_bound(plan)}",
             f"  peak{format_parts(plan.predicted.peak_bytes, plan.predicted.parts)}",
             f"  held after forward: {format_change(plan.plain.held_bytes, plan.predicted.held_bytes)}",
-            f"for {made_for.model}, batch {made_for.batch}, on {made_for.device}, torch {made_for.torch}",
+            f"for {made_for(plan.fingerprint)}",
             *lever_lines(plan),
             decisions(plan),
             *(f"  {line}" for line in blocks(plan)),

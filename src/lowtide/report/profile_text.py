@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lowtide.planner.planning import in_place_peak_bytes, simulator_of, smallest_peak
 from lowtide.planner.records import Decisions, Profile
 from lowtide.report.plan_text import extra, implementations
-from lowtide.report.text_table import lever_lines, untimed_lines
+from lowtide.report.text_table import lever_lines, made_for, untimed_lines
 from lowtide.units import format_bytes, format_parts, format_ratio, format_time
 
 
@@ -19,10 +19,9 @@ def show(profile: Profile) -> str:
 
 
 def _lines(profile: Profile) -> Iterator[str]:
-    made_for = profile.fingerprint
     plain = simulator_of(profile).predict(Decisions())
     measured = profile.measured_plain_peak_bytes
-    yield f"{made_for.model}, batch {made_for.batch}, on {made_for.device}, torch {made_for.torch}"
+    yield made_for(profile.fingerprint)
     how = "predicted" if measured is None else "measured"
     peak_bytes = plain.peak_bytes if measured is None else measured
     yield f"plain step: {format_bytes(peak_bytes)} peak {how}" + (

@@ -10,7 +10,7 @@ from typing import Literal
 from lowtide.report.plan_text import extra
 from lowtide.report.run_record import RunRecord
 from lowtide.report.step_memory import StepMemory
-from lowtide.report.text_table import added_time, decisions, listed, untimed_lines
+from lowtide.report.text_table import added_time, decisions, listed, made_for, untimed_lines
 from lowtide.units import format_bytes, format_count
 
 Answer = Literal["yes", "no", "open", "plain"]
@@ -47,11 +47,8 @@ def _lines(run: RunRecord) -> Iterator[str]:
 
 
 def about(run: RunRecord) -> str:
-    """Return model, batch, device and torch version in one line."""
-    made_for = run.fingerprint
-    if made_for is None:
-        return ""
-    return f"{made_for.model}, batch {made_for.batch}, on {made_for.device}, torch {made_for.torch}"
+    """Return model, batch, device and torch version in one line; empty if they are not recorded."""
+    return "" if run.fingerprint is None else made_for(run.fingerprint)
 
 
 def verdict(run: RunRecord) -> tuple[Answer, str]:

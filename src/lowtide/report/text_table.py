@@ -12,7 +12,12 @@ from lowtide.planner.records import Decisions
 from lowtide.units import format_bytes, format_count, format_ratio, format_time
 
 if TYPE_CHECKING:
-    from lowtide.planner.records import Plan, Profile
+    from lowtide.planner.records import Fingerprint, Plan, Profile
+
+
+def made_for(fingerprint: Fingerprint) -> str:
+    """Return model, batch, device and torch version in one line."""
+    return f"{fingerprint.model}, batch {fingerprint.batch}, on {fingerprint.device}, torch {fingerprint.torch}"
 
 
 def lever_lines(plan: Plan | Profile) -> list[str]:
