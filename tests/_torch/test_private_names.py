@@ -358,6 +358,7 @@ def test_settings_that_prevent_plans_are_found() -> None:
 def test_a_partitioner_gets_each_graph_and_calls_of_graphs_are_noted() -> None:
     seen: list[joint_graph.JointGraph] = []
     calls: list[tuple[str, int, bool]] = []
+    products: list[tuple[int, ...]] = []
 
     class Noting(CustomPartitionerFn):
         def uuid(self) -> str:
@@ -371,17 +372,19 @@ def test_a_partitioner_gets_each_graph_and_calls_of_graphs_are_noted() -> None:
             return joint_graph.partitioned(gm, joint_inputs, choose, **settings)
 
     function = torch.compile(lambda x, w: torch.tanh(x @ w).sum())
-    x, w = torch.ones(4, 4), torch.ones(4, 4, requires_grad=True)
+    x, w = torch.ones(8, 4), torch.ones(4, 4, requires_grad=True)
     with (
         inductor.always_partitioned(),
         inductor.partitioning_by(Noting()),
         inductor.watched_calls(lambda what, number, is_backward, sizes: calls.append((what, number, is_backward))),
+        inductor.watched_products(products.append),
     ):
         function(x, w).backward()
     assert calls == [("enter", 0, False), ("leave", 0, False), ("enter", 0, True), ("leave", 0, True)]
+    assert products == [(4 * 8 * 4, 4 * 4 * 4), (), (4 * 4 * 8, 4 * 8 * 4), ()]
     (graph,) = seen
     assert [node.target for node in graph.nodes if node.flops] == ["aten.mm", "aten.mm"]
-    assert [node.flops for node in graph.nodes if node.flops] == [2 * 4**3] * 2
+    assert [node.flops for node in graph.nodes if node.flops] == [2 * 8 * 4**2] * 2
     assert torch._inductor.config.custom_partitioner_fn is None
 
 

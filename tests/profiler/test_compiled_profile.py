@@ -26,8 +26,24 @@ def sends() -> JointSlots:
 def test_a_step_that_saves_all_slots_takes_what_they_do() -> None:
     profile = assembled([SLOTS], STEP, 1.0)
     assert profile.graphs == ("key",)
-    assert {slot.address for slot in profile.slots} == {"fc#0:0", "#0:0", "drop#0:0", "norm#0:0"}
+    assert {slot.address for slot in profile.slots} == {"input#0:0", "fc#0:0", "#0:0", "drop#0:0", "norm#0:0"}
     assert predict(profile, Decisions()).held_bytes == MANY + MASK + FEW  # seeds are for what is recomputed
+
+
+def test_an_input_from_which_values_are_recomputed_is_held_for_them() -> None:
+    """The code that calls a block would free its input. Images are copied for it, since convolutions store them so."""
+    held = allocate(8, MANY)
+
+    def freed_bytes(graph: JointSlots, *before: Event) -> int:
+        profile = assembled([graph], EventStream((*before, *STEP)), 1.0)
+        freed = predict(profile, Decisions()).held_bytes
+        return freed - predict(profile, Decisions(recompute=frozenset({"fc#0:0"}))).held_bytes
+
+    copied = masked()
+    copied.nodes[0].is_copied = True
+    assert freed_bytes(SLOTS) == MANY  # the batch's
+    assert freed_bytes(SLOTS, held) == 0
+    assert freed_bytes(JointSlots(copied, SLOTS.plain)) == 0
 
 
 def test_bytes_that_torchs_own_partition_saves_by_its_order_are_not_taken_from_a_plans_peak() -> None:

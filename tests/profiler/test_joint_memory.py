@@ -7,8 +7,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from joint_graphs import FEW, MANY, node
 from lowtide._torch.joint_graph import JointGraph, _resize
-from lowtide.memory.events import Allocate, Free
-from lowtide.profiler.joint_memory import backward_half, forward_half, scratch_of, unmodelled
+from lowtide.memory.events import Allocate, Event, Free, Mark
+from lowtide.profiler.joint_memory import PRODUCT, backward_half, forward_half, scratch_of, unmodelled
 from lowtide.runtime.joint_slots import Recomputed
 
 NOTHING = Recomputed(frozenset(), frozenset())
@@ -136,17 +136,31 @@ def transient(block: int, n_bytes: int, op: str) -> tuple[Allocate, Free]:
     return Allocate(block, n_bytes, 4096 * block, op), Free(block, n_bytes)
 
 
+def product(operands: tuple[int, int], *inside: Event) -> tuple[Event, ...]:
+    return Mark(PRODUCT, operands), *inside, Mark(PRODUCT, ())
+
+
 def test_products_of_16_bit_values_have_the_scratch_memory_that_they_were_measured_with() -> None:
-    """Attention takes scratch memory as well, in many small blocks."""
-    graph = scaled()
-    graph.nodes[1].is_half = graph.nodes[4].is_half = True
-    nothing = Recomputed(frozenset(), frozenset())
-    one, other = transient(1, 2 * MANY, "aten::mm"), transient(2, 2 * FEW, "aten::mm")
-    attends = transient(3, FEW, "aten::_scaled_dot_product_flash_attention_for_cpu")
-    scratch = scratch_of(graph, nothing, ((*one, *attends, *attends, *other), ()))
-    assert scratch == {1: 2 * MANY, 4: 2 * FEW}
-    assert forward_half(graph, nothing, scratch).levels[0] == 3 * MANY
-    assert scratch_of(graph, nothing, (one, ())) == {}  # something else
+    """Inductor ran the second product first. Attention takes scratch memory as well, in many small blocks."""
+    graph = JointGraph(
+        [
+            node("input", root=0),
+            node("input", size=FEW, root=1),
+            node("extern", (0, 1), root=2, target="aten.mm", half=True),
+            node("extern", (1, 0), root=3, target="aten.mm", half=True),
+        ],
+        [2, 3],
+        [],
+        "key",
+    )
+    attends = transient(1, FEW, "aten::_scaled_dot_product_flash_attention_for_cpu")
+    second = product((FEW, MANY), *transient(2, 3 * MANY, "aten::mm"))
+    first = product((MANY, FEW), *transient(3, MANY, "aten::mm"))
+    scratch = scratch_of(graph, NOTHING, ((*second, *attends, *attends, *first), ()))
+    assert scratch == {2: MANY, 3: 3 * MANY}
+    assert forward_half(graph, NOTHING, scratch).levels == (2 * MANY, 5 * MANY, 2 * MANY)
+    assert scratch_of(graph, NOTHING, (second, ())) == {3: 3 * MANY}
+    assert scratch_of(graph, NOTHING, (product((FEW, MANY)), ())) == {3: 0}
 
 
 def added_up(*, half: bool) -> JointGraph:

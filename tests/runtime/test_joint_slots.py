@@ -13,12 +13,13 @@ PLAIN = frozenset({3, 5})
 def test_the_slot_of_a_normalised_tensor_is_what_it_was_computed_from() -> None:
     slots = JointSlots(masked(), PLAIN)
     assert {slot.address: slot.node for slot in slots.slots} == {
+        "input#0:0": 0,
         "fc#0:0": 1,
         "#0:0": 2,
         "drop#0:0": 3,
         "norm#0:0": 4,
     }
-    assert {slot.node for slot in slots.slots if slot.is_kept} == {2, 4}
+    assert {slot.node for slot in slots.slots if slot.is_kept} == {0, 2, 4}
 
 
 @pytest.mark.parametrize(("half", "address"), [(False, "sum#0:0"), (True, "norm#0:1")])
@@ -37,8 +38,7 @@ def test_a_mask_and_32_bit_embeddings_can_be_computed_again_beside_16_bit_values
 @pytest.mark.parametrize(("target", "given"), [("aten.mm", set()), ("aten.convolution", {3})])
 def test_what_is_computed_from_an_output_of_convolutions_is_always_saved(target: str, given: set[int]) -> None:
     slots = JointSlots(residual(target), frozenset({3}))
-    assert [slot.node for slot in slots.slots] == [3]
-    assert slots.without({slots.slots[0].address}).given & {3} == given
+    assert slots.without({slot.address for slot in slots.slots}).given & {3} == given
 
 
 @pytest.mark.parametrize(("half", "given"), [(False, set()), (True, {3})])
@@ -89,7 +89,7 @@ def test_a_reduction_that_torch_computes_again_is_not_saved(plain: set[int], giv
     assert slots.without(()).given == given
 
 
-@pytest.mark.parametrize(("size", "nodes"), [(MANY // 64, {1, 3, 4}), (MANY // 64 + 1, {1, 4})])
+@pytest.mark.parametrize(("size", "nodes"), [(MANY // 64, {0, 1, 3, 4}), (MANY // 64 + 1, {0, 1, 4})])
 def test_a_reduction_that_torch_does_not_save_is_a_slot_if_it_is_small(size: int, nodes: set[int]) -> None:
     slots = JointSlots(classified(size=size), frozenset({1, 4}))
     assert {slot.node for slot in slots.slots} == nodes

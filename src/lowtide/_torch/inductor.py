@@ -6,13 +6,16 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from lowtide._torch.kernel_fusion import respect_marks
 from lowtide._torch.patching import replace_function
 from lowtide.errors import LowtideError, RehearsalError
+
+PRODUCTS: Final = ("mm", "addmm", "bmm", "baddbmm")
+"""Operators of matrix products, whose last two arguments are their operands."""
 
 
 @contextlib.contextmanager
@@ -176,3 +179,27 @@ def watched_calls(note: Callable[[str, int, bool, tuple[int, ...]], None]) -> It
         yield
     finally:
         undo()
+
+
+@contextlib.contextmanager
+def watched_products(note: Callable[[tuple[int, ...]], None]) -> Iterator[None]:
+    """Call `note` at each matrix product that compiled code runs inside this `with` block: at its beginning with the
+    bytes of both operands, at its end with an empty tuple. Torch 2.13 (`torch/_inductor/select_algorithm.py`).
+    """
+    from torch._inductor.select_algorithm import extern_kernels
+
+    def noted(product: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(product)
+        def instead(*args: torch.Tensor, **settings: Any) -> Any:
+            note(tuple(operand.nbytes for operand in args[-2:]))
+            try:
+                return product(*args, **settings)
+            finally:
+                note(())
+
+        return instead
+
+    with contextlib.ExitStack() as stack:
+        for name in PRODUCTS:
+            stack.callback(replace_function(extern_kernels, name, noted))
+        yield

@@ -51,6 +51,8 @@ class JointNode:
     """True if a second call would give other random numbers."""
     is_half: bool = False
     """True for a floating-point value of 16 bits or less per element."""
+    is_copied: bool = False
+    """True for an input that inductor copies to the channels-last format if it is saved for backward."""
     users: list[int] = field(default_factory=list)
 
     @property
@@ -260,6 +262,7 @@ def _joint_graph(gm: fx.GraphModule, info: Any, num_fwd_outputs: int) -> JointGr
     """Indices of symbolic sizes and of values computed from them."""
     digest = hashlib.blake2b(digest_size=8)
     after_tangents = _after_tangents(gm, info, partitioners)
+    before_convolutions = _before_convolutions(gm, after_tangents)
     for node in gm.graph.nodes:
         if node.op == "output":
             continue
@@ -282,6 +285,7 @@ def _joint_graph(gm: fx.GraphModule, info: Any, num_fwd_outputs: int) -> JointGr
                 is_tangent=node.op == "placeholder" and "tangents" in node.name,
                 is_static=node in info.static_lifetime_input_nodes,
                 is_half=_is_half(node.meta.get("val")),
+                is_copied=node.op == "placeholder" and node in before_convolutions and _is_planar(node.meta.get("val")),
                 is_random=target in _SEEDS or (kind == "extern" and _draws(node, operators)),
             )
         )
@@ -308,6 +312,25 @@ def _after_tangents(gm: fx.GraphModule, info: Any, partitioners: Any) -> Collect
         if is_tangent or partitioners._must_be_in_backward(node) or not nodes.isdisjoint(node.all_input_nodes):
             nodes.add(node)
     return nodes
+
+
+def _before_convolutions(gm: fx.GraphModule, after_tangents: Collection[fx.Node]) -> Collection[fx.Node]:
+    """Return the convolutions of forward, and the nodes from which they are computed.
+
+    Inductor stores their values in the channels-last format (torch 2.13, `find_nodes_prefer_channels_last` in
+    `torch/_inductor/graph.py`).
+    """
+    nodes = set[fx.Node]()
+    for node in reversed(gm.graph.nodes):
+        is_convolution = node.target is torch.ops.aten.convolution.default
+        if node not in after_tangents and (is_convolution or not nodes.isdisjoint(node.users)):
+            nodes.add(node)
+    return nodes
+
+
+def _is_planar(value: object) -> bool:
+    """Return True for images that are not in the channels-last format."""
+    return isinstance(value, torch.Tensor) and value.dim() == 4 and value.stride(1) != 1
 
 
 def _resize(gm: fx.GraphModule) -> Callable[[JointGraph, tuple[int, ...]], JointGraph] | None:

@@ -17,13 +17,20 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lowtide._torch.compiled_code import n_compiled
 from lowtide._torch.device_timing import now_ms
-from lowtide._torch.inductor import always_partitioned, is_addmm_unfused, partition_by, watched_calls
+from lowtide._torch.inductor import (
+    always_partitioned,
+    is_addmm_unfused,
+    partition_by,
+    watched_calls,
+    watched_products,
+)
 from lowtide.memory.events import EventStream
 from lowtide.memory.measure import recorder_for
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.profiler.checkpointed_blocks import CheckpointedCalls
 from lowtide.profiler.compiled_profile import CALL, assembled, held_after_calls, peak_with_calls
 from lowtide.profiler.compiled_steps import noted_calls, on_parts_only
+from lowtide.profiler.joint_memory import PRODUCT
 from lowtide.profiler.online import PATIENCE
 from lowtide.profiler.other_memory import in_words, with_others
 from lowtide.profiler.preconditions import check_compiled
@@ -149,13 +156,14 @@ class OnlineCompiledProfiler:
         with contextlib.ExitStack() as stack:
             stack.callback(partition_by(partitioner))
             stack.enter_context(always_partitioned())
-            stack.enter_context(watched_calls(self._mark))
+            stack.enter_context(watched_calls(lambda *data: self._mark(CALL, data)))
+            stack.enter_context(watched_products(lambda operands: self._mark(PRODUCT, operands)))
             self._inputs = stack.enter_context(noted_calls(self.model))
             self._stack, self._is_on = stack.pop_all(), True
 
-    def _mark(self, *data: object) -> None:
+    def _mark(self, label: str, data: object) -> None:
         if self._running is not None:
-            self._running.recorder.mark(CALL, data)
+            self._running.recorder.mark(label, data)
 
     def end(self) -> None:
         """End the recording of the step, and make the profile if enough steps were recorded.

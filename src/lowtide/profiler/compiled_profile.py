@@ -404,11 +404,14 @@ class _Records:
     def _storage_of(self, number: int, graph: _Graph, node: int) -> Storage:
         """Return the storage of `node`, a slot of `graph`, in call `number`."""
         value = graph.slots.joint.nodes[node]
+        if value.is_copied:
+            copied_at = self._at[number, 0] + graph.unsaved.first.get(node, 0)
+            return Storage(bytes=value.bytes, allocated_at=copied_at, freed_at=copied_at, label=value.module)
         if value.kind == "input":  # until forward ends, the code outside that owns the input holds it
             end = self._end(number, 0)
             # an input that was not in memory by then is part of the batch
             n_bytes = value.bytes if self._live_bytes[number] >= value.bytes else 0
-            return Storage(bytes=n_bytes, allocated_at=end, freed_at=end + 1, label=value.module)
+            return Storage(bytes=n_bytes, allocated_at=end, freed_at=end, label=value.module)
         forward = self._at[number, 0]
         allocated_at = graph.saved[0].allocated_at.get(node, graph.unsaved.allocated_at.get(node, 0))
         freed_at = max(graph.unsaved.last.get(node, allocated_at), allocated_at) + 1

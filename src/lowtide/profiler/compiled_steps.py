@@ -14,11 +14,18 @@ from typing import TYPE_CHECKING, Any, Final
 
 from lowtide._torch.compiled_code import compiles_parts_only, has_compiled_modules
 from lowtide._torch.device_timing import now_ms
-from lowtide._torch.inductor import always_partitioned, is_addmm_unfused, partitioning_by, watched_calls
+from lowtide._torch.inductor import (
+    always_partitioned,
+    is_addmm_unfused,
+    partitioning_by,
+    watched_calls,
+    watched_products,
+)
 from lowtide.errors import RehearsalError
 from lowtide.memory.measure import recorder_for
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.profiler.compiled_profile import CALL, assembled
+from lowtide.profiler.joint_memory import PRODUCT
 from lowtide.profiler.other_memory import in_words, with_others
 from lowtide.profiler.preconditions import check_compiled
 from lowtide.profiler.trial_updates import Updates
@@ -73,7 +80,11 @@ def rehearse_compiled(
             updates.undo()
             unchanged.restore_for_rerun()
             static, places = static_bytes(model, batch, unchanged.optimizers)
-            with recorder_for(place_of(model)) as recorder, watched_calls(lambda *data: recorder.mark(CALL, data)):
+            with (
+                recorder_for(place_of(model)) as recorder,
+                watched_calls(lambda *data: recorder.mark(CALL, data)),
+                watched_products(lambda operands: recorder.mark(PRODUCT, operands)),
+            ):
                 updates.run(batch)
             if len(graphs) == n_compiled:
                 break

@@ -13,17 +13,20 @@ reordering, and a GPU's kernels with several outputs. Scratch memory of extern k
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import SequenceMatcher
 from itertools import accumulate, pairwise
-from typing import Final
+from typing import Final, cast
 
+from lowtide._torch.inductor import PRODUCTS
 from lowtide._torch.joint_graph import JointGraph
-from lowtide.memory.events import Allocate, Event, Free
+from lowtide.memory.events import Allocate, Event, Free, Mark
 from lowtide.runtime.joint_slots import SMALL, Recomputed
 
 NONE: Final[Mapping[int, int]] = {}
+PRODUCT: Final = "matrix product"
+"""Label of the marks at matrix products; their data are what `watched_products` notes."""
 MOST_READS: Final = 4
 """Largest number of values that reused fused arithmetic reads before inductor writes its result."""
 MOST_READS_IN_ALL: Final = {"cpu": 12, "gpu": 8}
@@ -86,37 +89,59 @@ def scratch_of(
 ) -> dict[int, int]:
     """Return, by node, the bytes of scratch memory of extern kernels on 16-bit values, which sum in 32 bits.
 
-    An operator is left out if its recorded allocations are not as many as its nodes.
+    Matrix products are found by the bytes of their operands, because inductor reorders them; others by their order. A
+    kernel is left out if its recorded allocations are not as many as its nodes.
 
     Args:
         joint: The graph.
         torchs_own: Torch's own partition, under which the step was recorded.
-        recorded: Events of forward and backward.
+        recorded: Events of forward and backward, with marks at matrix products.
     """
     outputs = [*joint.forward_outputs, *torchs_own.given]
     orders = upstream(joint, outputs), _backward_order(joint, torchs_own.again)
     scratch = dict[int, int]()
     for order, events in zip(orders, recorded, strict=True):
-        of_operator: dict[str, list[int]] = {}
+        of_kernel: dict[_Kernel, list[int]] = {}
         for value in _lowered(joint, order, ()):
-            node = joint.nodes[value]
-            if node.kind == "extern" and node.is_half:
-                operator = joint.nodes[node.args[0]].target if node.target == "getitem" else node.target
-                of_operator.setdefault(operator, []).append(value)
-        sizes: dict[str, list[int]] = {}
-        for event in _transients(events):
-            sizes.setdefault(event.op.replace("::", ".").replace("mkldnn_", ""), []).append(event.bytes)
-        for operator, values in of_operator.items():
-            if len(values) == len(sizes.get(operator, ())):
-                scratch |= dict(zip(values, sizes[operator], strict=True))
+            if joint.nodes[value].kind == "extern" and joint.nodes[value].is_half:
+                of_kernel.setdefault(_kernel(joint, value), []).append(value)
+        sizes = _scratch_sizes(events)
+        for kernel, values in of_kernel.items():
+            if len(values) == len(sizes.get(kernel, ())):
+                scratch |= dict(zip(values, sizes[kernel], strict=True))
     return scratch
 
 
-def _transients(events: Sequence[Event]) -> Iterator[Allocate]:
-    """Yield the allocations of blocks that are freed right afterwards, with no event in between."""
+_Kernel = str | tuple[int, ...]
+"""Name of an operator; for matrix products the bytes of both operands."""
+
+
+def _kernel(joint: JointGraph, value: int) -> _Kernel:
+    node = joint.nodes[value]
+    operator = joint.nodes[node.args[0]].target if node.target == "getitem" else node.target
+    if operator.removeprefix("aten.") in PRODUCTS:
+        return tuple(joint.nodes[arg].bytes for arg in node.args[-2:])
+    return operator
+
+
+def _scratch_sizes(events: Sequence[Event]) -> dict[_Kernel, list[int]]:
+    """Return the bytes of blocks that are freed right after their allocation, by kernel: one number for each matrix
+    product, and one for each block of other kernels.
+    """
+    sizes: dict[_Kernel, list[int]] = {}
+    product: tuple[int, ...] = ()
+    """Operands of the product that runs, if any."""
     for event, following in pairwise(events):
-        if type(event) is Allocate and type(following) is Free and event.block == following.block:
-            yield event
+        if type(event) is Mark and event.label == PRODUCT:
+            product = cast("tuple[int, ...]", event.data)
+            if product:
+                sizes.setdefault(product, []).append(0)
+        elif type(event) is Allocate and type(following) is Free and event.block == following.block:
+            if product:
+                sizes[product][-1] = max(sizes[product][-1], event.bytes)
+            else:
+                sizes.setdefault(event.op.replace("::", ".").replace("mkldnn_", ""), []).append(event.bytes)
+    return sizes
 
 
 def unmodelled(joint: JointGraph, half: GraphHalf, events: Sequence[Event]) -> dict[int, int]:

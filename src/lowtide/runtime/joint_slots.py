@@ -117,14 +117,17 @@ class JointSlots:
             changes_bits = self._follows_sum(node) or self._changes_loop_of_sum(node) or self._is_for_backward(node)
             if node in random or is_small or changes_bits or self._fused_into(node) & outputs or self._is_cast(node):
                 self._kept.add(node)
-        at = _addresses(joint, f"{joint.key}/" if is_named else "")
-        self.slots = tuple(
-            JointSlot(node=node, address=at[node], is_kept=node in self._kept)
-            for node in sorted(saved | random | reduced)
-        )
         same = {root for root, node in upstream.items() if root == node}
         self._near = frozenset(i for i in plain if nodes[i].root in same)
         self._fixed = frozenset(i for i in plain if nodes[i].root not in roots)
+        read = self._reached(self._kept.union(self._fixed)).given - plain
+        inputs = {i for i in read if nodes[i].is_given and nodes[i].bytes > self._small}
+        self._kept |= inputs
+        at = _addresses(joint, f"{joint.key}/" if is_named else "")
+        self.slots = tuple(
+            JointSlot(node=node, address=at[node], is_kept=node in self._kept)
+            for node in sorted(saved | random | reduced | inputs)
+        )
 
     def at(self, sizes: tuple[int, ...]) -> JointSlots:
         """Return the slots of the graph with `sizes` as the values of its symbolic sizes."""
