@@ -28,6 +28,18 @@ def test_with_16_bit_values_only_what_forward_writes_is_a_slot(half: bool, addre
     assert [slot.address for slot in slots.slots if not slot.is_kept] == [address]
 
 
+@pytest.mark.parametrize(("size", "is_slot"), [(MANY // 2, True), (MANY, False)])
+def test_a_product_can_be_saved_in_place_of_a_larger_value_that_is_computed_from_it(size: int, is_slot: bool) -> None:
+    """As the normalised sum of 16-bit products, which has 32 bits."""
+    joint = normalised(half=False)
+    joint.nodes[1].bytes = joint.nodes[2].bytes = size
+    slots = JointSlots(joint, frozenset({4, 5}))
+    assert {"fc#0:0", "skip#0:0"}.issubset(slot.address for slot in slots.slots) == is_slot
+    assert slots.without(()).given == {3, 4}
+    assert slots.without({"sum#0:0"}).given == ({1, 2, 4} if is_slot else {0, 4})
+    assert slots.without({"sum#0:0", "fc#0:0"}).given == ({0, 2, 4} if is_slot else {0, 4})
+
+
 @pytest.mark.parametrize("half", [False, True])
 def test_a_mask_and_32_bit_embeddings_can_be_computed_again_beside_16_bit_values_too(half: bool) -> None:
     assert JointSlots(masked(half=half), PLAIN).without({"drop#0:0"}).again >= {3}

@@ -2,7 +2,9 @@
 
 torch saves the values nearest to backward, such as the normalised tensor of a layer norm. The residual stream, from
 which fused arithmetic alone computes that tensor, serves as well: it has the same size, and the next blocks can be
-recomputed from it. So the slot of such a value is the value that it was computed from.
+recomputed from it. So the slot of such a value is the value that it was computed from. Results of extern kernels from
+which a larger slot is computed are slots as well: under autocast, products of 16 bits that are added to a residual
+stream of 32 bits.
 
 A block that is compiled by itself has such values as inputs. They are saved wherever a value is computed from them.
 
@@ -105,6 +107,7 @@ class JointSlots:
         upstream = {root: self._upstream(root, held) for root in sorted(roots)}
         saved = set(upstream.values()) - plain
         saved |= {node for node in upstream.values() if nodes[node].kind != "input"}
+        saved |= self._smaller_sources(saved - held)
         random = {i for i, n in enumerate(nodes) if n.is_random and n.bytes and not n.is_backward}
         reduced = {
             i
@@ -186,6 +189,26 @@ class JointSlots:
             if not (self._is_mixed or self._reads_transposed(root)) or self._is_written(root):
                 source = root
         return source
+
+    def _smaller_sources(self, slots: Collection[int]) -> set[int]:
+        """Return the results of extern kernels that are smaller than a slot that is computed from them without others.
+
+        Under autocast a normalised tensor of 32 bits is computed from products of 16 bits.
+        """
+        nodes, sources = self.joint.nodes, set[int]()
+        for slot in slots:
+            pending, reached = [slot] if nodes[slot].kind == "pointwise" else [], {slot}
+            while pending:
+                for arg in nodes[pending.pop()].args:
+                    root = nodes[arg].root
+                    if nodes[arg].kind == "input" or arg in reached:
+                        continue
+                    reached.add(arg)
+                    if nodes[arg].kind != "extern":
+                        pending.append(arg)
+                    elif self._small < nodes[root].bytes < nodes[slot].bytes:
+                        sources.add(root)
+        return sources.difference(slots)
 
     def _follows_sum(self, node: int) -> bool:
         """Return True if `node` takes a reduction's result and is a function, such as a logarithm, that a vectorised
