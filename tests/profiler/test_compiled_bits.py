@@ -72,3 +72,7 @@ def test_outputs_that_the_step_does_not_hold_are_released_before_backward(n_held
 
     assert scheduled_calls(model, call, ((x,), {}), Counter({32: n_held})) is not None
     assert is_alive == 2 * [bool(n_held)]  # it runs once before it is recorded
+    outcome = compiled_bits(model, call, ((x,), {}))
+    assert outcome is not None
+    assert len(outcome.digests["loss"]) == 2  # of loss and logits
+    assert not is_alive[-1]
