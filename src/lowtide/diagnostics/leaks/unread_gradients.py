@@ -72,13 +72,17 @@ class UnreadGradients:
     def __init__(self, log: FindingLog) -> None:
         self._log = log
         self._n_updates = 0
+        self._updated: set[int] = set()
+        """Ids of the parameters that optimizers updated, until the first inspection: these optimizers may be gone."""
         self._has_looked = False
         self._candidates: dict[int, _Candidate] = {}
         self._idle: list[_Idle] = []
 
-    def updated(self) -> None:
-        """Count an optimizer's update."""
+    def updated(self, parameters: Iterable[Tensor]) -> None:
+        """Count an optimizer's update of `parameters`."""
         self._n_updates += 1
+        if not self._has_looked:
+            self._updated.update(map(id, parameters))
 
     def step_begins(self, live: LiveObjects, model: nn.Module | None, step: int, least_bytes: int) -> None:
         """Look for unread gradients as a step's first forward begins: first for candidates, later for idle modules.
@@ -91,8 +95,12 @@ class UnreadGradients:
             self._candidates = {
                 id(p): _Candidate(weakref.ref(p), weakref.ref(gradient), not gradient.count_nonzero())
                 for p in _outside_optimizers(live)
-                if not _is_read(p) and (gradient := p.grad) is not None and gradient.grad_fn is None
+                if id(p) not in self._updated
+                and not _is_read(p)
+                and (gradient := p.grad) is not None
+                and gradient.grad_fn is None
             }
+            self._updated.clear()
             return
         if self._n_updates < _INSPECTED_UPDATES[1] or not self._candidates:
             return

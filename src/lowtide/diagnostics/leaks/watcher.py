@@ -225,9 +225,10 @@ class Watch(Displayed):
         """Handle the update of `parameters` by the optimizer with the id `number`."""
         self._inspector.boundaries.stepped(next_sequence_number())
         self._calls.last_updates[number] = self._steps.now
-        self._run_guarded(self._unread.updated)
+        updated = list(parameters)
+        self._run_guarded(lambda: self._unread.updated(updated))
         if self._discarded.is_active:
-            self._run_guarded(lambda: self._discarded.updated(parameters))
+            self._run_guarded(lambda: self._discarded.updated(updated))
 
     def checkpointed(self, function: Any, arguments: tuple[Any, ...], is_reentrant: bool) -> Any:
         """Handle a checkpointed call; return an observer of its runs, or None to leave it unobserved."""

@@ -26,5 +26,5 @@ for _ in range(6):
     optimizer.step()
 
 print("code", "LT002")
-print("holder", "nothing after the forward of model.teacher")
+print("holder", "nothing after the forward of Distillation.teacher")
 print("bytes", 4 * ROWS * WIDTH)  # forward holds the features and the teacher's output anyway
