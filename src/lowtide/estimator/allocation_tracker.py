@@ -150,7 +150,10 @@ class AllocationTracker(TorchDispatchMode):
             yield
 
     def release(self, tensor: Tensor) -> None:
-        """Drop the reference to the fake memory of a tensor that gets other memory; other references keep it alive."""
+        """Drop the tracker's reference to a tensor's fake memory, because the tensor gets other memory.
+
+        The fake memory is freed once no other object refers to it.
+        """
         self._fake_tensors.release(tensor)
 
     # --- operators
@@ -217,7 +220,10 @@ class AllocationTracker(TorchDispatchMode):
         return self.adopt(tensor)
 
     def _on_one_device(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, Any, list[Tensor]]:
-        """Move arguments to one device where the operator needs that; return args, kwargs and their tensors."""
+        """Return args, kwargs and the tensors in them, unchanged here.
+
+        Subclasses move CPU tensors to the GPU if an operator mixes both.
+        """
         return args, kwargs, tensors
 
     def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -283,7 +289,7 @@ class AllocationTracker(TorchDispatchMode):
     def _writes_otherwise(self, func: Any, args: Any) -> bool:
         """Return True if autograd would run this operator in place if no dispatch mode were active.
 
-        A sum inside a node's backward formula does not count.
+        Of sums, only those that add up gradients count, not those inside a node's backward formula.
         """
         if func is not aten.add.Tensor or running_node_name() == ACCUMULATE_GRAD:
             return func in INPLACE_OTHERWISE

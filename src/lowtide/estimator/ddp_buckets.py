@@ -176,8 +176,9 @@ class _Reducer:
                 self._send(number)
 
     def _send(self, number: int) -> None:
-        """Once all gradients of the bucket of parameter `number` have arrived, allocate the bucket's smaller copies to
-        send.
+        """Note that the gradient of parameter `number` has arrived in its bucket.
+
+        If it is the bucket's last one, allocate the copies in other dtypes that communication hooks send.
         """
         if not self._awaited:
             for index, bucket_view in self._views.items():
@@ -213,6 +214,6 @@ class _Reducer:
 
 
 def _as_one(tensors: Sequence[Tensor], *_: Any) -> None:
-    """Concatenate buffers into one tensor for each dtype, as DDP does to broadcast them."""
+    """Allocate and free one concatenated tensor for each dtype of `tensors`, as DDP does to broadcast buffers."""
     sent = [torch.cat([t.reshape(-1) for t in tensors if t.dtype is dtype]) for dtype in {t.dtype for t in tensors}]
     del sent

@@ -21,8 +21,10 @@ _SUM, _MEAN, _MAX = range(3)
 
 
 def forward(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
-    """Return the scratch bytes of an embedding bag's forward: an array as large as the bag numbers, freed before
-    smaller results are allocated; or a mean's counts, if these need more.
+    """Return the scratch bytes at the peak of an embedding bag's forward.
+
+    An array as large as the result of bag numbers is freed before the later results are allocated, so it counts only as
+    far as it is larger than these. A mean's counts of rows for each bag count instead if they need more.
     """
     if len(results) < 4 or not results[1].numel():  # plain sums need no counts
         return []
@@ -33,8 +35,10 @@ def forward(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
 
 
 def backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
-    """Return the scratch bytes of an embedding bag's backward: each index's bag number, unless forward saved it, and
-    copies and sorted indices for the table's gradient.
+    """Return the scratch bytes of an embedding bag's backward.
+
+    These are bag numbers, unless forward saved them, and scratch memory for the table's gradient: for a dense one,
+    sorted indices, and a copy of the result's gradient if that is not contiguous.
     """
     grad, indices, offsets, bag_of, bag_size = args[:5]
     mode, is_sparse, weights = args[8:11]

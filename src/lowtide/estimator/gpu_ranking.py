@@ -69,7 +69,7 @@ class GpuRanking(Displayed):
 
 @dataclass(slots=True, kw_only=True)
 class _Work:
-    """Estimates for GPUs of one kernel generation, on all of which a step requests the same memory.
+    """Estimates of one step for a group of GPUs, on all of which the step requests the same memory.
 
     Estimates are grouped by memory saving (plain, recomputed, replayed) and by batch size.
     """
@@ -79,12 +79,12 @@ class _Work:
 
     @property
     def shown(self) -> GpuSpec:
-        """GPU that represents all of them: the one with the largest workspaces."""
+        """GPU that represents the group in estimates: the one with the largest cuBLAS workspaces."""
         return max(self.gpus, key=workspace_bytes)
 
     @property
     def room(self) -> int:
-        """Bytes of the largest of these GPUs that remain beside the largest CUDA context."""
+        """Bytes left beside the largest CUDA context on the group's largest GPU."""
         return max(map(_room, self.gpus))
 
 
@@ -183,7 +183,8 @@ def _room(gpu: GpuSpec) -> int:
 def _largest(gpu: GpuSpec, estimates: Mapping[How, Mapping[int, GpuMemoryEstimate]], how: How) -> int:
     """Return the largest batch size at which the peak, interpolated between estimates, fits on the GPU; 0 if none fits.
 
-    The estimates of each way begin with the plain step at the smallest size: no other way needs more there.
+    `how` is the way to run the step: plain, recomputed or replayed. At the smallest size, the plain step's estimate
+    serves for each way.
     """
     by_size = {SMALLEST: estimates["plain"][SMALLEST], **estimates[how]}
     room, peaks = _room(gpu), {size: estimate.interval[1] for size, estimate in sorted(by_size.items())}

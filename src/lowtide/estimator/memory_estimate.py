@@ -37,7 +37,7 @@ class MemoryEstimate(Displayed):
 
     @property
     def peak_bytes(self) -> int:
-        """Peak memory of the step: parameters, gradients, optimizer state and batch included."""
+        """Peak memory of the step in bytes, including parameters, gradients, optimizer state and batch."""
         return self.static.total + self.timeline.peak_bytes
 
     def at_entry(self) -> dict[str, int]:
@@ -56,7 +56,7 @@ class MemoryEstimate(Displayed):
         return {name: n_bytes for name, n_bytes in alive.items() if n_bytes}
 
     def phase_peaks(self) -> list[tuple[str, int]]:
-        """Return each phase's name and peak bytes, in their order, with memory that exists when the step begins."""
+        """Return name and peak bytes of each phase, in order; memory that exists when the step begins counts."""
         return [(phase.name, self.static.total + phase.peak_bytes) for phase in self.timeline.phases]
 
     def to_snapshot(self, path: str | Path) -> None:
@@ -86,7 +86,7 @@ class MemoryEstimate(Displayed):
         )
 
     def more(self) -> Iterator[str]:
-        """Yield further lines of the printed table; subclasses add some."""
+        """Yield no lines; subclasses override this to add lines to the printed table."""
         return iter(())
 
     def __str__(self) -> str:

@@ -176,7 +176,8 @@ class StorageLedger(Recorder):
     def follow(self, tensor: Tensor, op: str = "", *, entry: bool = False, n_bytes: int | None = None) -> None:
         """Track a tensor's storage from now until it is freed.
 
-        With `entry` it exists before the step; with `n_bytes=0` no allocation is recorded.
+        A storage that is tracked already, or on another device, is ignored. With `entry` the storage exists before the
+        step. Its allocation is recorded with `n_bytes`, by default the storage's size; none is recorded for 0.
         """
         if tensor.device.type != self.device or not is_strided(tensor):
             return
@@ -237,7 +238,7 @@ class StorageLedger(Recorder):
         return True
 
     def share(self, tensor: Tensor, new: Tensor) -> None:
-        """Record that the storage of `new` uses the same memory as `tensor`, which is freed when neither needs it."""
+        """Record that the storage of `new` uses the memory of `tensor`; the memory is freed when both storages are."""
         block = self._living[storage_id(tensor)].block
         self._n_sharing[block] += 1
         self._inherit(block, new.untyped_storage())
@@ -256,10 +257,10 @@ class StorageLedger(Recorder):
 
     @contextlib.contextmanager
     def corrected(self) -> Iterator[None]:
-        """Exchange one tensor for another in the events recorded before this block: the tensor created in the block
-        counts as allocated in place of the tensor that ends there.
+        """Rewrite the recording if this block replaces one block of memory by another.
 
-        Has no effect unless exactly one tensor ends and one is created.
+        If exactly one memory block is freed in this `with` block and exactly one is allocated, the events before it are
+        changed as if the new one had been allocated instead of the freed one. Otherwise nothing is changed.
         """
         n_before = len(self._events)
         yield
@@ -276,7 +277,10 @@ class StorageLedger(Recorder):
                     return
 
     def ended(self, key: int, living: _Living) -> None:
-        """Record the end of a storage, unless another storage has taken over its number or its memory."""
+        """Record the free of a storage's block, unless another storage uses the same memory.
+
+        Does nothing if the number `key` already belongs to a newer storage.
+        """
         if self._living.get(key) is not living:
             return
         del self._living[key]

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Geometry of a dense tensor, or of a sparse tensor's parts; equal for tensors that kernels treat alike."""
+    """Shape, dtype, strides and layout of a dense tensor, or of a sparse tensor and its parts."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -36,7 +36,7 @@ class Geometry:
 
     @property
     def whole(self) -> bool:
-        """Return True unless elements are missing, as in fake tensors of sparse layouts other than COO (torch 2.13)."""
+        """Return True for dense and COO tensors; fake tensors of other sparse layouts lack elements (torch 2.13)."""
         return self.layout in (torch.strided, torch.sparse_coo)
 
     @property

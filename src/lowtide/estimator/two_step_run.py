@@ -84,7 +84,7 @@ class TwoStepRun:
 
     @contextlib.contextmanager
     def _first_step(self) -> Iterator[None]:
-        """Apply the plan to the first step, which runs in this block. Blocks get labels only in the second step."""
+        """Run the plan's engine in this `with` block, for the first step; only the second step labels memory."""
         if not self._engine.does_anything:
             yield
             return
@@ -122,7 +122,10 @@ class TwoStepRun:
         self._stack.__exit__(*error)
 
     def put(self, tensors: Iterable[Tensor], resized: Callable[[Tensor], Tensor]) -> None:
-        """Exchange the content of each tensor with that of the tensor that `resized` returns for it."""
+        """Give each tensor the content of the tensor that `resized` returns for it, in the run and its records.
+
+        Real tensors get their own content back when the run ends.
+        """
         with without_function_modes():
             for tensor in {id(t): t for t in tensors}.values():
                 if is_fake(tensor):

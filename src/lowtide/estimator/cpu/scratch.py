@@ -47,8 +47,10 @@ class Scratch:
     def of(
         self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], results: list[Tensor]
     ) -> tuple[dict[int, int], list[int]]:
-        """Return the true bytes of results (by number) whose fake storages have others, and the bytes of scratch
-        blocks.
+        """Return the scratch memory of an operator call in bytes: corrected sizes of results, and scratch blocks.
+
+        The first part maps positions in `results` to bytes, for results whose real storage differs in size from the
+        fake one.
         """
         if func is aten._efficientzerotensor.default:
             return {0: 0}, []
@@ -79,7 +81,10 @@ def _copied(*places: int) -> Callable[[Any, Any, list[Tensor]], list[int]]:
 
 
 def _promoted(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
-    """Return the bytes of casts in arithmetic: a copy of each operand with dimensions that has not the common dtype."""
+    """Return the bytes of casts in arithmetic: a copy of each operand that does not have the common dtype.
+
+    Operands without dimensions are not cast.
+    """
     one, other = args[:2]
     dtype = torch.result_type(one, other)
     if results[0].dtype.is_floating_point and not dtype.is_floating_point:  # integers are divided in floating point
@@ -118,20 +123,24 @@ def _batch_norm_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[
 
 
 def _layer_norm_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
-    """Return the bytes of copies, and of each thread's partial sums for the gradients of weight and bias."""
+    """Return the scratch bytes of layer norm's backward.
+
+    These are copies of the gradient and the input if they are not contiguous, and each thread's partial sums if the
+    gradient of weight or bias is needed.
+    """
     normed = math.prod(args[2])
     sums = 2 * torch.get_num_threads() * normed * args[1].element_size() if any(args[-1][1:]) else 0
     return [*_copied(0, 1)(args, kwargs, results), sums]
 
 
 def _group_norm_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
-    """Return the bytes of two sums for each channel of each example."""
+    """Return the scratch bytes of group norm's backward: two sums for each channel of each example."""
     examples, channels = args[5:7]
     return [2 * examples * channels * results[0].element_size()]
 
 
 def _logsumexp(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
-    """Return the bytes of the exponentials, and of the maxima."""
+    """Return the scratch bytes of `logsumexp`: the exponentials of all elements, and the maximum for each result."""
     return [args[0].numel() * results[0].element_size(), results[0].nbytes]
 
 
@@ -166,7 +175,10 @@ def _flash(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
 
 
 def _flash_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
-    """Return the scratch bytes of flash attention's backward: two tiles for each thread, and a tile's row sums."""
+    """Return the scratch bytes of flash attention's backward: two tiles of scores per thread, and one tile's row sums.
+
+    Half-precision inputs need a second copy of the tiles in their own dtype.
+    """
     query, key = args[1:3]
     rows, columns = _tile(query, key)
     tiles = 2 * rows * columns * torch.get_num_threads()
@@ -181,10 +193,11 @@ def _tile(query: Tensor, key: Tensor) -> tuple[int, int]:
 
 
 def _factors(args: Any, kwargs: Any, results: list[Tensor]) -> list[int] | None:
-    """Return the bytes of copies of factors that BLAS can't read: neither their rows nor their columns are contiguous.
+    """Return the bytes of copies of a product's factors that BLAS can't read; None if trials must determine them.
 
-    Copies are of whole matrices, one of a batch at a time (LinearAlgebra.cpp: addmm_impl_cpu_). Batched products of
-    small matrices do not use BLAS (bmm_out_or_baddbmm_).
+    BLAS needs contiguous rows or columns. In a batched product the matrices are copied one at a time, so each factor
+    counts with one matrix (LinearAlgebra.cpp: addmm_impl_cpu_). Batches of small matrices do not use BLAS and need no
+    copies (bmm_out_or_baddbmm_).
     """
     factors, result = args[-2:], results[0]
     is_reduced = any(factor.dtype in (torch.bfloat16, torch.float16) for factor in factors)

@@ -147,7 +147,7 @@ class Trials:
         self._untried: dict[str, int] = {}
 
     def of(self, func: Any, args: Any, kwargs: Any) -> tuple[dict[int, int], list[int]]:
-        """Return bytes of new results, by number, and scratch bytes at the peak, as learned by a trial.
+        """Return bytes of new results, by position, and scratch bytes at the peak, both from a trial of this call.
 
         Both are empty for a call that has not been tried; `learn` will try it.
         """
@@ -165,7 +165,7 @@ class Trials:
         return sizes, [script.beyond_results()]
 
     def leave(self, func: Any, args: Any, kwargs: Any) -> None:
-        """Record that the scratch memory of this operator stays unknown."""
+        """List this operator in `unknown`: no trial can show the scratch memory of the call."""
         self._leave(_Call.of(func, args, kwargs))
 
     def _leave(self, call: _Call) -> None:
@@ -181,7 +181,10 @@ class Trials:
         return largest
 
     def learn(self) -> None:
-        """Run the collected trials. Not inside a backward pass, and not while another recorder is active."""
+        """Run the trials of calls that `of` did not know, and keep what they show.
+
+        Must not be called inside a backward pass, or while another recorder is active.
+        """
         wanted, self._wanted = self._wanted, {}
         if not wanted:
             return
@@ -215,7 +218,7 @@ def _between_marks(stream: EventStream) -> list[tuple[int, ...]]:
 
 
 def _real(leaf: Any, rows: int = 0) -> Any:
-    """Return a real tensor for a geometry, a private clone for a generator, and any other leaf unchanged."""
+    """Return a real tensor for a Geometry (of `rows` rows, if given), a clone for a generator, else `leaf` itself."""
     if isinstance(leaf, torch.Generator):
         return leaf.clone_state()
     return leaf.real(rows) if isinstance(leaf, Geometry) else leaf

@@ -58,10 +58,10 @@ def estimate_on(
     n_gpus: int = 1,
     engine: Engine | None = None,
 ) -> GpuMemoryEstimate:
-    """Estimate the memory of `step(batch)` on `gpu`, as `lowtide.estimate` does.
+    """Estimate the memory of `step(batch)` on `gpu`; `lowtide.estimate` calls this function for a device.
 
-    The step runs with `engine`, or else under `plan`. Without `allocator`, the allocator has the environment's
-    settings.
+    The step runs with `engine`, or under `plan` if `engine` is None. Without `allocator`, the allocator's settings are
+    read from the environment. `n_gpus` is the number of processes, each with one GPU.
     """
     processes = these_processes(n_gpus)
     engine = planned(model, plan) if engine is None else engine
@@ -141,7 +141,10 @@ class AbsentGpuRun(TwoStepRun):
         return self
 
     def put(self, tensors: Iterable[Tensor], resized: Callable[[Tensor], Tensor]) -> None:
-        """Put more tensors on the GPU, in the sizes that `resized` returns; fake tensors keep their device."""
+        """Move real tensors to the GPU, each in the size of the tensor that `resized` returns for it.
+
+        Other fake tensors are resized too, but keep their device.
+        """
         fakes: list[Tensor] = []
         real: list[Tensor] = []
         for tensor in {id(t): t for t in tensors if id(t) not in self._on_host}.values():
@@ -175,7 +178,10 @@ class AbsentGpuRun(TwoStepRun):
         self._count_groups()
 
     def estimate(self, n_passes: int = 0) -> GpuMemoryEstimate:
-        """Return the estimate, after the block has ended, with `GpuMemoryEstimate.n_passes`."""
+        """Return the estimate, after the block has ended.
+
+        `n_passes` is the number of forward and backward passes if no optimizer stepped, else 0.
+        """
         stream, bounds = self._tracker.ledger.stream, self._tracker.bounds
         processes, is_bounded = self._processes, not (self._tracker.unbounded or self._reducers.unknown)
         beside = nccl_bytes(self._n_groups)

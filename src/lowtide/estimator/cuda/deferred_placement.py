@@ -99,7 +99,7 @@ class DeferredCudaModule(CudaRedirect):
 
     @property
     def version(self) -> object:
-        """A new version at each access, since `since` lists the tensors alive now."""
+        """New object at each access: earlier events never stay valid, because `since` lists only tensors alive now."""
         return object()
 
     def since(self, position: int) -> Iterator[Event]:
@@ -110,7 +110,7 @@ class DeferredCudaModule(CudaRedirect):
         return (Allocate(block, n_bytes, 0, "") for block, n_bytes in enumerate(sizes.values()) if block >= position)
 
     def mark(self, label: str, data: object = None) -> None:
-        """Ignore marks."""
+        """Do nothing: without a recording there is no place for a mark."""
 
     def _holds(self, obj: Any) -> bool:
         if isinstance(obj, torch.Tensor):
@@ -119,7 +119,7 @@ class DeferredCudaModule(CudaRedirect):
 
 
 def _variable(kind: type, data: Any = None, requires_grad: bool = False, volatile: bool = False) -> Tensor:
-    """Create a tensor as `torch.autograd.Variable` does, without marking it."""
+    """Return a tensor as `torch.autograd.Variable(data, ...)` does: `data` without its graph, or an empty tensor."""
     return (torch.empty(0) if data is None else data.detach()).requires_grad_(requires_grad)
 
 

@@ -13,7 +13,7 @@ _libraries: list[torch.library.Library] = []
 
 
 def register() -> None:
-    """Register all kernels."""
+    """Register autograd and autocast kernels of operators that behave differently on CUDA, until the process ends."""
     _libraries.append(register_kernels(KERNELS, AUTOGRAD_KEY))
     _libraries.append(register_kernels(dict(autocast.kernels()), AUTOCAST_KEY))
     _libraries.append(pass_through(AUTOCAST_KEY))

@@ -106,7 +106,7 @@ class GpuAllocationTracker(AllocationTracker):
             self.ledger.free(block, inside.bytes)
 
     def _open(self, inside: ScratchBlock, op: str) -> int:
-        """Record the allocation of a scratch block, with its bounds; return the block's number."""
+        """Record the allocation of a scratch block, and its bounds if they differ; return the block's number."""
         block = self.ledger.allocate(inside.bytes, op)
         if inside.least < inside.most:
             self.bounds[block] = inside

@@ -90,13 +90,13 @@ class GpuMemoryEstimate(MemoryEstimate):
 
     @property
     def compared_gpus(self) -> str:
-        """Group of GPUs in which `smallest_gpu` is the smallest, and the reason for leaving out others, in words."""
+        """Phrase that names the GPUs among which `smallest_gpu` was sought, and says why other GPUs were left out."""
         which = "from 8.0 on" if has_newer_kernels(self.gpu) else "below 8.0"
         return f"of those with compute capability {which}; others run other kernels"
 
     @property
     def fits(self) -> bool:
-        """Return True if the step fits, counting `measured` memory as measured."""
+        """Return True if the step fits; `measured` memory, known only from one GPU model, counts as measured."""
         return self.verdict == "fits"
 
     @property
@@ -108,8 +108,9 @@ class GpuMemoryEstimate(MemoryEstimate):
 
     @property
     def left_bytes(self) -> int:
-        """Bytes of the GPU that remain after a context and the most that the allocator reserves: room for unknown
-        memory.
+        """Bytes of the GPU that remain for unknown memory; at least 0.
+
+        They are the total less the largest CUDA context, the most NCCL takes, and the upper bound of reserved bytes.
         """
         return max(self.gpu.total_bytes - CONTEXT_BYTES[1] - self.nccl[1] - self.interval[1], 0)
 
@@ -205,10 +206,11 @@ _IN_WORDS: dict[Verdict, str] = {
 
 
 class Outcome:
-    """Simulator of a recorded run on any GPU, with expected sizes and with each bound, in several orders of addresses.
+    """Simulator of torch's allocator that replays a recorded run on any GPU, to tell if the run fits there.
 
-    The driver's segment addresses decide between free blocks of equal size, and so whether one more tensor has room.
-    The expected order is that of recorded snapshots, `DriverAddresses`; other orders count as possible.
+    A run is replayed with expected block sizes and with their lower and upper bounds. It is also replayed with several
+    orders of segment addresses, because the driver's addresses decide which of several equal free blocks is used, and
+    so whether one more tensor has room. The expected order is that of recorded snapshots, `DriverAddresses`.
     """
 
     def __init__(
@@ -237,7 +239,7 @@ class Outcome:
         """Cached results of `on`."""
 
     def needs(self) -> tuple[Reserved, tuple[int, int]]:
-        """Return the expected peaks, and the bounds of the reserved one, on a GPU of unlimited memory."""
+        """Return the expected peaks on a GPU of unlimited memory, and the bounds of the peak reserved bytes."""
         expected = self._without_end(self.whole, 0)
         # every stream with the expected addresses, and the expected stream with all address orders; also streams of
         # lower bounds, because with best fit smaller blocks may need more memory
@@ -293,20 +295,20 @@ class Outcome:
         return simulate(self._of(stream), self._config, capacity, total=gpu.total_bytes, addresses=addresses).fits
 
     def _without_end(self, stream: EventStream, order: int) -> Reserved:
-        """Return the peaks of one of the event streams on a GPU of unlimited memory, with one of the address orders."""
+        """Return an event stream's peaks on a GPU of unlimited memory; `order` is the index of the address order."""
         key = id(stream), order
         if key not in self._endless:
             self._endless[key] = simulate(self._of(stream), self._config, addresses=self._orders[order]())
         return self._endless[key]
 
     def _of(self, stream: EventStream) -> Requests:
-        """Return the allocator requests of one of the event streams."""
+        """Return the allocator requests that `stream` makes; cached for each stream."""
         if id(stream) not in self._requests:
             self._requests[id(stream)] = Requests(stream)
         return self._requests[id(stream)]
 
     def _on_gpu(self, name: str, workspace: int) -> EventStream:
-        """Return the event stream `name`, with cuBLAS workspaces of `workspace` bytes, as a GPU has them."""
+        """Return the event stream `name` ("expected", "least", "most") with cuBLAS workspaces of `workspace` bytes."""
         if (name, workspace) not in self._by_workspace:
             stream = self._streams[name]
             self._by_workspace[name, workspace] = _resized(stream, _workspaces(stream, workspace))

@@ -26,15 +26,15 @@ _POOLS = ("all", "large_pool", "small_pool")
 
 
 class Source(Protocol):
-    """Recorder of events that is still recording."""
+    """Protocol of recorders that `Usage` reads while they record: StorageLedger, DeferredCudaModule."""
 
     @property
     def streams(self) -> Mapping[int, int]:
-        """Streams of the blocks that are not on CUDA's default stream, by block."""
+        """CUDA stream number of each block that is not on the default stream, by block number."""
 
     @property
     def version(self) -> object:
-        """A version that changes when events that were already returned change."""
+        """Object that compares unequal to earlier ones once events that `since` has already returned have changed."""
 
     def since(self, position: int) -> Iterable[Event]:
         """Return the events from this position on. The first events allocate the storages that exist at entry."""
@@ -44,7 +44,7 @@ class Source(Protocol):
 
 
 class Usage:
-    """Statistics of the allocator after the last event of `source`, on a GPU of unlimited memory."""
+    """Statistics of a simulated caching allocator, on a GPU of unlimited memory, after the events of `source`."""
 
     def __init__(self, source: Source, config: AllocatorConfig) -> None:
         self._source, self._config = source, config
@@ -117,7 +117,10 @@ class Usage:
         self._add({"reserved_bytes": n_bytes, "segment": 1}, sign, is_small=n_bytes <= SMALL_SEGMENT)
 
     def _look_for_gaps(self) -> None:
-        """Count the free parts of segments; their peak is the most found at any query."""
+        """Update the statistics of inactive splits, the free parts of segments, from the allocator's free blocks.
+
+        Runs at each query of the statistics, so the peak is the largest value among queries, not among all events.
+        """
         gaps = {(kind, pool): 0 for kind in ("inactive_split", "inactive_split_bytes") for pool in _POOLS}
         for block in self._allocator.idle():
             for pool in ("all", "small_pool" if block.free.is_small else "large_pool"):

@@ -32,7 +32,7 @@ class OpWorkspaces:
         self._taken: set[tuple[str, bool]] = set()
 
     def inside(self, func: Any, args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
-        """Return the scratch blocks of an operator on the GPU."""
+        """Return the scratch blocks that a call of an operator allocates and frees internally on the GPU."""
         op = CUDA_OPS.get(func)
         return [] if op is None or op.scratch is None or not _on_gpu(results) else op.scratch(args, kwargs, results)
 

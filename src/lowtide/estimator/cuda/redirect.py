@@ -146,7 +146,7 @@ def emulated_cuda(
     tracker: GpuAllocationTracker | None = None,
     answers: ValueOracle | None = None,
 ) -> Iterator[None]:
-    """Make `torch.cuda` describe `gpu` in this block, with `means` as function mode.
+    """Make `torch.cuda` describe `gpu` in this block, and redirect "cuda" by the function mode `means`.
 
     With `tracker` and `answers`, `torch.autocast` is replaced too.
     """
@@ -173,7 +173,7 @@ def _autocast_on_gpu(answers: ValueOracle) -> Iterator[None]:
     enter, leave, clear = torch.autocast.__enter__, torch.autocast.__exit__, torch.clear_autocast_cache
 
     def follow(device: str) -> None:
-        """Set autocast for the GPU to its state for `device`."""
+        """Set the GPU's autocast (enabled, dtype) to the current settings of autocast for `device`, "cuda" or "cpu"."""
         torch.set_autocast_enabled(NAME, is_on(device))
         torch.set_autocast_dtype(NAME, dtype(device))
 

@@ -138,7 +138,10 @@ def _asked(gpu: GpuSpec, usage: Usage) -> dict[str, Any]:
 
 
 class _Runtime:
-    """`torch.cuda.cudart()`: every call of the CUDA runtime succeeds and does nothing."""
+    """Stand-in for `torch.cuda.cudart()`: every call of the CUDA runtime does nothing and returns 0, for success.
+
+    `cudaMemGetInfo` returns the rehearsed GPU's free and total bytes.
+    """
 
     def __init__(self, gpu: GpuSpec, usage: Usage) -> None:
         self.cudaMemGetInfo = lambda device=0: _memory(gpu, usage)["mem_get_info"](device)

@@ -65,7 +65,10 @@ def value(tensor: Tensor) -> Tensor | None:
 
 
 def alike(tensor: Tensor, assumed: str) -> bool | None:
-    """Return the value that all elements of a boolean tensor have under the assumption `assumed`; None without it."""
+    """Return the one value that all elements of a boolean tensor have by the assumption `assumed`.
+
+    Return None if the elements are not known to be equal, or not by that assumption.
+    """
     contents = _of(tensor)
     if contents is None or contents.alike is None or contents.assumed != assumed:
         return None
@@ -103,7 +106,7 @@ def borrow(fake: Tensor, real: Tensor) -> None:
 
 
 def learn(fake: Tensor, contents: Tensor, assumed: str = "") -> None:
-    """Set the contents of a fake tensor that covers its storage."""
+    """Set the known contents of a fake tensor, which covers its storage, to those of the real tensor `contents`."""
     if not is_strided(fake) or _overlaps(fake):
         return
     memory, size = contents.untyped_storage(), fake.untyped_storage().nbytes()
@@ -135,7 +138,7 @@ def share(fake: Tensor, copy: Tensor) -> None:
 
 
 def forget(fake: Tensor) -> None:
-    """Forget the contents of this tensor's storage, after an unknown write."""
+    """Mark the contents of this tensor's storage as unknown, after a write of unknown values."""
     if is_strided(fake):
         _put(fake, None)
 

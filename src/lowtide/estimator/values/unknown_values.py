@@ -43,7 +43,7 @@ class Unknown(float):
         raise self._answers.refusal(_BY_NUMBER)
 
     def __gt__(self, other: object) -> bool:
-        """Return a result by which `max` and `min` choose the unknown number; for other comparisons, an unknown one."""
+        """Return an unknown result; within `max` and `min`, a result by which they choose the unknown number."""
         return choice == "max" if (choice := choosing()) else self._computed()  # type: ignore[return-value]
 
     def __lt__(self, other: object) -> bool:
@@ -165,7 +165,7 @@ class UnknownArray(np.ndarray[Any, Any]):
         )
 
     def _choice(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the index of the largest or smallest element."""
+        """Return the index of the largest element, marked as unknown; also serves as `argmin`."""
         return self._unknown(_plain(self).argmax(*map(_plain, args), **kwargs))
 
     argmax = argmin = _choice
@@ -176,7 +176,7 @@ class UnknownArray(np.ndarray[Any, Any]):
     def _refuse_size(self, why: str) -> None:
         """Raise DataDependentStepError for a size that depends on contents, except in scikit-learn's scores.
 
-        A score is never a size.
+        scikit-learn's scores never become sizes.
         """
         if not is_scoring():
             raise self._answers.refusal(why)
@@ -196,7 +196,8 @@ def unknown_array(array: np.ndarray[Any, Any], answers: Assumptions) -> UnknownA
 def is_unknown(obj: Any, depth: int = 3) -> bool:
     """Return True if `obj` is unknown, or a list or tuple that contains an unknown number or array.
 
-    C++ code would read the placeholder value of an unknown number.
+    `depth` is the number of nested levels to search. Such arguments must not reach C++ code, which would read an
+    unknown number's placeholder value, 1.
     """
     if type(obj) in (Unknown, UnknownArray):
         return True
@@ -204,7 +205,7 @@ def is_unknown(obj: Any, depth: int = 3) -> bool:
 
 
 def _plain(obj: Any) -> Any:
-    """Return the plain value for NumPy's own code."""
+    """Return `obj` with unknown arrays as plain arrays and unknown numbers as 1.0, for NumPy's own code."""
     if isinstance(obj, UnknownArray):
         return obj.view(np.ndarray)
     if isinstance(obj, Unknown):

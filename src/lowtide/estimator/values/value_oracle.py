@@ -338,7 +338,7 @@ class ValueOracle(Assumptions):
             return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
 
     def _healthy(self, func: Any, args: Any, tensors: list[Tensor]) -> bool | None:
-        """Return the answer to a test for NaN or infinity in a step without either; None for any other operator."""
+        """Return the result of a test for NaN or infinity, if there are none; None for any other operator."""
         if func in NOT_IN_HEALTH:
             return False
         if func in (aten.eq.Tensor, aten.ne.Tensor) and args[0] is args[-1]:
@@ -420,8 +420,9 @@ def _targets(writes: tuple[int | str, ...], args: Any, kwargs: Any) -> list[Tens
 
 
 def _candidates(func: Any, args: Any) -> int:
-    """Return the number of candidates from which the largest are chosen, such as experts; 0 if all elements are
-    chosen.
+    """Return the size of the dimension in which topk, argmax or max chooses, such as the number of experts.
+
+    Return 0 if no dimension is given, or the tensor has none.
     """
     place = 2 if func is aten.topk.default else 1
     dim = args[place] if len(args) > place else -1 if func is aten.topk.default else None
@@ -434,9 +435,10 @@ def _assume_balanced(choices: Tensor, count: int) -> Tensor:
 
 
 def _assume_continues(func: Any, args: Any) -> bool | None:
-    """Answer a comparison in LBFGS so that its search goes on: steps and gradients are assumed to be far from 0.
+    """Return the assumed result of a comparison in LBFGS with which its search goes on; None for any other call.
 
-    A tensor is compared with bounds above and below it, and with another tensor to test if a point is good enough.
+    Steps and gradients are assumed to be far from 0: larger than a positive bound. Of two tensors, the first is assumed
+    to be the smaller one.
     """
     if (func not in LESS and func not in MORE) or not is_searching():
         return None

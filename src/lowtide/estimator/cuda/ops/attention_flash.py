@@ -51,10 +51,11 @@ _MOST_SPLITS = 128
 
 
 def _splits(blocks: int, parts: int, processors: int) -> int:
-    """Return the smallest number of splits of the keys that keeps multiprocessors nearly fully busy
-    (num_splits_heuristic).
+    """Return the number of splits of the keys that flash attention chooses (num_splits_heuristic).
 
-    `blocks` is the number of thread blocks without a split, `parts` the most splits of the keys.
+    It is the smallest number that keeps the multiprocessors at least 85 % as busy as the best number does. `blocks` is
+    the number of thread blocks without a split, `parts` the largest number of splits, `processors` the number of
+    multiprocessors.
     """
     slots = 2 * processors
     if blocks >= 0.8 * slots:
@@ -78,7 +79,10 @@ def _bounds_of_splits(blocks: int, parts: int) -> tuple[int, int]:
 
 @cuda_op(aten._scaled_dot_product_flash_attention.default, of=_FORWARD)
 def forward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
-    """Return the scratch blocks of a forward that splits the keys: one number a row and a partial result per split."""
+    """Return the scratch blocks of flash attention's forward; none with dropout, or if the keys are not split.
+
+    For each split and each row of queries there is one float32 number, and a partial result in float32.
+    """
     query, key = args[:2]
     if len(args) > 3 and args[3] > 0:
         return []
@@ -97,15 +101,17 @@ def forward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]
 
 
 def _widths(head: int) -> tuple[int, int]:
-    """Return the least and the most elements of a padded head; newer versions have no kernel for 224."""
+    """Return the bounds of a head's padded size: a multiple of 32, but 224 or 256 for 224, by the kernel's version."""
     width = -(-head // 32) * 32
     return width, 256 if width == 224 else width
 
 
 @cuda_op(aten._scaled_dot_product_flash_attention_backward.default, of=_BACKWARD)
 def backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
-    """Return the scratch blocks of flash attention's backward: copies, softmax_d, dq_accum, and gradients for each
-    query head of shared keys and values.
+    """Return the scratch blocks of flash attention's backward.
+
+    These are copies of the result and its gradient unless they are contiguous in rows before heads; the kernel's
+    buffers softmax_d and dq_accum; and, if query heads share keys and values, the gradients of both per query head.
     """
     gradient, query, key = args[:3]
     batch, heads, length, head = query.shape
@@ -126,7 +132,7 @@ def backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock
 
 @cuda_op(aten._scaled_dot_product_cudnn_attention_backward.default, of=_CUDNN)
 def cudnn_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
-    """Return the block for cuDNN's workspace, of which only bounds are known."""
+    """Return the block for the workspace of cuDNN attention's backward, whose size is known only within bounds."""
     query = args[1]
     n_bytes = query.numel() * 4
     return [ScratchBlock(n_bytes, 0, 3 * n_bytes)]

@@ -100,7 +100,7 @@ def _up(number: int, multiple: int) -> int:
 
 @cuda_op(aten._scaled_dot_product_efficient_attention.default, of=_FORWARD)
 def forward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
-    """Return the block for the forward's result in float32, unless the result stays in registers."""
+    """Return the block for forward's float32 sums; none if the result is float32 or fits in registers."""
     query, key, value = args[:3]
     if query.dtype not in HALF or max(key.shape[-1], value.shape[-1]) <= _HEAD_IN_REGISTERS:
         return []
@@ -109,9 +109,10 @@ def forward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]
 
 @cuda_op(aten._scaled_dot_product_efficient_attention_backward.default, of=_BACKWARD)
 def backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
-    """Return the blocks for delta, the sum over a head of the result times its gradient, then for the workspace.
+    """Return the scratch blocks of memory-efficient attention's backward: delta, temporaries for it, and the workspace.
 
-    A gradient that is not contiguous is copied before other gradients are allocated.
+    Delta is the result times its gradient, summed over each head. If the result's gradient is not contiguous in rows
+    before heads, a block for its copy comes first; it is allocated before the gradients that backward returns.
     """
     gradient, query, key, value = args[:4]
     dropout = float(args[9]) > 0

@@ -77,8 +77,10 @@ def _layout_backward(args: Any, out: Any) -> Any:
 
 @cuda_op(aten.convolution.default, of=_WORKSPACE)
 def _forward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
-    """Return the blocks for copies of the input (before the result is allocated) and of the weight, and for the
-    workspace.
+    """Return the scratch blocks of a convolution: copies of input and weight, and cuDNN's workspace.
+
+    A tensor is copied if it is not contiguous in the result's memory format; the input's copy is allocated before the
+    result.
     """
     x, weight = args[:2]
     layout = _layout(x, weight) or torch.contiguous_format
@@ -88,9 +90,12 @@ def _forward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock
 
 @cuda_op(aten.convolution_backward.default, of=_WORKSPACE)
 def _backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
-    """Return the blocks for copies, and for the workspace that serves the input's gradient and then the weight's.
+    """Return the scratch blocks of a convolution's backward: copies of its arguments, and cuDNN's workspace.
 
-    The input is copied before gradients are allocated, and so is a gradient of the other layout.
+    The kernels run in channels-last if input or weight is channels-last, else in the contiguous format. The result's
+    gradient and the weight are copied if they are not contiguous in that format, and so is the input if the weight's
+    gradient is needed. The input's copy is allocated before the gradients that backward returns, and so is the
+    gradient's, if the kernels run in channels-last or the gradient is channels-last.
     """
     gradient, x, weight = args[:3]
     layout = _layout(x, weight) or torch.contiguous_format

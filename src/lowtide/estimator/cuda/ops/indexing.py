@@ -73,7 +73,13 @@ def _embedding(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlo
 
 
 def _sums(gradient: Tensor, partial: int, segments: int, table: int, itemsize: int) -> ScratchBlock:
-    """Return the scratch block of partial sums: of one pass if each multiprocessor has few rows, else of two passes."""
+    """Return the scratch block in which the kernel adds up gradients by row of the table.
+
+    The kernel takes one pass if there are few thread blocks for each multiprocessor, else two. The number of
+    multiprocessors is not known, so the block may be known only within the bounds of both. `partial` and `segments` are
+    the largest numbers of partial sums and of different indices, `table` is the table's number of elements, and
+    `itemsize` an index's bytes.
+    """
     width = gradient.shape[-1]
     accumulated = 8 if gradient.dtype is torch.float64 else 4
     two_passes = partial * width * accumulated

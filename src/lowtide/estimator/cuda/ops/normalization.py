@@ -119,7 +119,11 @@ def _layer_norm_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[
 
 
 def _partial_sums(x: Tensor, width: int, n_gradients: int) -> list[ScratchBlock]:
-    """Return the blocks of partial sums for many short rows, which a GPU with few multiprocessors does not use."""
+    """Return the blocks of partial sums for the gradients of weight and bias, one for each of `n_gradients`.
+
+    Kernels need such blocks only for many short rows of `width` elements, and not on a GPU with few multiprocessors, so
+    the lower bound is 0 bytes.
+    """
     rows, columns = x.numel() // max(width, 1), -(-width // _COLUMNS_EACH)
     if rows <= _MANY_ROWS or width // _COLUMNS_EACH >= _MOST_MULTIPROCESSORS // 2:
         return []
@@ -129,7 +133,11 @@ def _partial_sums(x: Tensor, width: int, n_gradients: int) -> list[ScratchBlock]
 
 @cuda_op(aten.native_group_norm.default, of=_GROUP_NORM)
 def _group_norm(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
-    """Return the blocks for mean and deviation in float32, and for the scale and shift of each channel."""
+    """Return the scratch blocks of group norm.
+
+    A half-precision input needs mean and deviation of each group in float32. With weight or bias, and more than one
+    pixel, scale and shift of each channel are stored as well.
+    """
     x, weight, bias, examples, channels, pixels, groups = args[:7]
     itemsize = 8 if x.dtype is torch.float64 else 4
     inside = [ScratchBlock.exactly(examples * groups * itemsize)] * 2 if x.element_size() < itemsize else []
@@ -140,8 +148,10 @@ def _group_norm(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBl
 
 @cuda_op(aten.native_group_norm_backward.default, of=_GROUP_NORM)
 def _group_norm_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
-    """Return the blocks of two sums for each channel; if the input has a gradient, also two float32 numbers for each
-    group and one for each channel.
+    """Return the scratch blocks of group norm's backward, in float32, or float64 for a float64 input.
+
+    These are two sums for each channel of each example; if the input needs a gradient, also two numbers for each group
+    and, with a weight, one for each channel. Images of one pixel need only the numbers for each group.
     """
     x, weight = args[1], args[4]
     examples, channels, pixels, groups, wanted = args[5:10]

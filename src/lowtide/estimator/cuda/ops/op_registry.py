@@ -59,7 +59,10 @@ class ScratchBlock(NamedTuple):
 
     @classmethod
     def exactly(cls, n_bytes: int, through: int | None = None, *, first: bool = False) -> ScratchBlock:
-        """Return a block of known size."""
+        """Return a block of exactly `n_bytes`, freed after `through` further blocks, or at the operator's end if None.
+
+        With `first`, it is allocated before the results.
+        """
         return cls(n_bytes, n_bytes, n_bytes, through, first)
 
 
@@ -67,7 +70,10 @@ CONTIGUOUS = torch.contiguous_format
 
 
 def copies(*tensors: Tensor, layout: torch.memory_format = CONTIGUOUS, first: bool = False) -> list[ScratchBlock]:
-    """Return a block for the copy of each tensor that is not contiguous in this layout."""
+    """Return a block for the copy of each tensor that is not contiguous in the memory format `layout`.
+
+    With `first`, copies are allocated before the operator's results.
+    """
     away = (t for t in tensors if not t.is_contiguous(memory_format=layout))
     return [ScratchBlock.exactly(t.numel() * t.element_size(), first=first) for t in away]
 

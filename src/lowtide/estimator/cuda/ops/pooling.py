@@ -46,13 +46,19 @@ def _own(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
 
 @cuda_op(aten.max_pool2d_with_indices_backward.default, aten.avg_pool2d_backward.default, of=_POOLING)
 def _pooled(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
-    """Return the blocks for copies of the input and its gradient, if these are not in the kernel's layout."""
+    """Return the blocks for copies of the input and of the result's gradient, if they are not contiguous.
+
+    For a channels-last input, the gradient is copied if it is not channels-last.
+    """
     gradient, x = args[:2]
     return copies(x, gradient, layout=_layout(x))
 
 
 @cuda_op(aten._adaptive_avg_pool2d_backward.default, of=_POOLING)
 def _pooled_by_shape(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
-    """Return the block for a copy of the gradient, unless the input is channels-last: that kernel reads any layout."""
+    """Return the block for a copy of the result's gradient, if that is not contiguous.
+
+    For a channels-last input there is none: its kernel reads any memory format.
+    """
     gradient, x = args[:2]
     return [] if is_channels_last(x) else copies(gradient)

@@ -35,7 +35,7 @@ def _forward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock
 
 @cuda_op(aten._softmax_backward_data.default, of=_BACKWARD)
 def _backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
-    """Return the block of the product, laid out like the gradient, and the blocks of copies."""
+    """Return the blocks of softmax's backward: gradient times result, and copies of both if they are not contiguous."""
     gradient, result = args[:2]
     n_bytes = gradient.numel() * gradient.element_size()
     return [ScratchBlock.exactly(n_bytes), *copies(gradient, result)]
