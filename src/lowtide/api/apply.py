@@ -37,7 +37,7 @@ plan.
 
 
 def plans_on(module: nn.Module) -> Iterator[object]:
-    """Yield the objects that hold a plan in force on `module`."""
+    """Yield the object of each plan in force on `module`, such as an Applied."""
     yield from owners(module)
     if module in _traced:
         yield _traced[module]
@@ -69,7 +69,8 @@ class Applied(Removable, Displayed):
         """Put `plans` in force on `model`: one plan for each batch size, the smallest first.
 
         `say` is called with each message to the user. PlanGuard calls `outgrown` for a batch larger than planned, and
-        `changed` for a changed model; if they return True, no message follows. It tells `calls` of the model's calls.
+        `changed` for a changed model; if they return True, no message follows. `calls` are the rehearsed calls of the
+        model, from which a step of another kind is recognized.
         """
         self.plan = plan = plans[-1]
         self.holder: Removable = self
@@ -147,8 +148,9 @@ class Applied(Removable, Displayed):
         self._undo.callback(remove)
 
     def _partitioned(self, model: nn.Module, say: Callable[[str], None]) -> Callable[[], None]:
-        """Make inductor partition compiled graphs as the plan decides, until the returned function is called or `model`
-        is freed.
+        """Make inductor choose the saved tensors of compiled graphs by the plan; return a function that ends this.
+
+        It also ends when `model` is freed. `say` is called with warnings on graphs that the plan does not cover.
         """
         from lowtide.runtime.compiled_plan import PlanPartitioner  # imports inductor, which takes seconds
 

@@ -82,10 +82,10 @@ def _proven(site: StepContext, choice: Choice, plan: Plan) -> tuple[Plan | None,
 
 
 def _scheduled(site: StepContext, choice: Choice, plan: Plan) -> Plan:
-    """Measure a few plans without compiling kernels, and return the best plan.
+    """Measure a few plans, `plan` first, without compiling kernels, and return the cheapest within the budget.
 
-    Only on a CPU, and for a budget of requested bytes; otherwise returns `plan`. Raises Infeasible if no plan is within
-    the budget.
+    This works only on a CPU and for a budget of requested bytes; otherwise `plan` is returned. Raises Infeasible if no
+    plan is within the budget.
     """
     if plan.decisions == Decisions() or plan.budget_for != "requested" or place_of(site.model).type != "cpu":
         return plan

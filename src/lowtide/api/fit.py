@@ -311,9 +311,10 @@ def _first(
 
 
 def _noticed(site: StepContext, profile: Profile) -> dict[str, str]:
-    """Find exact levers that nevertheless change the step's bits; return a note on each, by the lever's name.
+    """Check the exact levers of `profile` in one run; if the step's bits differ, return a note for each, by its name.
 
-    A step that reads gradients after backward, for example, notices a lever that frees gradients early.
+    Exact levers change bits in steps that depend on what the lever does, for example by reading gradients that a lever
+    has freed. Default levers are not checked. Return an empty dict if all bits are equal.
     """
     exact = [lever.name for lever in profile.levers if lever.exact and lever.name not in DEFAULT]
     if not exact:

@@ -62,7 +62,7 @@ class Fitted(Removable, Displayed):
         return self._with_proof([f"{_peak(plan, verdict)}{_time(plan, verdict)}", decisions(plan), *lever_lines(plan)])
 
     def _with_proof(self, lines: list[str]) -> str:
-        """Join `lines`, the proof, and the notes of rehearsal and levers to one text; a failed proof comes first."""
+        """Join `lines`, the proof and the plan's notes into one text; a proof that failed comes before `lines`."""
         proof = [self.verdict.proof]
         notes = [f"note: {note}" for note in self.plan.notes]
         return "\n".join((lines + proof if self.verdict.proven else proof + lines) + notes)

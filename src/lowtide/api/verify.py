@@ -91,7 +91,7 @@ class Verdict(Record):
 
     @property
     def measured_extra(self) -> float | None:
-        """Extra time of the planned step, as a share of the plain step's time; None if the plain step does not fit."""
+        """Extra time of the planned step, as a fraction of the plain step's; None if the plain step does not fit."""
         return self.planned_ms / self.plain_ms - 1 if self.plain_ms else None
 
     @property
@@ -109,7 +109,7 @@ class Verdict(Record):
 
     @property
     def comparable_differences(self) -> dict[str, tuple[str, ...]]:
-        """The entries of `differences` without nondeterministic results."""
+        """Names of results whose bits differ, by kind, without results that differ between plain steps, too."""
         return without(self.differences or {}, self.nondeterministic)
 
     @property
@@ -138,7 +138,7 @@ class Verdict(Record):
 
     @property
     def proof(self) -> str:
-        """The result of the comparison with the plain step, and state that was not restored."""
+        """Text that states the result of the comparison with the plain step, and state that was not restored."""
         return f"{self._compared}; {describe_unrestored(self.changes)}" if self.changes else self._compared
 
     @property
@@ -164,8 +164,9 @@ class Verdict(Record):
         return f"bit-identical to {base}: {listed(self._same)}{nondeterministic}{apart}"
 
     def _varying(self, kind: str) -> str:
-        """Describe a nondeterministic kind of result with the number of results that differ; the other results are
-        equal.
+        """Format a kind of result that varies between plain steps, and so can't be compared: `loss (2 differ)`.
+
+        The number counts the results of this kind that vary.
         """
         names = self.nondeterministic[kind]
         return f"{kind} (1 differs: {names[0]})" if len(names) == 1 else f"{kind} ({len(names)} differ)"
@@ -334,7 +335,7 @@ def scheduled_peak(
 
 
 class _PlannedRun(NamedTuple):
-    """Results of the steps that a verification runs under the plan."""
+    """Measurements of the steps that a verification runs under the plan: results, peak, time and kept tensors."""
 
     outcome: Outcome
     peak_bytes: int

@@ -35,12 +35,15 @@ _PARAMETERS: set[int] = set()
 
 
 def runs_twice(parameter: Tensor) -> bool:
-    """Return True if a lever is about to run backward twice through values that are computed from the parameter now."""
+    """Return True if backward will run twice, to clip by a common norm, through operators that use `parameter` now."""
     return id(parameter) in _PARAMETERS and not is_gathering(parameter)
 
 
 class BackwardEntry:
-    """Hook that calls the method `on_entry` when backward reaches outputs of a call of `model`, until it is removed."""
+    """Hook on a model whose method `on_entry` runs when backward reaches the outputs of a call of the model.
+
+    `on_entry` gets the autograd edges of these outputs and the gradients that have arrived for them.
+    """
 
     def __init__(self, model: nn.Module, on_entry: OnEntry) -> None:
         self._model = weakref.ref(model)

@@ -48,7 +48,7 @@ class Logits(Tensor):
 
     @staticmethod
     def of(head: Head, hidden: Tensor, compute: Callable[[], Tensor], dtype: torch.dtype) -> Logits:
-        """Return deferred logits, in the shape of `layer(hidden)`; `compute()` computes them on demand."""
+        """Return deferred logits with the shape of `head.layer(hidden)`; `compute()` computes them on demand."""
         shape = (*hidden.shape[:-1], head.layer.out_features)
         logits: Logits = wrapper(Logits, shape, dtype, hidden.device)
         logits.head, logits.hidden, logits.compute, logits.computed = head, hidden, compute, {}
@@ -56,12 +56,13 @@ class Logits(Tensor):
         return logits
 
     def rows(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Logits:
-        """Return deferred logits with `change` applied; `change` must leave the last dimension alone."""
+        """Return deferred logits changed by `change`, such as a cut of rows, which must keep the last dimension."""
         return Logits.of(self.head, change(self.hidden), lambda: change(self.get()), dtype or self.dtype)
 
     def get(self) -> Tensor:
-        """Compute the logits. Raises LowtideError if hidden states or weights have been written to since they were
-        deferred.
+        """Return the computed logits; they are computed at the first call, separately with and without a graph.
+
+        Raises LowtideError if the hidden states or the layer's weight have been written to since.
         """
         wants_graph = torch.is_grad_enabled()
         if wants_graph not in self.computed:

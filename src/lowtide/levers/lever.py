@@ -45,7 +45,7 @@ class StepContext:
 
 
 class ActiveLever(Protocol):
-    """An enabled lever."""
+    """Protocol of an enabled lever, the object that `Lever.enable` returns."""
 
     def check(self) -> None:
         """Check steps that ran with the lever on.
@@ -58,7 +58,7 @@ class ActiveLever(Protocol):
 
 
 class Lever(Protocol):
-    """A change of the training step that lowers its peak. Each lever has its own file."""
+    """Protocol of levers, changes of the training step that lower its peak. Each lever's file has a subclass."""
 
     name: ClassVar[str]
     what: ClassVar[str]
@@ -97,7 +97,10 @@ class Lever(Protocol):
         """
 
     def estimated_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
-        """Estimate the bytes by which the lever may lower a peak of these `parts`; 0 if it can't help. Runs nothing."""
+        """Estimate the bytes by which the lever may lower a peak, without running the step; 0 if it can't help.
+
+        `parts` holds the bytes of each category at the peak.
+        """
 
     def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> ActiveLever:
         """Turn the lever on for `model` and `optimizer`. If that fails, raises LeverNotApplicable, changing nothing."""

@@ -56,8 +56,9 @@ class MicroBatches(Lever):
         return {"n": next(piece_counts(site), 2)}
 
     def estimated_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
-        """Estimate the saving: bytes at the peak that grow with the batch, less one row's; 0 for models not of
-        transformers.
+        """Estimate the saving in bytes: all memory at the peak that grows with the batch, except one row's share.
+
+        Return 0 for models of other packages than transformers.
         """
         try:
             _check(site.model)
@@ -77,7 +78,7 @@ class MicroBatches(Lever):
 
 
 def piece_counts(site: StepContext) -> Iterator[int]:
-    """Yield numbers of pieces to split the batch into, fewest first; a number that makes no piece smaller is left out.
+    """Yield numbers of pieces for the batch, fewest first, without those that do not make the largest piece smaller.
 
     Raises LeverNotApplicable for a batch without rows.
     """

@@ -82,7 +82,7 @@ class Clip:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call of one of torch's clipping functions."""
+    """Record of a call of one of torch's clipping functions, with its arguments."""
 
     kind: str
     limit: float
@@ -184,7 +184,7 @@ def changed_setting(before: list[GroupSettings], after: list[GroupSettings]) -> 
 
 
 class _Group(dict[str, Any]):
-    """A parameter group that reports each assignment to a setting, even one of the same value."""
+    """Parameter group that calls `on_set` with the name of each setting assigned to, even if its value stays."""
 
     on_set: Callable[[str], None]
 

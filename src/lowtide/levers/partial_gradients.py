@@ -31,14 +31,15 @@ def gathering(parameters: Iterable[Tensor]) -> Iterator[None]:
 
 
 def publish(gathered: Gathered) -> None:
-    """Pass `gathered`, the gradients that backward will hand out next, to all listeners."""
+    """Pass `gathered`, parameters with their gradients of the whole batch, to all listeners of `subscribe`."""
     for listener in tuple(_LISTENERS):
         listener(gathered)
 
 
 def subscribe(listener: Callable[[Gathered], None]) -> Callable[[], None]:
-    """Call `listener` with gathered gradients before backward hands them out; return a function that ends the
-    subscription.
+    """Register `listener`, which is called with the gradients of a whole batch once its micro-batches are summed.
+
+    The call comes before backward hands the gradients to the parameters. Return a function that ends the subscription.
     """
     _LISTENERS.append(listener)
     return lambda: _LISTENERS.remove(listener)

@@ -74,7 +74,7 @@ def choose(site: StepContext, profile: Profile, plain: Prediction, budget_bytes:
 
 
 class LeverTrial:
-    """A profile, and the peaks that plans made from it can reach."""
+    """Profile of a step rehearsed with levers on, and the peaks that plans made from it can reach for a budget."""
 
     def __init__(self, profile: Profile, budget_bytes: int) -> None:
         self.profile, self.budget_bytes = profile, budget_bytes
@@ -92,12 +92,12 @@ class LeverTrial:
 
     @property
     def extra_ms(self) -> float:
-        """Extra time of the plan for the budget, levers included."""
+        """Extra milliseconds a step that the plan for the budget takes, its levers included."""
         return plan(self.profile, self.budget_bytes).predicted.extra_ms
 
     @functools.cached_property
     def smallest_bytes(self) -> int:
-        """The smallest peak that a plan reaches."""
+        """Smallest peak, in bytes, that any plan made from the profile reaches."""
         return smallest_peak(self.profile)[1].peak_bytes
 
 
@@ -134,7 +134,7 @@ def explain_not_paying(more_ms: float, saved_ms: float, step_ms: float) -> str:
 
 
 def _more_ms(site: StepContext, before: tuple[AppliedLever, ...], after: tuple[AppliedLever, ...]) -> float:
-    """Measure the extra time of a step with the levers `after` over a step with the levers `before`.
+    """Measure the extra milliseconds of a step with the levers `after` over a step with the levers `before`.
 
     Returns 0 if either step does not fit in memory.
     """
@@ -233,7 +233,7 @@ def suggest_levers(
 
 
 def _is_applicable(site: StepContext, lever: Lever) -> bool:
-    """Return True unless the lever is known not to apply to the step."""
+    """Return True unless `lever.settings` finds the lever not applicable; True if it runs out of memory."""
     try:
         lever.settings(site)
     except LeverNotApplicable:

@@ -61,7 +61,10 @@ def ordered_parameters(model: nn.Module, optimizer: Optimizer, order: int) -> li
 
 
 def order_of(model: nn.Module, optimizer: Optimizer, clipped: Sequence[Tensor]) -> int:
-    """Return the index in `ORDERS` of the order of `clipped`. Raises LeverNotApplicable for any other order."""
+    """Return the index in ORDERS of the order that `clipped`, the parameters passed to `clip_grad_norm_`, are in.
+
+    Raises LeverNotApplicable if it is neither the model's nor the optimizer's order.
+    """
     clipped_set = set(clipped)
     for order in range(len(ORDERS)):
         in_order = [parameter for parameter in ordered_parameters(model, optimizer, order) if parameter in clipped_set]
@@ -84,8 +87,10 @@ class CommonNorm:
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, clip: Clip, order: int, *, on_trial: bool = False
     ) -> None:
-        """Start observing backward passes. With `on_trial`, buffers are compared, too, and a wrong norm is not an
-        error.
+        """Start observing backward passes of `model`.
+
+        `order` is the index in ORDERS of the order in which norms are combined. With `on_trial`, the first pass's
+        changes of buffers are recorded, and a wrong norm is not an error.
         """
         self._model, self._optimizer, self._clip, self._on_trial = model, optimizer, clip, on_trial
         self._parameters = ordered_parameters(model, optimizer, order)
@@ -150,7 +155,11 @@ class CommonNorm:
             self._compute_total()
 
     def _check(self) -> list[Tensor]:
-        """Return the parameters. Raises LowtideError if a gradient would have another norm than in the first pass."""
+        """Return the trained parameters, after a check that both passes will compute the same gradients.
+
+        Raises LowtideError if parameters were already updated, are others than before, have a gradient from an earlier
+        pass, or have a hook on their gradient.
+        """
         if self._second_norms:
             raise LowtideError("there was one more backward pass before optimizer.step(): the update has been made.")
         present = (*parameters_of(self._optimizer), *self._model.parameters())

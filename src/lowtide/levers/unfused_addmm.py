@@ -42,7 +42,10 @@ class UnfusedAddmm(Lever):
         return {}
 
     def estimated_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
-        """Return the bytes of all temporaries, an upper bound: gradients that wait for a sum are among them."""
+        """Return an upper bound of the saving: the bytes of all temporaries, among them gradients that wait for a sum.
+
+        Return 0 for a model that is not compiled as a whole.
+        """
         return parts.get("temporaries", 0) if is_planned_by_its_compiler(site.model, site.step) else 0
 
     def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _Active:

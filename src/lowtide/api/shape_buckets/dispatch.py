@@ -43,7 +43,10 @@ class SwitchingEngine(Engine):
         return any(self.tables[: len(self._shapes)]) or any(self.in_place[: len(self._shapes)])
 
     def choose(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return the index of the plan to run under, from the shapes of the outermost call's arguments."""
+        """Return the index of the plan to run a call of the model under: the smallest bucket's that holds its shapes.
+
+        A larger call gets the last plan, which has the smallest peak.
+        """
         chosen = len(self._shapes) - 1
         if interceptor.path in self._size_paths:
             given, last = shapes_of(args, kwargs), self._shapes[-1]

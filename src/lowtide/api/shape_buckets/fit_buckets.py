@@ -100,7 +100,7 @@ def buckets_for(
 def _rehearsed(
     model: nn.Module, step: Callable[[Any], Any], batch: Any, optimizer: Optimizers, in_place: bool
 ) -> Profile:
-    """Rehearse a batch. Compiled blocks are to be replayed whole, because a plan inside them is for one size only."""
+    """Rehearse a batch, with compiled blocks only replayed whole, because a plan inside them is for one size only."""
     return rehearse(model, step, batch, optimizer=optimizer, in_place=in_place, inside_blocks=False)
 
 
@@ -123,7 +123,8 @@ def _small(
 def _ends(sizes: Range, small: Profile, large: Profile, budget_bytes: int) -> list[int]:
     """Compute the largest size of each bucket, as numbers of steps from the smallest size.
 
-    The plain peak of a size is at most the straight line between the peaks of the small and the large batch.
+    The first bucket holds the sizes whose plain peak is within the budget by linear interpolation, an upper bound. The
+    others divide the rest evenly.
     """
     least, most = plain_peak_bytes(small), plain_peak_bytes(large)
     if most <= budget_bytes:

@@ -33,7 +33,7 @@ class Varying:
     large: int
 
     def at(self, share: float) -> int:
-        """Return the size at a share of the way from the small batch to the large one, rounded down."""
+        """Return the size at `share` (0 to 1) of the way from the small to the large batch, rounded down."""
         return _at(share, self.small, self.large)
 
 
@@ -76,7 +76,7 @@ class Range:
         return with_tensors(self.large, lambda tensor: cut.get(id(tensor), tensor))
 
     def say(self, share: float) -> str:
-        """Format the sizes of the first tensor that varies: `[8, 128]`."""
+        """Format the shape, at position `share` of the range, of the first tensor that varies: `[8, 128]`."""
         first = self.varying[0].tensor
         shape = list(self._tensors[first].shape)
         for v in self.varying:

@@ -48,7 +48,7 @@ _MEAN, _SUM = 1, 2  # at::Reduction
 
 @dataclass(frozen=True, slots=True)
 class Average:
-    """Reduction of a loss to one number."""
+    """Reduction of a loss to one number: a mean or a sum, its number of terms, and the labels that determine them."""
 
     kind: Literal["mean", "sum"]
     terms: float
@@ -222,8 +222,9 @@ def _terms(node: Node) -> int | None:
 
 
 def reduces_before(loss: Tensor, weight: Weight = None) -> bool:
-    """Return True if `loss` contains an earlier reduction to one number: its node then reveals only a part of the
-    average.
+    """Return True if the graph of `loss` reduces several numbers to one before the last reduction.
+
+    The last reduction's node then reveals only a part of the average.
     """
     node, _ = _find_reduction(loss, weight)
     assert node is not None
@@ -278,7 +279,7 @@ class Shares:
             )
 
     def check(self, number: int, average: Average | None) -> None:
-        """Raise LowtideError unless piece `number` was reduced as estimated from the first piece."""
+        """Raise LowtideError unless `average`, of the loss of piece `number`, is as estimated from the first piece."""
         estimated = self._expected[number]
         if (
             average is not None

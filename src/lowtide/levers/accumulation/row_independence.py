@@ -51,8 +51,9 @@ class RowComparison:
     """True if random numbers were drawn, other than for dropout, so that the losses can't be compared."""
 
     def check(self, first: Tensor, pair: Sequence[Any], rows: Sequence[int], weight: Weight) -> None:
-        """Compare the losses. Raises LowtideError if the losses of the single pieces do not add up to the loss of both
-        together.
+        """Raise LowtideError if the weighted losses of the single pieces do not add up to the loss of both together.
+
+        Nothing is raised if the weights can't be determined, or if random numbers other than dropout's were drawn.
 
         Args:
             first: The loss of the first piece, with its graph, which tells how the loss averages.
