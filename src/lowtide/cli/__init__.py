@@ -19,7 +19,7 @@ from lowtide.utils.installed_versions import versions_in_words
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lazy:
-    """A subcommand that is not imported yet."""
+    """Entry of COMMANDS for a subcommand, whose module is imported when `load` is called."""
 
     target: str  # "module:attribute"
     summary: str  # its line in `lowtide --help`

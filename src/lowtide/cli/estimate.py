@@ -259,9 +259,9 @@ def _record(estimates: Mapping[int | None, MemoryEstimate], target: str, budget_
 
 @contextlib.contextmanager
 def _said_if_slow(target: str) -> Iterator[Callable[..., None]]:
-    """Tell the user, once, what takes long if the script does not begin to train within SLOW_S seconds.
+    """Print one hint during this block if the script has not begun to train after SLOW_S seconds.
 
-    Yields a function to call when the script begins to train, with texts to print then.
+    Yields a function for the script's first training step: it cancels the hint, and prints the texts passed to it.
     """
     timer = threading.Timer(
         SLOW_S,

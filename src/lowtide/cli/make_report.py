@@ -22,7 +22,7 @@ RECORD = click.Path(dir_okay=False, path_type=Path)
 
 
 def _share(ctx: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
-    """Parse a share: `2%` or `0.02`."""
+    """Parse the option `--fail-above`, `2%` or `0.02`, to a fraction. Raises BadParameter for any other text."""
     if text is None:
         return None
     number, is_percent = text.strip().removesuffix("%"), text.strip().endswith("%")
@@ -126,7 +126,7 @@ def _compare(
 
 
 def _exporter(to: str) -> Callable[[RunRecord], str]:
-    """Return the function that formats a run as the extension of the file name `to` asks."""
+    """Return the function that formats a run for the file name `to`, by its extension."""
     from lowtide.report import exports
     from lowtide.report.page import run_page
     from lowtide.report.run_record import RunRecord, with_frontier

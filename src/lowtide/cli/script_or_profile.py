@@ -39,7 +39,7 @@ def script_arguments(
 
 
 def _own_options(ctx: click.Context, parameter: click.Parameter, args: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the script's arguments, and report each option of this command among them.
+    """Return `args`, the script's arguments, and print a message for each that is an option of this command.
 
     An option that the script's source mentions is not reported.
     """

@@ -55,7 +55,7 @@ class HostRun:
             self.run.leave()
 
     def metrics(self) -> dict[str, float]:
-        """Return numbers for the logs of the loop, once a plan exists."""
+        """Return the plan's numbers (`Run.metrics`) for the logs of the loop; empty before there is a plan."""
         return {} if self.run is None else self.run.metrics()
 
     def _close(self) -> None:
@@ -68,7 +68,7 @@ class HostRun:
 
 
 class BudgetCallback:
-    """Base class of callbacks for other packages: it takes their arguments and holds the run."""
+    """Base class of callbacks for other packages: it takes the arguments of `lowtide.within` and holds the block."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class BudgetCallback:
 
 
 class _Loop:
-    """The function of another package that runs the training loop and calls the callbacks."""
+    """Frame of the running function of another package that contains the training loop and calls the callbacks."""
 
     def __init__(self) -> None:
         frame = sys._getframe(1)

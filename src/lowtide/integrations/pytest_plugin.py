@@ -29,13 +29,13 @@ _MARKER = (
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker."""
+    """Register the marker `lowtide` with pytest."""
     config.addinivalue_line("markers", _MARKER)
 
 
 @pytest.hookimpl(hookwrapper=True, trylast=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Run a marked test under its limits."""
+    """Run a test; if it has the marker `lowtide`, measure it, and fail it if it exceeds a limit."""
     markers = [*item.iter_markers("lowtide")]
     if not markers:
         yield

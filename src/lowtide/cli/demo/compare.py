@@ -132,7 +132,7 @@ def _checkpointed(duel: "_Duel") -> Run:
 
 
 class _Duel:
-    """Two copies of the workload: one is trained plainly, the other as each run requires."""
+    """Two copies of a workload that train in turns: one plainly, the other with a plan or with checkpointing."""
 
     def __init__(self, work: Workload, plain: Workload, pace: "_Pace") -> None:
         self.work, self.pace = work, pace
@@ -199,7 +199,10 @@ class _Duel:
 
 
 def _peak_of_next(loop: Loop) -> int:
-    """Measure the peak of a step after the loop, static memory included, in bytes. The step is not part of the loop."""
+    """Run one more step after the loop, and return its peak in bytes, with parameters and other memory from before it.
+
+    The step is not counted in the loop's results.
+    """
     work, batch = loop.work, loop.batch
     static, addresses = static_bytes(work.model, batch, (work.optimizer,))
     with recorder_for(place_of(work.model)) as recorder:
@@ -227,7 +230,7 @@ class _Pace:
         return loss
 
     def through(self, *_: object) -> None:
-        """Count a step; beyond the stage's number of steps, count nothing, so that the total stays correct."""
+        """Count a step and report it, unless the stage's number of steps is reached already."""
         self._done = min(self._done + 1, self._stop)
         self._tell()
 
@@ -237,7 +240,7 @@ class _Pace:
 
     @contextmanager
     def stage(self, doing: str, steps: int) -> Iterator[None]:
-        """Report progress for a stage of about `steps` steps."""
+        """Report progress in this block for a stage named `doing`; `steps` steps count as done when it ends."""
         self._doing, self._stop = doing, self._done + steps
         self._tell()
         try:

@@ -24,7 +24,7 @@ VOCAB = 8000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """`batch_size` rows of `length` (tokens, or pixels a side) through `layers` layers (ResNet: layers a stage)."""
+    """Size of a demo: rows a batch, `length` in tokens or pixels a side, and `layers` (for ResNet, layers a stage)."""
 
     batch_size: int
     length: int
