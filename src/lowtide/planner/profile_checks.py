@@ -83,7 +83,7 @@ def _check_amounts(profile: Profile) -> None:
     ms: list[float] = [profile.step_ms, *(group.extra_ms for group in profile.in_place)]
     ms += (lever.extra_ms for lever in profile.levers)
     flops: list[int] = []
-    n_bytes = [getattr(static, field.name) for field in fields(static)]
+    n_bytes = [getattr(static, field.name) for field in fields(static) if field.name != "margin"]
     n_bytes += (storage.bytes for storage in profile.storages)
     least_bytes = [n for group in profile.in_place for n in group.nodes.values()]
     for value in profile.values:
@@ -101,6 +101,7 @@ def _check_amounts(profile: Profile) -> None:
         if not (min(amounts, default=0) >= 0 and sum(amounts) <= MOST):  # NaN is refused, too
             raise contradiction(f"it has from {min(amounts)} to {max(amounts)} {unit} at a place")
     levels = (
+        static.margin,  # negative where compiled code needs less than its forecast
         *profile.base_bytes,
         *profile.gradient_bytes,
         *(n for group in profile.in_place for n in group.saved_bytes),
