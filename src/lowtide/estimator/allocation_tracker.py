@@ -309,7 +309,8 @@ class AllocationTracker(TorchDispatchMode):
     def _follow(self, tensor: Tensor, op: str = "", *, entry: bool = False, n_bytes: int | None = None) -> None:
         """Track a tensor's storage from now until it is freed.
 
-        With `entry` it exists before the step; with `n_bytes=0` no allocation is recorded.
+        With `entry` the storage exists before the step. Its allocation is recorded with `n_bytes`, by default the
+        storage's size; none is recorded for 0.
         """
         self.ledger.follow(tensor, op, entry=entry, n_bytes=n_bytes)
 

@@ -147,7 +147,10 @@ def largest_batch(
 
 @contextlib.contextmanager
 def _at(size: int, peaks: Mapping[int, int], budget: int) -> Iterator[None]:
-    """Add the reason why a small size was tried to an error of its step (batch norm fails with one row)."""
+    """Turn an error of the step in this block into a RehearsalError that says why so small a `size` was tried.
+
+    Batch norm, for example, fails with one row. If no larger size was tried, the error stays as it is.
+    """
     try:
         yield
     except (ValueError, RuntimeError) as error:

@@ -136,7 +136,7 @@ def planned(model: nn.Module, plan: Plan | None, device: str | None = None) -> P
 
 
 def adopt(tracker: AllocationTracker, tensors: Iterable[Tensor]) -> None:
-    """Track tensors that exist before the step, and their gradients, with `tracker`."""
+    """Make `tracker` track `tensors` and their gradients as memory that exists before the step."""
     for tensor in tensors:
         tracker.adopt(tensor)
         if tensor.is_leaf and tensor.grad is not None:

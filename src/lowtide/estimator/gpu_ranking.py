@@ -164,7 +164,7 @@ def _too_large(work: _Work, size: int, estimate: GpuMemoryEstimate) -> int:
 
 
 def _extra_flops(work: _Work) -> dict[How, float]:
-    """Return the additional FLOPs of each way that saves memory, as a share of the plain step's at the same size."""
+    """Return the extra FLOPs of each way that saves memory, as a fraction of the plain step's at the same size."""
     plain = work.estimates["plain"]
     (small, few), (large, many) = ((size, plain[size].flops) for size in (min(plain), max(plain)))
     shares: dict[How, float] = {}

@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 def parts(tensors: list[Tensor]) -> list[Tensor]:
-    """Return dense tensors unchanged, and sparse ones as their indices and values."""
+    """Return the list with each sparse tensor replaced by its indices and values; dense tensors stay."""
     return [part for t in tensors for part in ((t,) if t.layout is torch.strided else parts_of(t))]
 
 

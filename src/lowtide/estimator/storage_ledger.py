@@ -257,10 +257,10 @@ class StorageLedger(Recorder):
 
     @contextlib.contextmanager
     def corrected(self) -> Iterator[None]:
-        """Rewrite the recording if this block replaces one block of memory by another.
+        """Rewrite the recording if code in this `with` statement replaces one block of memory by another.
 
-        If exactly one memory block is freed in this `with` block and exactly one is allocated, the events before it are
-        changed as if the new one had been allocated instead of the freed one. Otherwise nothing is changed.
+        If exactly one block is freed there and exactly one is allocated, earlier events are changed as if the new block
+        had been allocated in place of the freed one. Otherwise nothing is changed.
         """
         n_before = len(self._events)
         yield

@@ -61,7 +61,7 @@ class Clip:
 
     @property
     def settings(self) -> Settings:
-        """The settings from which `from_settings` returns this clipping."""
+        """Lever settings that describe this clipping; `from_settings` makes it from them again."""
         is_infinite = math.isinf(self.norm_type)  # JSON has no number for infinity
         settings = {self.kind: self.limit, **({} if is_infinite else {"norm_type": self.norm_type})}
         if is_infinite:

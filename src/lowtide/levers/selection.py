@@ -159,11 +159,10 @@ def _time_step(site: StepContext, snapshot: StepSnapshot) -> float:
 
 
 def _search_number(site: StepContext, before: LeverTrial, lever: Lever) -> LeverTrial:
-    """Find the fewest pieces for `lever` with which a plan fits the budget, or else the most; return the trial with
-    them.
+    """Search for the fewest pieces of the batch with which a plan fits the budget; return the trial with that number.
 
-    A binary search: with more pieces, each piece is smaller, and so is the peak. Raises LeverNotApplicable if the lever
-    can't be enabled, or does not pay.
+    If none fits, return the trial with the most pieces. The search is binary: with more pieces the peak is lower.
+    Raises LeverNotApplicable if the lever can't be enabled, or does not pay.
     """
     candidates = list(piece_counts(site))
     if not candidates:

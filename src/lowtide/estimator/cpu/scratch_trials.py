@@ -228,7 +228,7 @@ _WORKSPACE = 22
 
 
 def _workspace(args: list[Any]) -> Any:
-    """Return the workspace that a recurrent layer's forward saves; backward crashes with any other tensor."""
+    """Run a recurrent layer's forward and return its workspace, without which a trial of backward crashes."""
     reverse, mode, hidden_size, layers, biases, _, bidirectional, batch_sizes, batch_first = args[13:_WORKSPACE]
     settings = (reverse, batch_sizes, mode, hidden_size, layers, biases, bidirectional, batch_first, True)
     return torch.ops.aten.mkldnn_rnn_layer(*args[:7], *settings)[3]

@@ -92,5 +92,5 @@ def emulates(op: str) -> Iterator[None]:
 
 
 def capability() -> tuple[int, int]:
-    """Return the compute capability to emulate. Only while a GPU is in use."""
+    """Return the rehearsed GPU's compute capability, or an assumed one if unknown; a rehearsal must be running."""
     return in_use[0].capability or CAPABILITY_ASSUMED

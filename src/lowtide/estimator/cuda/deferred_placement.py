@@ -124,7 +124,7 @@ def _variable(kind: type, data: Any = None, requires_grad: bool = False, volatil
 
 
 def _asking(frame: FrameType) -> FrameType:
-    """Return the frame that made the call, skipping function modes that pass it on, such as a default device's."""
+    """Return `frame` or its first caller that is not a function mode passing a call on, such as a default device's."""
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back
     return frame

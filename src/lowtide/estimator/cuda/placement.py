@@ -30,8 +30,9 @@ if TYPE_CHECKING:
 class GpuPlacement:
     """Context that makes the tensors given to `put` fake ones on the device of `fakes`.
 
-    `is_there` returns True if a real tensor is on a GPU already. A slice of larger memory on another device is moved on
-    its own. With `releases`, a tensor leaves the GPU when its last other reference is dropped.
+    `is_there` returns True if a real tensor is on a GPU already. Of a slice of larger memory that is not, only
+    the slice's own elements are moved, unless it is a parameter. With `releases`, a tensor leaves the GPU when no other
+    object refers to it. All tensors become real again when the context ends.
     """
 
     def __init__(

@@ -75,7 +75,7 @@ class Source:
         return Taken(keeps[0] or not keeps[1], _MORE if any(keeps) else _SAME)
 
     def choice(self, node: ast.IfExp) -> Taken | None:
-        """Return the value assumed for an unknown condition in an expression; None if it decides about memory."""
+        """Return the value assumed for the condition of `a if condition else b`; None if it may decide about memory."""
         if not (_calls_only(node.body, _NUMBERS) and _calls_only(node.orelse, _NUMBERS)):
             return None
         place: ast.AST = node

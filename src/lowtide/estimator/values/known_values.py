@@ -100,7 +100,7 @@ def writable(tensor: Tensor, assumed: str = "") -> Tensor | None:
 
 
 def borrow(fake: Tensor, real: Tensor) -> None:
-    """Use the memory of `real`, without a copy, as the contents of `fake`, whose storage has the same size."""
+    """Use the memory of `real`, without a copy, as the contents of `fake`; their storages must have the same size."""
     if is_strided(fake) and is_strided(real):
         _put(fake, _Contents(real.untyped_storage(), ""))
 
@@ -118,7 +118,7 @@ def learn(fake: Tensor, contents: Tensor, assumed: str = "") -> None:
 
 
 def learn_alike(fake: Tensor, number: Tensor, assumed: str) -> None:
-    """Set every element of a fake tensor, which has its own storage, to this number."""
+    """Set the known contents of a fake tensor to `number` in every element; no other tensor may share its storage."""
     if is_strided(fake):
         _put(fake, _Contents(None, assumed, alike=number))
 

@@ -28,9 +28,9 @@ class Unknown(float):
     _last: ClassVar[Assumptions]
 
     def __new__(cls, given: Assumptions | float) -> Unknown:
-        """Create a number whose queries `given` answers, or convert a plain number `given` to this type.
+        """Create an unknown number; `given` is the Assumptions object that answers queries for it.
 
-        `statistics.mean` converts its result to the type of its arguments.
+        A plain number, which `statistics.mean` passes to convert its result, becomes an unknown number, too.
         """
         self = super().__new__(cls, 1.0)
         if isinstance(given, numbers.Number):
@@ -126,7 +126,7 @@ class UnknownArray(np.ndarray[Any, Any]):
         return Unknown(self._answers) if func in _COMPARING else self._unknown(result)
 
     def _unknown(self, result: Any) -> Any:
-        """Mark results computed from this array as unknown."""
+        """Return a result that was computed from this array, with its numbers marked as unknown."""
         if isinstance(result, tuple | list):
             return type(result)(map(self._unknown, result))
         if isinstance(result, np.ndarray):

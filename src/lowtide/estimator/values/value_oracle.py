@@ -226,7 +226,10 @@ class ValueOracle(Assumptions):
             return [int(mask.count_nonzero()) * mask.dim() * torch.long.itemsize for mask in masks if mask is not None]
 
     def _index(self, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-        """Replace known masks by the equivalent integer indices, so that the number of rows is known."""
+        """Replace known masks among the indices `args[1]` by integer indices, so that the number of rows is known.
+
+        Return (False, None), as the operator still has to run. Raises DataDependentStepError for an unknown mask.
+        """
         if not _has_mask(args[1]):
             return False, None
         indices: list[Tensor | None] = []
@@ -248,7 +251,10 @@ class ValueOracle(Assumptions):
         return False, None
 
     def _select(self, tensor: Tensor, mask: Tensor) -> tuple[bool, Any]:
-        """Return the result of `masked_select`: as many elements as the mask selects, with unknown contents."""
+        """Return True and the result of `masked_select`: as many elements as the mask selects, with unknown contents.
+
+        Raises DataDependentStepError for an unknown mask.
+        """
         chosen = self.value(mask)
         if chosen is None:
             raise self.refusal("how many elements it takes depends on a mask")
@@ -338,7 +344,7 @@ class ValueOracle(Assumptions):
             return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
 
     def _healthy(self, func: Any, args: Any, tensors: list[Tensor]) -> bool | None:
-        """Return the result of a test for NaN or infinity, if there are none; None for any other operator."""
+        """Return the result that a test for NaN or infinity has if there are none; None for any other operator."""
         if func in NOT_IN_HEALTH:
             return False
         if func in (aten.eq.Tensor, aten.ne.Tensor) and args[0] is args[-1]:

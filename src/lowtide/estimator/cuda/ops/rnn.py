@@ -130,7 +130,7 @@ def _sequence_first(x: Tensor, settings: dict[str, Any]) -> Tensor:
 
 
 def _in_one_block(weights: tuple[Tensor, ...]) -> list[Tensor]:
-    """Return the gradients of all weights: views of one block."""
+    """Return an uninitialized gradient for each weight; all are views of one block, as cuDNN allocates them."""
     block = weights[0].new_empty((sum(weight.numel() for weight in weights),))
     parts = torch.split(block, [weight.numel() for weight in weights])
     return [part.view(weight.shape) for part, weight in zip(parts, weights, strict=True)]
