@@ -61,8 +61,8 @@ def running_node() -> Node | None:
 
 
 def running_node_name() -> str:
-    """Return the kind of the running node, such as `GeluBackward0`; empty without one. Relies on internals of torch
-    2.13, present since 2.1.
+    """Return the kind of the running node, such as `GeluBackward0`; empty if no node is running. Relies on
+    internals of torch 2.13, present since 2.1.
     """
     node = running_node()
     return "" if node is None else node.name()

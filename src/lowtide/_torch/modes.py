@@ -21,7 +21,7 @@ def without_subclasses() -> Any:
 
 
 def accelerator_type() -> str:
-    """Return the device type of this machine's accelerator, "cpu" without one. Relies on internals of torch 2.13."""
+    """Return the device type of this machine's accelerator, "cpu" if it has none. Relies on internals of torch 2.13."""
     return str(torch._C._get_accelerator().type)
 
 

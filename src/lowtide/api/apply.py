@@ -126,9 +126,9 @@ class Applied(Removable, Displayed):
         return frozenset(self._engine.packer.drifted) | self._unknown
 
     def checked(self) -> AbstractContextManager[ReplayChecker]:
-        """Return a context manager that checks one step.
+        """Return a context manager that compares each tensor that backward reads in one step with the saved one.
 
-        It raises ReplayMismatch if a tensor that backward reads differs in any bit from the tensor that forward saved.
+        It raises ReplayMismatch if a tensor differs in any bit from the tensor that forward saved.
         """
         return ReplayChecker(self._engine).running()
 

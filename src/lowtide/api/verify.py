@@ -211,7 +211,7 @@ def verify(
         batch: The batch that the plan was made for.
         plan: The plan to verify.
         optimizer: The optimizer, or a list of them; needed if one of the plan's levers changes it.
-        budget_for: The bytes to hold against the budget: "requested" ones, or on a GPU "reserved" ones, which also
+        budget_for: The bytes to compare with the budget: "requested" ones, or on a GPU "reserved" ones, which also
             count memory that the allocator reserves beyond the requests. By default the kind that the plan was made
             for.
         progress: If False, no bar is shown on stderr; the log named "lowtide" has a line.

@@ -101,7 +101,7 @@ class AllocationTracker(TorchDispatchMode):
         self.n_flops = 0
         """Floating-point operations since the last `begin`, of operators that torch has a formula for."""
         self.meter: Callable[[Any, Sequence[Tensor], Sequence[Tensor], int], None] | None = None
-        """Function called with each operator, its arguments, its results and its FLOPs; None without one."""
+        """Function called with each operator, its arguments, its results and its FLOPs; None if no function is set."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

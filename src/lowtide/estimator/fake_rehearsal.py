@@ -104,7 +104,7 @@ class FakeRehearsal(TwoStepRun):
                 yield
 
     def _now(self, batch: Any) -> frozenset[int]:
-        """Record the memory that exists now as the step's entry; return its addresses, also of real tensors."""
+        """Record the memory that exists now as that before the step; return its addresses, also of real tensors."""
         with without_function_modes(), fakes_have_addresses():
             self._static, self._blocks = static_of(
                 self._tracker, self._model, batch, self._state, self._reducers.buckets

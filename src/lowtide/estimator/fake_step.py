@@ -1,4 +1,4 @@
-"""Shared parts of estimated steps on any device: patches, the planned engine, and the memory at entry."""
+"""Shared parts of estimated steps on any device: patches, the planned engine, and the memory before the step."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ class MemoryEstimate(Displayed):
     """Memory that a training step will need, from a run on fake tensors. `print` it for a table."""
 
     timeline: Timeline
-    """Timeline of the step: bytes above those in use at entry."""
+    """Timeline of the step: bytes above those in use when the step begins."""
     static: Static
-    """Memory at entry of the step, including optimizer state."""
+    """Memory that exists when the step begins, including optimizer state."""
     unknown: tuple[str, ...]
     """Scratch memory of operators that is not known exactly, with its bounds and the counted value, if known."""
     assumed: tuple[str, ...]
@@ -48,7 +48,10 @@ class MemoryEstimate(Displayed):
         return entry | {"left from before": static.carried_over, "other tensors": static.others}
 
     def alive_at_peak(self) -> dict[str, int]:
-        """Return the bytes of each category at the peak; bytes freed since entry are negative. They sum to the peak."""
+        """Return the bytes of each category at the peak, which sum to the peak.
+
+        Freed bytes of memory that existed when the step began are a negative category of their own.
+        """
         alive = Counter(self.at_entry())
         for category, blocks in self.timeline.alive_at_peak().items():
             alive[category] += sum(block.bytes for block in blocks)

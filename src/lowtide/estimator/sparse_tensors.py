@@ -151,7 +151,7 @@ def like(sparse: Tensor, indices: Tensor, values: Tensor, coalesced: bool | None
 
 
 def assumed(func: Any, args: Any) -> str | None:
-    """Return, in words, the assumption on which the size of an operator's sparse result depends; None without one."""
+    """Return, in words, the assumption on which the size of an operator's sparse result depends; None if on none."""
     if func is aten.add_.Tensor and all(map(is_sparse, args[:2])):
         return "a sparse tensor is assumed to stay as large as it was when another one is added"
     if func is bags.BACKWARD and args[9] and bags.has_padding(args):

@@ -104,7 +104,7 @@ class StorageLedger(Recorder):
 
     @property
     def version(self) -> object:
-        """Version that changes when events at entry, or events that `since` has already returned, change."""
+        """Version that changes when events that `since` has returned, such as the initial allocations, change."""
         return len(self._entered), self._n_corrected
 
     def since(self, position: int) -> Iterator[Event]:

@@ -158,7 +158,7 @@ class Unrehearsed(Engine):
 
 
 def _takes_a_product(maker: object) -> bool:
-    """Return True if a recompute, or another recompute that it needs, takes a matrix product."""
+    """Return True if the recompute `maker`, or another recompute that it needs, takes a matrix product."""
     if not isinstance(maker, Recompute):
         return False
     passed = (handle.value for handle in maker.operands if handle is not None and handle.value.is_intermediate)

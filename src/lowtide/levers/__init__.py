@@ -51,7 +51,7 @@ class LeverStack(Removable):
         self._undo, self._levers = undo, on
 
     def check(self) -> None:
-        """Check each lever after steps that ran with the lever on.
+        """Check, after one or more steps with the levers on, that each lever took effect and may stay on.
 
         Raises LeverNotApplicable if a lever changed nothing in the steps, or must not stay on.
         """

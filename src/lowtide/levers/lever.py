@@ -48,9 +48,9 @@ class ActiveLever(Protocol):
     """Protocol of an enabled lever, the object that `Lever.enable` returns."""
 
     def check(self) -> None:
-        """Check steps that ran with the lever on.
+        """Check, after one or more steps with the lever on, that the lever took effect and may stay on.
 
-        Raises LeverNotApplicable if the lever changed nothing in the steps, or must not stay on.
+        Raises LeverNotApplicable if it changed nothing in the steps, or must not stay on.
         """
 
     def remove(self) -> None:

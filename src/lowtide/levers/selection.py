@@ -1,9 +1,10 @@
-"""Select the levers of a plan for a budget: one after the other, cheapest first, only as far as each pays.
+"""Select the levers of a plan for a budget: the requested levers are tried one after the other, the cheapest first.
 
-Each link of the chain is a rehearsal with one more lever on, so its effect is measured. A lever that does no more work
-than the plain step pays if it lowers a peak; another lever pays if the total of its own measured cost and the remaining
-recomputes and replays takes less time. Micro-batches are for steps that fit in no other way. The chain ends when
-nothing has to be recomputed any more. The same profiles, with the same costs, give the same levers.
+A lever is tried by a rehearsal of the step with that lever and the levers selected before, so its effect is measured.
+It is selected only if it lowers the peak of the step, or else the smallest peak of any plan. A lever that does more
+work than the plain step must also save time if a plan fits without it: its measured cost must be less than the time of
+the recomputes and replays that it saves. Micro-batches are tried only if no plan fits otherwise. The selection ends
+when the step fits without any recompute or replay. The same profiles, with the same costs, give the same levers.
 """
 
 from __future__ import annotations

@@ -136,7 +136,10 @@ class CpuRecorder(Recorder):
         self._annotate(Mark(label, data))
 
     def beside_bytes(self, addresses: Collection[int], n_bytes: int) -> int:
-        """Return the bytes of the storages that existed at entry, except those at `addresses`."""
+        """Return the bytes of the storages that existed when the recording began, except those at `addresses`.
+
+        `n_bytes` is not used.
+        """
         return sum(n for where, n in self.entry_bytes.items() if where not in addresses)
 
     @uninterrupted
@@ -267,7 +270,7 @@ def running() -> CpuRecorder | None:
 
 
 def _other_profiler() -> str | None:
-    """Describe the active profiler, which prevents a recording because torch can run only one; None without one."""
+    """Describe the active profiler, which prevents a recording as torch can run only one; None if there is none."""
     if _recording is not None:
         return "Lowtide itself records already"
     if profiler_running():
@@ -302,7 +305,7 @@ class _Reader:
         self._n_marks = 0
 
     def read(self, roots: list[Any], marks: list[Mark | Free]) -> list[Mark]:
-        """Append the events of one profiler session, and the frees of blocks from entry.
+        """Append the events of one profiler session, and the frees of blocks that existed when the recording began.
 
         `marks` are all marks of the recording so far. Returns those that the session has not recorded.
         """

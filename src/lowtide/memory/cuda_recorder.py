@@ -116,7 +116,7 @@ class CudaRecorder(Recorder):
         self._attach(len(self._marks))
 
     def beside_bytes(self, addresses: Collection[int], n_bytes: int) -> int:
-        """Return the bytes that the allocator held at entry beyond `n_bytes`. `addresses` is not used."""
+        """Return the allocated bytes when the recording began, less `n_bytes`, at least 0. `addresses` is not used."""
         return max(0, self._n_entry_bytes - n_bytes)
 
     def _attach(self, n_marks: int) -> None:
@@ -162,7 +162,7 @@ def parse_trace(
 
     `key` begins the texts that the recording attached; the rest is "<thread> <marks made so far>". Actions on segments,
     snapshots and failed allocations move no block and are ignored. `entry_addresses` gets the address of each freed
-    block from entry, by the block's number.
+    block that existed when the recording began, by the block's number.
     """
     events: list[Event] = []
     alive: dict[int, Allocate] = {}

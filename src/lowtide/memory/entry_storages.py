@@ -30,7 +30,7 @@ _excluded: weakref.WeakValueDictionary[int, UntypedStorage] = weakref.WeakValueD
 
 
 def exclude_from_entry(copy: Tensor) -> Tensor:
-    """Exclude `copy`, a tensor that Lowtide holds temporarily, from the tensors that exist at entry; return it."""
+    """Mark `copy`, a temporary tensor of Lowtide, not to count as existing when a recording begins; return `copy`."""
     for part in parts_of(copy):
         if part.device.type == "cpu":
             _excluded[part.untyped_storage().data_ptr()] = part.untyped_storage()
@@ -38,7 +38,7 @@ def exclude_from_entry(copy: Tensor) -> Tensor:
 
 
 def is_excluded(storage: UntypedStorage) -> bool:
-    """Return True if `storage` is not counted among the storages that exist at entry."""
+    """Return True if `storage` does not count as existing when a recording begins."""
     return _excluded.get(storage.data_ptr()) is not None
 
 

@@ -125,8 +125,8 @@ class EventStream:
         return iter(self.events)
 
     def between(self, first: int, stop: int) -> EventStream:
-        """Return the events `first <= index < stop` as a recording; the blocks alive at `first` existed at its
-        entry.
+        """Return the events `first <= index < stop` as a recording; the blocks alive at `first` existed when
+        it began.
         """
         return EventStream(self.events[first:stop], self.device, self.streams)
 
@@ -154,9 +154,9 @@ class Recorder(ABC):
 
     device: str
     entry_addresses: dict[int, int]
-    """Addresses of blocks from entry, at least of those that were freed, by their number in the stream."""
+    """Addresses of blocks that existed when the recording began, at least of those that were freed, by block number."""
     entry_bytes: dict[int, int]
-    """Requested bytes of each block that existed at entry, by its address."""
+    """Requested bytes of each block that existed when the recording began, by its address."""
     _stream: EventStream | None = None
 
     @abstractmethod
@@ -170,9 +170,9 @@ class Recorder(ABC):
         """Put a mark between the allocations made so far and the next one."""
 
     def beside_bytes(self, addresses: Collection[int], n_bytes: int) -> int:
-        """Return the bytes in memory at entry outside the blocks at `addresses`, which have `n_bytes` in all.
+        """Return the bytes that were in memory when the recording began, without the blocks at `addresses`.
 
-        A recorder that does not know the bytes returns 0.
+        `n_bytes` is the size of these blocks in all. A recorder that does not know the bytes in memory returns 0.
         """
         return 0
 

@@ -66,13 +66,14 @@ class Memory(Displayed):
         self._dels: tuple[Del, ...] = ()
         self._peak_bytes = 0
         self.reserved_peak_bytes: int | None = None
-        """On CUDA the most bytes that the allocator held from the device at once, including those at entry; None on a
-        CPU.
-        """
+        """On CUDA the most bytes that the allocator reserved at once, memory from before included; None on a CPU."""
 
     @property
     def peak_bytes(self) -> int:
-        """The highest level over entry, in bytes. On CUDA, blocks count with the size the allocator rounds up to."""
+        """Peak in bytes above the memory in use when the `with` block began.
+
+        On CUDA, blocks of memory count with the size that the allocator rounds up to.
+        """
         self._known("peak_bytes")
         return self._peak_bytes
 
@@ -128,7 +129,7 @@ def measure(
     optimizer: torch.optim.Optimizer | None = None,
     device: torch.device | str | int | None = None,
 ) -> AbstractContextManager[Memory, None]:
-    """Measure the memory of the code in the `with` block: `peak_bytes` over the level at entry, and the blocks alive.
+    """Measure the memory of the code in the `with` block: `peak_bytes` above the level before it, and the blocks alive.
 
     Blocks still alive at the end that are parameters, gradients, buffers or optimizer state are labelled so. On a CPU,
     all others that are alive when backward begins are activations. The rest are temporaries. Blocks are named by

@@ -58,7 +58,9 @@ class Block(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """The events `first <= index < stop` of a phase, and their highest level over entry, reached at `peak_index`."""
+    """The events `first <= index < stop` of a phase, and their highest level above that at the start,
+    reached at `peak_index`.
+    """
 
     name: str
     first: int
@@ -77,9 +79,9 @@ class Timeline(Displayed):
         self.stream = stream
         self.labels = dict(labels or {})
         self.curve: tuple[int, ...] = tuple(accumulate(map(bytes_added, stream.events)))
-        """Level over entry after each event, bytes."""
+        """Level after each event in bytes, above the level when the recording began."""
         self.peak_bytes: int = max((0, *self.curve))
-        """The highest level over entry; 0 if it never rose above entry."""
+        """The highest level in bytes, above the level when the recording began; 0 if it never rose above that level."""
         self.peak_index: int = self.curve.index(self.peak_bytes) if self.peak_bytes else -1
         """The first event after which the level is the peak; -1, before all events, if it never rose above entry."""
 
@@ -102,7 +104,7 @@ class Timeline(Displayed):
         }
 
     def alive_at(self, index: int) -> tuple[Block, ...]:
-        """Return the blocks allocated since entry and alive after event `index`, largest first."""
+        """Return the blocks that the recording allocated and that are alive after event `index`, largest first."""
         alive = (
             b for b in self.blocks.values() if b.allocated_at <= index and (b.freed_at is None or index < b.freed_at)
         )
@@ -115,7 +117,7 @@ class Timeline(Displayed):
         return {category: blocks for category, blocks in groups.items() if blocks}
 
     def freed_from_entry(self, index: int) -> int:
-        """Return the bytes of blocks from entry that were freed up to event `index`.
+        """Return the bytes of blocks freed up to event `index` that existed when the recording began.
 
         The level is the bytes of blocks alive that the stream allocated, less these.
         """

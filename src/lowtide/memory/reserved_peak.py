@@ -15,7 +15,7 @@ def reserved_excess_bytes(recorder: Recorder) -> int:
     """Return the reserved peak of a recorded step, less its requested peak.
 
     The recorded requests are met by a simulated allocator with the settings of this process, which has first allocated
-    the blocks that existed at entry. Segments that the process keeps from earlier steps don't count.
+    the blocks that existed when the recording began. Segments that the process keeps from earlier steps don't count.
     """
     freed = {recorder.entry_addresses[event.block] for event in freed_from_entry(recorder.stream)}
     stay = [n_bytes for address, n_bytes in sorted(recorder.entry_bytes.items()) if address not in freed]

@@ -19,8 +19,8 @@ def table(
 ) -> Iterator[str]:
     """Yield lines of text: the peak and its phase, the memory alive there, the peak of each phase, the largest blocks.
 
-    `entry` is the memory that existed before, in bytes by category; without it, levels are over entry. `peak_bytes` is
-    the peak over entry; by default the timeline's.
+    `entry` is the memory that existed before the recording, in bytes by category; if it is None, levels are those above
+    this memory. `peak_bytes` is the peak above this memory; by default the timeline's.
     """
     before = {} if entry is None else entry
     peak = timeline.peak_bytes if peak_bytes is None else peak_bytes

@@ -127,7 +127,7 @@ class _Versioned(msgspec.Struct):
 
 
 def _format_of(text: bytes) -> int | None:
-    """Return the number in the field `format` of a JSON text, or None without one."""
+    """Return the number in the field `format` of a JSON text; None if it has no such field."""
     try:
         return msgspec.json.decode(text, type=_Versioned).format
     except (msgspec.MsgspecError, ValueError, RecursionError):

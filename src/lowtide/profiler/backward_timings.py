@@ -41,11 +41,11 @@ class BackwardTimings:
         self._indices[maker] = index
 
     def recompute_of(self, value: Value) -> Recompute | None:
-        """Return the recompute of a value that backward has not read yet, or None without one."""
+        """Return the recompute of a value that backward has not read yet; None if the value has none."""
         return self._recomputes.get(value)
 
     def take(self, value: Value) -> Recompute | None:
-        """Remove and return the recompute of a value that backward reads for the first time, or None without one."""
+        """Remove and return the recompute of a value that backward reads for the first time; None if it has none."""
         return self._recomputes.pop(value, None)
 
     def drop_unread(self) -> None:

@@ -150,7 +150,7 @@ class FsdpScopes:
 
 
 class ValueNumbering(Builder):
-    """Builder of recomputes that records the sequence number of the node for each value that it has built."""
+    """Builder of recomputes that records, for each built value, the sequence number of the value's autograd node."""
 
     __slots__ = ("numbers",)
 

@@ -96,7 +96,10 @@ class Witness:
 
 
 class ReplayChecker(Observer):
-    """Observer that checks each recomputed tensor of a step under a plan."""
+    """Observer that compares the recomputed tensors that backward reads, under a plan, with those that forward saved.
+
+    Checksums are compared. Raises ReplayMismatch at the first difference that no nondeterministic operator explains.
+    """
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine

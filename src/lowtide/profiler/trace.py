@@ -229,7 +229,10 @@ class Trace(Observer):
 
 
 def states_of(maker: Recomputation | None) -> Iterable[Tensor]:
-    """Return the tensors that only a recompute or replay holds: RNG state and buffers, or the bits of a mask."""
+    """Return the tensors of state that only `maker` holds: none if it is None.
+
+    A replay holds RNG states and buffers; a recompute may hold the bits of a mask.
+    """
     if isinstance(maker, ReplayFrame):
         return maker.call_context.tensors
     return [maker.constants["bits"]] if isinstance(maker, Recompute) and "bits" in maker.constants else []

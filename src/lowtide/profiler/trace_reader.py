@@ -196,7 +196,7 @@ class MemoryLevels:
     most: tuple[int, ...]
     """Largest level within each position."""
     gradients: tuple[int, ...]
-    """Part of `most` that is gradients; negative where gradients that existed at entry were freed."""
+    """Part of `most` that is gradients; negative where gradients from before the step were freed."""
     first: tuple[int, ...]
     """Level at the beginning of each position."""
     written: tuple[tuple[int, int, tuple[str, int]], ...]

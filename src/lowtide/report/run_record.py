@@ -132,8 +132,9 @@ class RunRecord(Record):
 
     @property
     def requested_budget_bytes(self) -> int | None:
-        """Budget in requested bytes, the unit of all memory over the step; None without one, or if it bounds reserved
-        bytes.
+        """Budget in requested bytes, the unit of all memory over the step.
+
+        None if there is no budget, or if it bounds reserved bytes.
         """
         return self.budget_bytes if self.plan is None or self.plan.budget_for == "requested" else None
 

@@ -222,10 +222,9 @@ class ForwardPass:
                 self.switch_hooks(on=not self.has_hooks)
 
     def switch_hooks(self, *, on: bool) -> bool:
-        """Push this run's hooks, if no hooks are in force (`on`), or pop them, if they are the innermost hooks (not
-        `on`).
+        """Push this run's saved-tensor hooks if `on`, else pop them; return True if that was done.
 
-        Returns True if the hooks were pushed or popped.
+        They are pushed only if no hooks are in force, and popped only if they are the innermost hooks.
         """
         top = saved_tensor_hooks()
         if on:
@@ -427,7 +426,7 @@ _NO_CALLS: Mapping[int, set[int]] = {}
 
 
 class Passthrough:
-    """Handler of module calls in a run that the plan leaves unchanged."""
+    """Handler of module calls that runs each call as without a plan."""
 
     def __init__(self, idle: frozenset[CallInterceptor]) -> None:
         self.idle = idle

@@ -1,4 +1,4 @@
-"""Checks that a plan in force still holds: larger batches, more state and compiled code may invalidate it."""
+"""Checks that a plan in force still fits: larger batches, more state and compiled code may invalidate it."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ class PlanGuard:
         self._front = OuterInterceptor(model, self._around, owner)
 
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: nn.Module | None = None) -> None:
-        """Check in a training call of the model, or a `part`, that the input is no larger than planned and the model is
-        unchanged.
+        """Warn in a training call of the model, or of its `part`, if the input is larger than planned or the model has
+        changed.
         """
         if self._is_over:
             return

@@ -1,10 +1,10 @@
-"""Attributes of modules as a call found them, restored if they are rebound or written to before backward.
+"""Capture the attributes of modules when a call begins, and restore them when backward replays the call.
 
-The kind of data in a batch, the temperature of a softmax, the condition of a block: code writes such values on modules
-before a call, and by the next call they have been changed or deleted. A capture has numbers, strings and similar data,
-tensors that the call itself leaves in place, and lists, tuples, sets and dicts of these. Long lists and dicts count as
-logs: entries added after the start of the call are removed. Everything else on a module, or reachable through it, must
-be unchanged when the call runs again.
+Training code sets attributes of modules before a call, such as the kind of data in a batch, the temperature of a
+softmax or the condition of a block, and changes or deletes them before backward. A capture has numbers, strings and
+similar data, tensors that the call itself leaves in place, and lists, tuples, sets and dicts of these. Long lists and
+dicts count as logs: entries added after the start of the call are removed. Everything else on a module, or reachable
+through it, must be unchanged when the call runs again.
 """
 
 from __future__ import annotations

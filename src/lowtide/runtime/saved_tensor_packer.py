@@ -56,7 +56,7 @@ class SavedTensorPacker:
         self.here = ThreadState()
         """The handler of module calls in this thread: the run in progress, if any."""
         self.bypassed: str | None = None
-        """Description of a call whose saved tensors did not reach the pack hook, with a remedy; None without one."""
+        """Description of a call whose saved tensors did not reach the pack hook, with a remedy; None if all did."""
         self.versions: dict[str, int] = {}
         """For each address, the version of the recomputed tensor when it was first saved there."""
         self.drifted: set[str] = set()

@@ -284,10 +284,10 @@ class Observer:
         """Observe `tensor`, which backward is about to get for `handle`."""
 
     def on_recompute_begin(self, maker: Recomputation) -> None:
-        """Observe that a recipe or a replay is about to run; its operands are available."""
+        """Observe that the recompute or replay `maker` is about to run; its operands are available."""
 
     def on_recompute_end(self, maker: Recomputation, outputs: tuple[Tensor, ...]) -> None:
-        """Observe the outputs of a recipe or a replay."""
+        """Observe the outputs of the recompute or replay `maker`, which has run."""
 
     def on_write_in_place(self, node: str, n_bytes: int) -> None:
         """Observe that a node named `node` will write its result over its incoming gradient of `n_bytes`."""

@@ -6,7 +6,7 @@ with the smallest peak; the next batch of that size is rehearsed, and from then 
 smaller batches.
 
 `StepFitter` decides for each step whether it is rehearsed, measured or left alone. `ModelPlans` makes the plans and
-puts them in force; `Replanner` replaces a plan that was found to hold, for larger batches or for steps that changed.
+puts them in force; `Replanner` replaces a plan that was kept after measured steps, for larger batches or changed steps.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class StepFitter(PlanMonitor):
         self._has_said_sizes = False
         """True once varying sizes have been reported."""
         self._held: Plan | None = None
-        """The last plan that was found to hold, also if another model is trained since."""
+        """The last plan that was kept after measured steps, even if another model has been trained since."""
 
     def _start_with(self, rehearsing: StepRehearser) -> None:
         """Start over without plans, for a model that `rehearsing` has not rehearsed yet."""

@@ -50,11 +50,11 @@ class LaterSteps:
     def __init__(self) -> None:
         """Begin with nothing scheduled, because there is no plan yet."""
         self.n_updates = 0
-        """Number of updates since a plan was found to hold, counted by the owner."""
+        """Number of updates since a plan was kept after measured steps, counted by the owner."""
         self.due_at = inf
         """Number of updates after which steps are measured or rehearsed."""
         self.has_begun = False
-        """True once a plan has been found to hold: from then on a budget that no plan fits does not end training."""
+        """True once a plan was kept after measured steps: a budget that no plan fits then no longer ends training."""
         self.is_rehearsing = False
         """True while the steps are rehearsed again."""
         self.is_different = False
@@ -73,7 +73,7 @@ class LaterSteps:
         self._room_bytes = self._held_bytes = self._least_held_bytes = 0
         """Bytes between measured peak and budget; bytes of tensors at the last count; the least of all counts."""
         self._held_since_s = self._measuring_since_s = self._measured_s = self._counted_s = 0.0
-        """Time when a plan was first found to hold, plus the duration of the first counts; time when the step to
+        """Time when a plan was first kept, plus the duration of the first counts; time when the step to
         measure began; time of all such steps, and of the later counts.
         """
 
@@ -98,7 +98,7 @@ class LaterSteps:
             self.come_soon()
 
     def plan_holds(self, place: torch.device, room_bytes: int, *, is_sure: bool) -> None:
-        """Schedule the next measured step, because measured steps have confirmed the plan.
+        """Schedule the next measured step, now that the plan is kept after measured steps.
 
         It comes soon if later steps may need more memory (`is_sure` is False), or if steps have changed; else after an
         interval that grows. Until then tensors on the device `place` are counted, and the budget has room for

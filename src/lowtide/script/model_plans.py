@@ -105,7 +105,7 @@ class ModelPlans:
         self.smaller: list[Plan] = []
         """Plans for smaller batches than those of `plan`, the smallest first."""
         self.verdict: RunVerdict | None = None
-        """The verdict on `plan`; None until it was found to hold."""
+        """The verdict on `plan`; None until the plan was kept after measured steps."""
         self.unplanned: str | None = None
         """The reason why training continues without a plan."""
         self.rehearsing = rehearsing

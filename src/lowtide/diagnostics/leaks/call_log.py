@@ -233,7 +233,7 @@ class CallLog:
         return calls
 
     def finish_all(self) -> None:
-        """Count all living calls as finished, because the watch ends."""
+        """Count all calls whose graph or outputs are still alive as finished, because the watch ends."""
         for call in list(self.alive.values()):
             call.stats.count_finished(call)
         self.alive.clear()
@@ -275,7 +275,10 @@ class _Prehook:
 
 
 def is_output_of(tensor: Tensor, calls: CallLog) -> bool:
-    """Return True if `tensor` is an output of a living call, and a backward pass has reached that call's graph."""
+    """Return True if `tensor` is an output of a call in `calls.alive` whose graph a backward pass has reached.
+
+    These are calls of models whose graph or outputs are still in memory.
+    """
     node = tensor.grad_fn
     mark = None if node is None else node_metadata(node).get(_MARK)
     return isinstance(mark, _Mark) and bool(mark.call.backwards) and mark.call.number in calls.alive

@@ -10,7 +10,7 @@ LEAST_LINKS = 3
 
 
 class LinkedObjects:
-    """Finder of linked lists among the living objects. Keeps objects alive, so it is used once and dropped."""
+    """Finder of linked lists among all live objects. Keeps objects alive, so it is used once and dropped."""
 
     def __init__(self) -> None:
         self._before: dict[type, dict[int, Any]] = {}  # class -> id of an object -> the object that refers to it

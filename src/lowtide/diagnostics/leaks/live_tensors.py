@@ -1,4 +1,4 @@
-"""All living tensors, modules and optimizers, and the owners of the tensors' memory."""
+"""All live tensors, modules and optimizers, and the owners of the tensors' memory."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def standing_storages(owner: nn.Module | Optimizer) -> dict[int, int]:
 
 
 class LiveObjects:
-    """Snapshot of all living tensors, modules, optimizers and data sets. Valid only until user code continues.
+    """Snapshot of all live tensors, modules, optimizers and data sets. Valid only until user code continues.
 
     Refers to tensors through its list `tensors` only.
     """

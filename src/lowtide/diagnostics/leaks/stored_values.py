@@ -85,7 +85,7 @@ def _identifier(node: ast.expr) -> str:
 
 
 def _part(value: ast.expr, step: str) -> ast.expr:
-    """Return the part of a tuple or dict expression that `step` names, such as `[1]`; without one, the whole value."""
+    """Return the part of a tuple or dict expression that `step` names, such as `[1]`; if none, the whole value."""
     key = step.removeprefix("[").removesuffix("]")
     if isinstance(value, ast.Tuple) and key.isdigit() and int(key) < len(value.elts):
         return value.elts[int(key)]

@@ -1,4 +1,4 @@
-"""Graphs behind living tensors: which tensors are connected, and what their nodes keep.
+"""Graphs behind live tensors: which tensors are connected, and what their nodes keep.
 
 Nothing is recomputed and no hook runs. Nodes are referred to only during an inspection.
 """

@@ -33,7 +33,7 @@ def runs_only(m: Message, f: Facts) -> str:
 
 
 def _true_need(m: Message, f: Facts) -> Cause:
-    """Make the cause that remains if no other holds: the step needs more memory than is available."""
+    """Return the cause that applies if no other cause does: the step needs more memory than is available."""
     evidence = [
         _held_or_planned(m) if m.allocated_bytes else "",
         f"failed in the forward of {f.inside}" if f.inside else "",

@@ -18,7 +18,7 @@ _OF_OLLAMA = {"llama.cpp": "Ollama's runner", "llama.cpp on the host": "Ollama's
 
 
 def source_of(m: Message, f: Facts) -> Source | None:
-    """Return the known program whose message states its cause, whatever its numbers; None if the numbers decide."""
+    """Return the explanation of a known program's message; None if it is not known, or if its numbers tell more."""
     if has_overflowed(m):
         return None
     if m.form == "Errno 28" and f.shows(Sign.SHARES_MEMORY):
@@ -31,7 +31,7 @@ def source_of(m: Message, f: Facts) -> Source | None:
 
 
 def known_source(m: Message, f: Facts) -> Cause | None:
-    """Return the cause that the program's own message states."""
+    """Return the cause that a known program's message states; None in the cases in which `source_of` returns None."""
     source = source_of(m, f)
     if source is None:
         return None

@@ -154,7 +154,7 @@ class Sign(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts(Record):
-    """Facts about the failed process. Each may be unknown: None, or empty."""
+    """Facts about a process that ran out of memory. Each may be unknown: None, False, 0 or empty."""
 
     places: tuple[Place, ...] = ()
     """Lines of the traceback, outermost first."""
@@ -338,7 +338,10 @@ class _Traceback:
 
 
 class FactReader:
-    """Reader of the facts in a log that is read in chunks."""
+    """Reader of a failed run's log in chunks, which collects facts about the failure that the error message lacks.
+
+    The facts come from tracebacks, settings and banners of programs.
+    """
 
     def __init__(self) -> None:
         self._window = ""
@@ -377,7 +380,7 @@ class FactReader:
             finder.move_on(over)
 
     def facts(self) -> Facts:
-        """Return all facts read so far."""
+        """Return the facts about the failure found in the text that was read so far."""
         places = tuple(place for traceback in self._tracebacks.values() for place in traceback.places)
         is_windows = any(map(_WINDOWS.matches, places))
         return Facts(places=places, expandable=self._expandable, windows=is_windows, program=self._program)
@@ -405,7 +408,10 @@ class FactReader:
             traceback.add(_place(kind, match, process))
 
     def _process(self, position: int) -> str | None:
-        """Return the process that the line of `position` names at its start; None without one, or for a long line."""
+        """Return the process that the log line around `position` names at its start.
+
+        Return None if the line names no process, or if its start is more than _LINE characters away.
+        """
         begin = self._window.rfind("\n", max(0, position - _LINE), position) + 1
         if begin == 0 and (self._has_moved or position > _LINE):
             return None
@@ -429,7 +435,10 @@ def _place(kind: str, match: re.Match[str], process: str | None) -> Place:
 
 
 def _informative(places: list[Place]) -> list[Place]:
-    """Return the last MOST_PLACES places, after those earlier places that show a fact."""
+    """Shorten a long list of traceback lines.
+
+    Return its last MOST_PLACES lines, after those earlier lines that show a fact about the failure.
+    """
     if len(places) < 2 * MOST_PLACES:
         return places
     before, last = places[:-MOST_PLACES], places[-MOST_PLACES:]

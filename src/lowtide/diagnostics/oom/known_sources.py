@@ -1,4 +1,4 @@
-"""Programs with a fixed message for lack of memory, and advice for large tensors and for inference programs."""
+"""Explanations of programs' known out-of-memory messages; advice for large tensors and for inference programs."""
 
 from __future__ import annotations
 

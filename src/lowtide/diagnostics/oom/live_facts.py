@@ -202,7 +202,7 @@ def _numbers(numbers: list[int]) -> str:
 
 
 def _limit() -> tuple[str, int, int] | None:
-    """Return the main-memory limit nearest to being reached, as name, size and usage in bytes; None without one."""
+    """Return the main-memory limit nearest to being reached, as name, size and usage in bytes; None if none is set."""
     limits = []
     if (space := host.address_space()) is not None:
         limits.append(("limit on the address space (ulimit -v)", *space))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LiveGraph:
-    """One connected autograd graph, given by the living tensors whose `grad_fn` is one of its nodes."""
+    """One connected autograd graph, given by the live tensors whose `grad_fn` is one of its nodes."""
 
     roots: tuple[Tensor, ...]
     newest: int

@@ -1,4 +1,4 @@
-"""A program that reports lack of memory by a fixed message: the meaning of the message, and the remedy."""
+"""Explanations of out-of-memory messages that a program always words alike: the cause, and the remedies."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Cause of all out-of-memory messages of one program, and the remedy."""
+    """Explanation of one known out-of-memory message of a program, such as vLLM: its cause, and the remedies."""
 
     code: str
     claim: str
@@ -16,5 +16,8 @@ class Source:
 
 
 def source(code: str, claim: str, evidence: str, *actions: str) -> Source:
-    """Make the record of a program's fixed message; `actions` are the advice, best first."""
+    """Return the explanation of one known message: `code`, `claim` and `evidence` state the cause.
+
+    `actions` are the remedies, best first.
+    """
     return Source(code=code, claim=claim, evidence=evidence, actions=actions)

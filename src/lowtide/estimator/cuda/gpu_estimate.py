@@ -34,7 +34,7 @@ class GpuMemoryEstimate(MemoryEstimate):
 
     gpu: GpuSpec
     whole: EventStream
-    """Events of both steps, with storages at entry allocated first: all that the allocator sees."""
+    """Events of both steps, after allocations of the storages that existed before: all that the allocator sees."""
     bounds: Mapping[int, ScratchBlock]
     """Blocks of `whole` known only within bounds, by number."""
     measured: tuple[str, ...]

@@ -37,7 +37,7 @@ class Source(Protocol):
         """Object that compares unequal to earlier ones once events that `since` has already returned have changed."""
 
     def since(self, position: int) -> Iterable[Event]:
-        """Return the events from this position on. The first events allocate the storages that exist at entry."""
+        """Return the events from this position on. The first events allocate the storages that existed before."""
 
     def mark(self, label: str, data: object = None) -> None:
         """Append a mark to the events."""

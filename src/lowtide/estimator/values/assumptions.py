@@ -38,10 +38,11 @@ class Assumptions:
         """Number of losses given to LBFGS."""
 
     def truth(self, why: str) -> bool:
-        """Return the assumed answer to a yes-or-no query of unknown contents; raise DataDependentStepError without one.
+        """Return the assumed answer to a yes-or-no query of unknown contents.
 
-        `why` states the query's effect, for the error. In optimizers the answer is False: Adafactor, for example,
-        bounds its step by the size of a parameter, which changes numbers, not memory.
+        Raises DataDependentStepError if no answer is assumed. `why` states the query's effect, for the error. In
+        optimizers the answer is False: Adafactor, for example, bounds its step by the size of a parameter, which
+        changes numbers, not memory.
         """
         if in_optimizer():
             self.note("a number that an optimizer compares is taken as small")

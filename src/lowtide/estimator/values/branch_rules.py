@@ -5,8 +5,8 @@
    `if loss != loss: break`, `if loss > 1e4: continue`, `if accuracy > 0.9: break`. Not inside a module's forward,
    where the skipped code has memory of its own.
 3. Both branches only report, count, record numbers, and save or copy a state, such as the best model so far: the branch
-   that keeps more is taken. A noted number must not be a size: `n = 64` that is read outside comparisons and texts may
-   decide about memory.
+   that keeps more is taken. A recorded number must not be read outside comparisons and texts: `n = 64` may be a size,
+   and decide about memory.
 4. A conditional expression within reported text, neither branch of which calls a function: either branch is only
    reported.
 

@@ -19,7 +19,7 @@ EMPTY_CACHE = "empty cache"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Request that the device refused: that of event `index`, or -1 for the blocks that existed at entry."""
+    """Request that the device refused: that of event `index`, or -1 for blocks that existed before the events."""
 
     index: int
     requested_bytes: int
@@ -54,7 +54,7 @@ class Requests:
 
     def __init__(self, stream: EventStream) -> None:
         self.at_entry = [(freed.block, freed.bytes) for freed in freed_from_entry(stream) if freed.bytes]
-        """Number and bytes of each block from entry that the stream frees."""
+        """Number and bytes of each block that the stream frees and did not allocate."""
         self.rows = [*_rows(stream)]
         """Index of the event, number, bytes and CUDA stream of each block; frees have negative bytes, and requests to
         empty the cache none.
@@ -91,8 +91,8 @@ def simulate(
 
     `capacity` is the bytes that the device can give, None for no limit; `total` is the device's memory, to which a
     memory fraction applies. `at_entry` are the sizes of the blocks that exist when the stream begins and stay; blocks
-    from entry that the stream frees are added to them, with their sizes from the stream. `addresses` gives the
-    addresses of new segments.
+    that the stream frees and did not allocate are added to them, with their sizes from the stream. `addresses` gives
+    the addresses of new segments.
     """
     requests = Requests(stream) if isinstance(stream, EventStream) else stream
     allocator = allocator_for(config, capacity, total=total, addresses=addresses)

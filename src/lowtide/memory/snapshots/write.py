@@ -43,9 +43,10 @@ def snapshot_of(
 ) -> dict[str, Any]:
     """Return `timeline` in the form of `torch.cuda.memory._snapshot()`, for device 0 with allocator `config`.
 
-    `at_entry` are the sizes of blocks that exist all the time; blocks from entry that the timeline frees are added to
-    them. Sizes and order are kept, so reading the snapshot back gives the same curve. Phases become annotations; other
-    marks and blocks of no bytes are left out, because the format has no place for them. Times are event numbers.
+    `at_entry` are the bytes of blocks that exist all the time; blocks that the timeline frees and did not allocate are
+    added to them. Sizes and order are kept, so reading the snapshot back gives the same curve. Phases become
+    annotations; other marks and blocks of no bytes are left out, because the format has no place for them. Times are
+    event numbers.
     """
     writer = _Writer(config or AllocatorConfig())
     for n_bytes in at_entry:

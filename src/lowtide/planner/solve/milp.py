@@ -121,9 +121,10 @@ class MilpProblem:
         return best
 
     def solve_decisions(self, *, accept_any: bool = False) -> Solution:
-        """Return decisions for the current positions: near the cheapest, or with `accept_any` the first ones found.
+        """Return integer decisions within the limit at all `positions`: nearly the cheapest, or the first ones found.
 
-        Larger and larger parts of the decisions (CORES) are searched, until a larger part would not be worth its time.
+        The first ones found are returned with `accept_any`. Larger and larger parts of the decisions (CORES) are
+        searched, until a larger part would not be worth its time.
         """
         relaxed = self._relaxation()
         least = relaxed.answer.bound
@@ -144,8 +145,9 @@ class MilpProblem:
         return best
 
     def tighten_bound(self, known: float) -> float:
-        """Return a lower bound on the cost of decisions for the current positions. `known` is the cost of decisions
-        that were found.
+        """Return a lower bound on the cost of decisions within the limit at all `positions`.
+
+        `known` is the cost of decisions that were found.
 
         The relaxation's bound is returned if it is close to `known`, or if the relaxation leaves too many decisions
         between 0 and 1. Otherwise branch and bound improves it.
@@ -161,7 +163,7 @@ class MilpProblem:
         return max(least, min(relaxed.rows.solve_integers(relaxed.fixed_variables(slack)).bound, known))
 
     def _relaxation(self) -> _Relaxation:
-        """Return the relaxation of the current rows, solved again only if rows have changed."""
+        """Return the solved relaxation of the program as it is now, solved again only if the program has changed."""
         now = self.positions.copy(), self.rows.copy(), self.omitted_bytes.copy()
         if self._last is None or self._last[0] != now:
             self._last = now, _MatrixForm(self).solve_relaxation()
@@ -237,7 +239,10 @@ class _MatrixForm:
         self.upper = np.concatenate([covering.costs.upper, np.ones(n_own)])
 
     def solve_relaxation(self) -> _Relaxation:
-        """Return the cheapest solution with decisions as shares (0 to 1), and the cost of moving each variable."""
+        """Return the cheapest solution with decisions as shares (0 to 1), with the reduced costs of each variable.
+
+        They are lower bounds on the extra cost of a solution with the variable 1 above 0, or 1 below its upper bound.
+        """
         from scipy.optimize import linprog
 
         bounds = np.column_stack((np.zeros(self.n), self.upper))

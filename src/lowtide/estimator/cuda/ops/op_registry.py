@@ -85,7 +85,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(slots=True)
 class CudaOp:
-    """An operator's behaviours on CUDA. In a part that is None, the operator behaves as on a CPU."""
+    """Behaviours of one operator on CUDA. Where a field is None, the operator behaves as on a CPU."""
 
     behaviours: list[Behaviour] = field(default_factory=list)
     scratch: Callable[[Any, Any, list[Tensor]], list[ScratchBlock]] | None = None
@@ -106,7 +106,7 @@ KERNELS: dict[str, Callable[..., Any]] = {}
 
 
 def cuda_op(*ops: Any, of: Behaviour, part: Literal["scratch", "layout", "results"] = "scratch") -> Callable[[F], F]:
-    """Register the decorated function as a part of `ops`, derived from the behaviour `of`."""
+    """Register the decorated function as the `CudaOp` field `part` of all `ops`, derived from the behaviour `of`."""
 
     def register(function: F) -> F:
         for op in ops:
