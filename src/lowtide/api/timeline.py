@@ -45,7 +45,7 @@ def timeline(
         optimizer: The optimizer, or a list of them; needed if one of the plan's levers changes it.
 
     Returns:
-        The timeline, in bytes above those at entry: parameters and other memory from before the step are excluded.
+        The timeline, in bytes above those in use when the step begins: parameters, for example, are excluded.
 
     Raises:
         RehearsalError: If the step can't be rehearsed.

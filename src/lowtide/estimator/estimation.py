@@ -73,7 +73,7 @@ def estimate(
         step: Runs forward and backward of `model`, and optionally the optimizer.
         batch: The argument of `step`.
         device: A GPU, by name or as a GpuSpec, or several, "8 x h100-80", one for each process of the process group;
-            without it the step is estimated on the model's own device.
+            if None, the step is estimated on the model's own device.
         plan: The plan under which the step runs.
         optimizer: Needed only if neither the step nor the model refers to it.
         allocator: Settings of the CUDA caching allocator, by default the environment's; only with `device`.

@@ -2,9 +2,9 @@
 
 A lever is tried by a rehearsal of the step with that lever and the levers selected before, so its effect is measured.
 It is selected only if it lowers the peak of the step, or else the smallest peak of any plan. A lever that does more
-work than the plain step must also save time if a plan fits without it: its measured cost must be less than the time of
-the recomputes and replays that it saves. Micro-batches are tried only if no plan fits otherwise. The selection ends
-when the step fits without any recompute or replay. The same profiles, with the same costs, give the same levers.
+work than the plain step must also save time if a plan fits without that lever: its measured cost must be less than the
+time of the recomputes and replays that it saves. Micro-batches are tried only if no plan fits otherwise. The selection
+ends when the step fits without any recompute or replay. The same profiles, with the same costs, give the same levers.
 """
 
 from __future__ import annotations

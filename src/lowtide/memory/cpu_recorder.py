@@ -4,10 +4,11 @@ Bytes are those requested from torch's CPU allocator. Not recorded: memory that 
 files, oneDNN's scratch), and tensors that other threads of Python allocate or free, since the profiler follows one
 thread and the backward threads that it starts.
 
-Frees are exact too. The profiler reports the free of a block that it saw allocated. For a block that existed at entry
-it reports nothing or a wrong size, because it keeps sizes by address and forgets none that is freed while no profiler
-runs (torch 2.13). So its reports of such blocks are ignored, and the storages that exist at entry are watched through
-weak references instead. Only the end of a storage is noticed: if a storage from entry is resized, nothing is recorded.
+Frees are exact too. The profiler reports the free of a block that it saw allocated. For a block that existed before the
+recording it reports nothing or a wrong size, because it keeps sizes by address and forgets none that is freed while no
+profiler runs (torch 2.13). So its reports of such blocks are ignored, and the storages that exist when the recording
+begins are watched through weak references instead. Only the end of such a storage is noticed: if one is resized,
+nothing is recorded.
 """
 
 from __future__ import annotations

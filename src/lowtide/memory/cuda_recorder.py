@@ -2,13 +2,13 @@
 
 Bytes are those requested (`requested_bytes` of `torch.cuda.memory_stats`); the allocator rounds each request up, and
 `measure.py` reports the rounded peak beside this one. A block counts until its free is *completed*: until the streams
-that use it are done with it and its memory can be allocated again. The allocator knows the blocks that existed at
-entry, so their frees are exact. Operators are not in the history: `op` is the innermost Python function, empty for
-allocations of the backward threads.
+that use it are done with it and its memory can be allocated again. The allocator knows the blocks that existed before,
+so their frees are exact. Operators are not in the history: `op` is the innermost Python function, empty for allocations
+of the backward threads.
 
 The workspace of matrix products (cuBLAS, 8 MiB, or 32 MiB from compute capability 9 on, for each thread that computes)
-is allocated at the first product of a process and kept. A recording begins without it, so it is in each recording that
-has products.
+is allocated at the first product of a process and kept. A recording begins without such a workspace, so each recording
+that has products contains its allocation.
 
 A mark is exact within its thread: it is a text attached to all that the thread allocates and frees from then on. The
 allocator keeps one such text per thread, and backward runs in its own threads. Between threads marks are placed by

@@ -1,9 +1,9 @@
 """One event stream for every device. Pure Python: records can be read without torch.
 
-A stream holds the events of one recording in order: `Allocate`, `Free` and `Mark`. Levels are **bytes over entry**, the
-level when the recording began. A `Free` of a block that the stream did not allocate is of a block that existed at
-entry: it lowers the level by its bytes, below zero if need be. `cpu_recorder.py` and `cuda_recorder.py` say how they
-detect such frees.
+A stream holds the events of one recording in order: `Allocate`, `Free` and `Mark`. Levels are **bytes over entry**:
+above the level when the recording began (at entry). A `Free` of a block that the stream did not allocate is of a block
+that existed at entry: it lowers the level by its bytes, below zero if need be. `cpu_recorder.py` and `cuda_recorder.py`
+say how they detect such frees.
 """
 
 from __future__ import annotations

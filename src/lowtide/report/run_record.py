@@ -91,7 +91,7 @@ class Trained(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord(Record):
-    """All recorded facts about one run."""
+    """All recorded data about one run of a script or command, from which reports are made."""
 
     command: str
     """The command that repeats the run."""

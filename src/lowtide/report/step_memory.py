@@ -176,7 +176,7 @@ def recorded_memory(
 ) -> StepMemory:
     """Convert a recorded timeline to the memory of a step.
 
-    `static` is the memory from before the step; without it, levels are relative to the step's beginning. Takes about 2
+    `static` is the memory from before the step; if None, levels are relative to the step's beginning. Takes about 2
     seconds and 500 MB for a million events.
     """
     events = timeline.stream.events or (Mark("", None),)

@@ -141,7 +141,7 @@ def addresses_with_other_bits(
 
 
 def error_of_other_bits(kinds: dict[str, tuple[str, ...]]) -> RehearsalError:
-    """Build the error for compiled code whose results differ under the plan."""
+    """Build the error for compiled code whose results differ under the plan: `kinds` has their names by kind."""
     kind, names = next(iter(kinds.items()))
     return RehearsalError(
         f"under the plan the results of compiled code differ in bits: {kind} ({len(names)}, first {names[0]}). "

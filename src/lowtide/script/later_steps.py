@@ -1,4 +1,4 @@
-"""The schedule by which steps are measured, or rehearsed again, after measured steps have confirmed a plan.
+"""The schedule by which steps are measured, or rehearsed again, once a plan is kept after measured steps.
 
 Memory that the program allocates later, such as slow copies of the weights, is noticed in two ways: tensors are counted
 after each of the first updates, then less and less often, and steps are measured now and then. Both take only a small
@@ -45,7 +45,7 @@ MOST_REHEARSALS: Final = 12
 
 
 class LaterSteps:
-    """The schedule of measured and rehearsed steps in a loop whose plan was confirmed by measured steps."""
+    """The schedule of further measured and rehearsed steps in a loop whose plan is kept after measured steps."""
 
     def __init__(self) -> None:
         """Begin with nothing scheduled, because there is no plan yet."""

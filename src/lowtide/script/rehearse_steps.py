@@ -189,7 +189,10 @@ class StepRehearser(StepListener):
         self._known_kinds = kinds
 
     def may_differ(self, *, creates_graph: bool) -> bool:
-        """Return True if a step may differ from the rehearsed one only in backward; see `OnlineProfiler`."""
+        """Return True if a step may differ from the rehearsed one only in backward; see `OnlineProfiler`.
+
+        `creates_graph` is True if the step's backward builds a graph itself.
+        """
         return isinstance(self._observed, OnlineProfiler) and self._observed.may_differ(creates_graph=creates_graph)
 
     def tell_kinds(self, calls: KnownCalls) -> None:

@@ -336,7 +336,7 @@ class _Call:
                 self.gradients = None
 
     def is_entered(self, place: int) -> bool:
-        """Return True if the backward pass in progress has entered the call through this output."""
+        """Return True if the backward pass in progress has entered the call through the output with number `place`."""
         return place in self._places
 
     def why_changed(self) -> str | None:

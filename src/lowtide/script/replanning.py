@@ -1,4 +1,4 @@
-"""Plan again for a model whose plan was confirmed: for larger batches, and for steps that need more memory."""
+"""Plan again for a model whose measured plan is kept: for larger batches, and for steps that need more memory."""
 
 from __future__ import annotations
 

@@ -192,7 +192,7 @@ class Inspector:
         is_later: bool = False,
         in_evaluation: bool = False,
     ) -> None:
-        """Inspect all living objects, and log those that `only` selects; None selects all.
+        """Inspect all live objects, and log those that `only` selects; None selects all.
 
         `new_from` is the number of the first node of the step that begins now. `is_later` is True if a step has ended
         since the last full inspection.

@@ -1,9 +1,10 @@
 """The most likely cause of an out-of-memory error, with its evidence.
 
-Each cause is a function from the message and the facts to a claim with evidence, or None; the first that holds is the
-answer. The order: programs that state the cause themselves; the place in the code that failed; then the arithmetic of
-the message, from numbers that no lack of memory explains (more is free than was requested, nothing is held) over one
-oversized request, other processes and limits, to PyTorch's use of its memory. True need remains if nothing else holds.
+Each cause is a function from the message and further facts about the failure to a claim with evidence, or None if the
+cause does not apply; the first claim is the answer. The order: programs that state the cause themselves; the place in
+the code that failed; then the arithmetic of the message, from numbers that no lack of memory explains (more is free
+than was requested, nothing is held) over one oversized request, other processes and limits, to PyTorch's use of its
+memory. True need remains if nothing else holds.
 """
 
 from __future__ import annotations

@@ -236,7 +236,7 @@ class Facts(Record):
         return is_off and any(place.function == "_call_impl" for place in places)
 
     def of_process(self, process: str | None) -> Facts:
-        """Return the facts about one process: without traceback lines of other processes."""
+        """Return these facts without the traceback lines that processes other than `process` wrote."""
         return replace(self, places=tuple(place for place in self.places if place.process in (None, process)))
 
 

@@ -30,7 +30,7 @@ _MOST_HOLDERS = 8
 
 
 def facts_now(error: BaseException, model: nn.Module | None, optimizer: Optimizer | None) -> Facts:
-    """Collect the facts about this process after `error`.
+    """Collect the facts about this process, which has run out of memory with `error`.
 
     `model` and `optimizer` are searched for in the frames of the traceback if they are not given.
     """

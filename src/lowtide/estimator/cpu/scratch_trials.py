@@ -101,7 +101,7 @@ class _Call:
         return [partial(self._run, rows) for rows in (FEW_ROWS, 2 * FEW_ROWS)]
 
     def learned(self, scripts: list[_Script]) -> _Script | None:
-        """Return the memory of this call, derived from the memory of its trials; None if it can't be derived."""
+        """Return the memory of this call, derived from `scripts`, the memory of its trials; None if that fails."""
         if len(scripts) < 2:
             return scripts[0] if scripts else None
         few, more = scripts

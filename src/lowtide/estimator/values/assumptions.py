@@ -65,7 +65,7 @@ class Assumptions:
         return 1 / self._n_searched
 
     def note(self, what: str) -> None:
-        """Record an assumption, with the line that asked."""
+        """Record the assumption `what`, in words, with the line of code that made it necessary."""
         self.notes[f"{where()}: {what}"] = None
 
     def refusal(self, why: str) -> DataDependentStepError:

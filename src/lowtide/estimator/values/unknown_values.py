@@ -93,7 +93,10 @@ class Unknown(float):
 
 
 def whole_number(answers: Assumptions) -> int:
-    """Return 1 as the `int` of an unknown number, if only counted or reported; else raise DataDependentStepError."""
+    """Return 1 as the `int` of an unknown number that is only counted or reported, and note that in `answers`.
+
+    Raises DataDependentStepError for any other use.
+    """
     if not is_only_reported():
         raise answers.refusal(_BY_NUMBER)
     answers.note("a number from a tensor is taken as 1")

@@ -12,7 +12,7 @@ from lowtide.runtime.recipes.registry import aten, recipe
     "AdaptiveMaxPool2DBackward0", "FractionalMaxPool2DBackward0", "MaxPool2DWithIndicesBackward0", edges={"self": 0}
 )
 def max_pool2d(self: Tensor, result1: Tensor) -> Tensor:
-    """Recompute max pooling in one or two dimensions."""
+    """Recompute max pooling in one or two dimensions from `result1`, the saved indices of the maxima."""
     return self.flatten(-2).gather(-1, result1.flatten(-2)).view(result1.shape)
 
 

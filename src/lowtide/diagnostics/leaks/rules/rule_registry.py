@@ -112,7 +112,7 @@ def rule(
         what: Description of the situation.
         why: Its cost.
         bad: Code that has the fault.
-        good: The same code without it.
+        good: The same code without the fault.
         fix: One line of advice, a format string (see `Rule.fix`).
     """
 
