@@ -462,8 +462,9 @@ def meshes_on(device_type: str) -> Iterator[None]:
 
 
 def ring_attention() -> tuple[Any, tuple[str, ...]] | None:
-    """Return the module of context parallel, if imported, and its functions that begin and run attention. Relies on
-    internals of torch 2.13.
+    """Return the module of context parallel, and the names of its functions that begin and run attention.
+
+    Returns None if the module is not imported. Relies on internals of torch 2.13.
     """
     module = sys.modules.get("torch.distributed.tensor.experimental._context_parallel._attention")
     if module is None:

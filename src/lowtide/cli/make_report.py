@@ -22,7 +22,10 @@ RECORD = click.Path(dir_okay=False, path_type=Path)
 
 
 def _share(ctx: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
-    """Parse the option `--fail-above`, `2%` or `0.02`, to a fraction. Raises BadParameter for any other text."""
+    """Parse the option `--fail-above`, `2%` or `0.02`, to a fraction; return None if it is not given.
+
+    Raises BadParameter for any other text.
+    """
     if text is None:
         return None
     number, is_percent = text.strip().removesuffix("%"), text.strip().endswith("%")

@@ -66,7 +66,7 @@ def output_option(flag: str, name: str, help_: str) -> Callable[[Callable[..., A
 def to_be_written(ctx: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
     """Check that the file `path` can be written before the work begins; return its absolute path.
 
-    Absolute, because a script may change the current folder.
+    The path is absolute because a script may change the current folder. None and "-" are returned unchanged.
     """
     if path is None or path == "-":
         return path

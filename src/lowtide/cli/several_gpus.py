@@ -175,7 +175,10 @@ def _alike(gpu: GpuSpec) -> list[GpuSpec]:
 
 
 def like_others(gpu: GpuSpec) -> GpuSpec:
-    """Return the largest listed GPU of the other kernel generation, on which the same step needs other memory."""
+    """Return the largest listed GPU of the kernel generation that is not that of `gpu`: from 8.0 on, or below 8.0.
+
+    The same step needs other memory on it.
+    """
     return max((other for other in GPUS if _is_newer(other) != _is_newer(gpu)), key=lambda other: other.total_bytes)
 
 

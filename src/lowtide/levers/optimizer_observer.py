@@ -210,7 +210,7 @@ def _watch_groups(optimizer: Optimizer, on_set: Callable[[str], None]) -> Iterat
 
 
 def _clip_of(calls: list[_Call], parameter_of: dict[int, Tensor]) -> Clip | None:
-    """Combine `calls` into one clipping; `parameter_of` maps ids of gradients to parameters."""
+    """Combine `calls` into one clipping; None if there are none. `parameter_of` maps ids of gradients to parameters."""
     if not calls:
         return None
     first, clipped, why = calls[0], [gradient for call in calls for gradient in call.gradients], ""

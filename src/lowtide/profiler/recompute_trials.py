@@ -166,8 +166,9 @@ class RecomputeTrials:
         self._try_implementations(known, node, output, base)
 
     def _try_implementations(self, known: Value, node: Node, output: int, base: Tensor) -> None:
-        """Run the other implementations of a recipe that is exact for the value `known`. Record each implementation
-        that is exact as well.
+        """Run all further implementations of the recipe of `node`, which is exact for the value `known`.
+
+        Record each implementation that is exact as well.
         """
         index, draft, kind = self.step.index[known], self.step.draft(known), node.name()
         others = IMPLEMENTATIONS.get(kind)

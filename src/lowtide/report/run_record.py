@@ -151,7 +151,7 @@ class RunRecord(Record):
 
     @property
     def peak_bytes(self) -> int | None:
-        """Requested peak of the run's step: under its plan if there is one, measured if it was."""
+        """Peak of the step in requested bytes: under its plan if there is one, measured if it was; None if unknown."""
         if self.plan is not None and self.plan.budget_for == "reserved":
             return self.plan.predicted.peak_bytes
         if self.proof is not None and self.proof.measured_peak_bytes is not None:

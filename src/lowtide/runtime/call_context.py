@@ -208,7 +208,7 @@ class CallContext:
     @property
     def written_late(self) -> str | None:
         """Return the name of a buffer that this call wrote to, and that was not copied because the first call left it
-        alone.
+        alone; None if there is none.
         """
         name = self.uncopied.written_buffer()
         if name is not None:

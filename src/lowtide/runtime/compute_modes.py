@@ -26,7 +26,7 @@ compute_modes: Callable[[tuple[str, ...]], list[Any]] = _modes_in_python if nati
 
 
 def restore_modes(modes: list[Any], kinds: tuple[str, ...], undo: list[Callable[[], object]]) -> None:
-    """Restore settings that `compute_modes(kinds)` returned; add functions to `undo` that restore the present ones."""
+    """Restore settings that `compute_modes(kinds)` returned; add to `undo` functions that undo each change."""
     kernels, cache, *autocast = modes
     for (enabled, switch), then in zip(ATTENTION_KERNELS.values(), kernels, strict=True):
         if enabled() != then:

@@ -154,7 +154,7 @@ class PlanGuard:
         return len(updated & set(map(id, self._frozen)))
 
     def _replaced(self) -> str | None:
-        """Return the path of a module that was added or replaced, if there is one."""
+        """Return the path of a module that was added or replaced; None if there is none."""
         for path, now, before in zip(self._paths, self._children, self._planned_children, strict=True):
             if now != before:
                 names = (name for name, child in now.items() if child is not None and before.get(name) is not child)

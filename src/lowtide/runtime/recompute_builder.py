@@ -173,7 +173,7 @@ class Builder:
         return value
 
     def recipe_of(self, kind: str) -> Recipe | None:
-        """Return the recipe of a kind of node, in the implementation that `implementations` names."""
+        """Return the recipe for nodes of `kind`, as `implementations` chooses it; None if there is none."""
         name = self.implementations.get(kind) if self.implementations else None
         return RECIPES.get(kind) if name is None else IMPLEMENTATIONS[kind][name]
 

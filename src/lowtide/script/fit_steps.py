@@ -107,7 +107,7 @@ class StepFitter(PlanMonitor):
 
     @property
     def plan_in_force(self) -> Plan | None:
-        """The trained model's plan."""
+        """The trained model's plan; None if it has none yet."""
         return self.plans.plan
 
     @property

@@ -80,7 +80,7 @@ class InForce:
             self._released, self.applied = weakref.ref(self.applied), None
 
     def held(self) -> Applied | None:
-        """Return the plan in force, if its model is alive."""
+        """Return the plan in force; None if there is none, or if its model was freed."""
         return self.applied if self._released is None else self._released()
 
     def resume(self) -> Applied | None:

@@ -160,7 +160,10 @@ class _ByIdentity:
 
 
 def _digest_of(tensor: Tensor) -> int | None:
-    """Return a digest of a small CPU tensor without a graph, because writes to its `.data` change no version."""
+    """Return a digest of a small CPU tensor without a graph; None for any other tensor.
+
+    A digest shows writes to the tensor's `.data`, which change no version.
+    """
     if not is_leaf_tensor(tensor) or tensor.device.type != "cpu" or not is_plain(tensor):
         return None
     return None if tensor.untyped_storage().nbytes() > LARGEST_TENSOR_BYTES else _checksum(bytes_of(tensor))

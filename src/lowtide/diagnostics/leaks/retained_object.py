@@ -75,7 +75,10 @@ class RetainedObject:
 
     @property
     def holder(self) -> Holder | None:
-        """The holder to report: a list, or an object with a list, rather than a variable of the list's last entry."""
+        """The holder to report: a list, or an object with a list, rather than a variable of the list's last entry.
+
+        None if no holder was found.
+        """
         return min(self.holders, key=lambda h: (RANK.index(h.kind), not h.gathers, not h.containers), default=None)
 
     @property

@@ -41,7 +41,7 @@ _LIBRARIES = frozenset({"cublas", "cudnn", "cusolver", "cusparse", "cufft", "cur
 
 
 def device_limit(m: Message, _: Facts) -> Cause | None:
-    """Return the cause if the process has used up its memory fraction, a limit below the device's capacity."""
+    """Return the cause if the process has used up its memory fraction, a limit below the capacity; else None."""
     held = m.held_bytes
     if m.allowed_bytes is None or held is None or m.tried_bytes is None or m.kind in (*HOST, "mps"):
         return None
@@ -57,7 +57,7 @@ def device_limit(m: Message, _: Facts) -> Cause | None:
 
 
 def mps_limit(m: Message, _: Facts) -> Cause | None:
-    """Return the cause if the share of memory that MPS allows PyTorch is used up."""
+    """Return the cause if the share of memory that MPS allows PyTorch is used up; else None."""
     held = m.held_bytes
     if m.kind != "mps" or m.allowed_bytes is None or m.tried_bytes is None or held is None:
         return None
@@ -75,7 +75,7 @@ def mps_limit(m: Message, _: Facts) -> Cause | None:
 
 
 def one_allocation(m: Message, _: Facts) -> Cause | None:
-    """Return the cause if the request is larger than the device allows for a single allocation."""
+    """Return the cause if the request is larger than the device allows for a single allocation; else None."""
     tried, held, total = m.tried_bytes, m.held_bytes, m.total_bytes
     if m.kind != "xpu" or tried is None or tried < _ONE_ALLOCATION_BYTES:
         return None
@@ -89,7 +89,7 @@ def one_allocation(m: Message, _: Facts) -> Cause | None:
 
 
 def host_limit(m: Message, f: Facts) -> Cause | None:
-    """Return the cause if a limit of the process on main memory is used up, and the machine's memory is not."""
+    """Return the cause if a main-memory limit is used up, and the machine's memory is not; else None."""
     if f.limit_bytes is None or m.kind not in HOST:
         return None
     tried = m.tried_bytes or 0
@@ -111,7 +111,7 @@ def host_limit(m: Message, f: Facts) -> Cause | None:
 
 
 def tiny_request(m: Message, _: Facts) -> Cause | None:
-    """Return the cause if the request was so small that its size cannot have made it fail."""
+    """Return the cause if the request was so small that its size cannot have made it fail; else None."""
     tried = m.tried_bytes
     if m.kind not in ("cpu", "jax") or tried is None or tried > TINY_BYTES:
         return None
@@ -135,7 +135,7 @@ def tiny_request(m: Message, _: Facts) -> Cause | None:
 
 
 def driver(m: Message, f: Facts) -> Cause | None:
-    """Return the cause if the driver refused a request for which there was room."""
+    """Return the cause if the driver refused a request for which there was room; else None."""
     tried, held = m.tried_bytes, m.held_bytes
     if m.kind.endswith(" driver") and (m.free_bytes or 0) > _GIB:
         return Cause(
@@ -174,7 +174,7 @@ def driver(m: Message, f: Facts) -> Cause | None:
 
 
 def huge_tensor(m: Message, f: Facts) -> Cause | None:
-    """Return the cause if a single tensor takes much of the device, or more than all of it."""
+    """Return the cause if a single tensor takes much of the device, or more than all of it; else None."""
     tried = m.tried_bytes
     if tried is None:
         return None
@@ -205,7 +205,7 @@ def huge_tensor(m: Message, f: Facts) -> Cause | None:
 
 
 def other_process(m: Message, f: Facts) -> Cause | None:
-    """Return the cause if other processes hold much of the device."""
+    """Return the cause if other processes hold much of the device; else None."""
     total = m.total_bytes
     if total is None or device_limit(m, f) is not None:  # the process's own limit is the cause
         return None
@@ -233,7 +233,7 @@ def other_process(m: Message, f: Facts) -> Cause | None:
 
 
 def not_pytorch(m: Message, f: Facts) -> Cause | None:
-    """Return the cause if the memory was requested, or is held, outside PyTorch's allocator, as by a library."""
+    """Return the cause if the memory was requested, or is held, outside PyTorch's allocator; else None."""
     if m.form == "Triton" or (m.kind.endswith(" driver") and f.shows(Sign.IN_TRITON)):
         return Cause(
             code="not-pytorch",
@@ -285,7 +285,7 @@ def not_pytorch(m: Message, f: Facts) -> Cause | None:
 
 
 def private_pools(m: Message, _: Facts) -> Cause | None:
-    """Return the cause if captured graphs hold much of the device in private pools."""
+    """Return the cause if captured graphs hold much of the device in private pools; else None."""
     if m.private_pool_bytes is None or m.total_bytes is None:
         return None
     if m.private_pool_bytes <= _POOLS_SHARE * m.total_bytes:
@@ -298,7 +298,7 @@ def private_pools(m: Message, _: Facts) -> Cause | None:
 
 
 def fragmentation(m: Message, _: Facts) -> Cause | None:
-    """Return the cause if PyTorch holds enough unused memory, but in no single block."""
+    """Return the cause if PyTorch holds enough unused memory, but in no single block; else None."""
     if m.tried_bytes is None or m.total_bytes is None or not _is_in_pieces(m, m.total_bytes):
         return None
     gaps, tried = format_bytes(m.unallocated_bytes or 0), format_bytes(m.tried_bytes)
@@ -312,7 +312,7 @@ def fragmentation(m: Message, _: Facts) -> Cause | None:
 
 
 def host(m: Message, f: Facts) -> Cause | None:
-    """Return the cause if the request was for main memory."""
+    """Return the cause if the request was for main memory; else None."""
     if m.kind not in HOST:
         return None
     free = () if f.host_free_bytes is None else (f"the machine has {format_bytes(f.host_free_bytes)} free",)

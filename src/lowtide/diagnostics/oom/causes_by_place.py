@@ -44,7 +44,7 @@ def known_source(m: Message, f: Facts) -> Cause | None:
 
 
 def pinned_memory(m: Message, f: Facts) -> Cause | None:
-    """Return the cause if pinned host memory was requested."""
+    """Return the cause if pinned host memory was requested; else None."""
     if not (f.shows(Sign.PINS_MEMORY, Sign.PINS_BATCHES) or _PINS.search(m.text)) or m.tried_bytes is not None:
         return None
     failed = "the DataLoader's pin_memory thread" if f.shows(Sign.PINS_BATCHES) else "a request for pinned memory"
@@ -56,7 +56,7 @@ def pinned_memory(m: Message, f: Facts) -> Cause | None:
 
 
 def loading(m: Message, f: Facts) -> Cause | None:
-    """Return the cause if a checkpoint was being read onto the GPU."""
+    """Return the cause if a checkpoint was being read onto the GPU; else None."""
     if not f.shows(Sign.LOADS_STATE, Sign.READS_CHECKPOINT) or m.kind in HOST or other_process(m, f) is not None:
         return None
     return Cause(
@@ -69,7 +69,7 @@ def loading(m: Message, f: Facts) -> Cause | None:
 
 
 def moving_model(m: Message, f: Facts) -> Cause | None:
-    """Return the cause if the model's weights were being moved to the device."""
+    """Return the cause if the model's weights were being moved to the device; else None."""
     if not f.shows(Sign.MOVES_MODEL, Sign.LOADS_WEIGHTS) or m.kind in HOST or other_process(m, f) is not None:
         return None
     return Cause(
@@ -80,7 +80,7 @@ def moving_model(m: Message, f: Facts) -> Cause | None:
 
 
 def evaluation_gathers(m: Message, f: Facts) -> Cause | None:
-    """Return the cause if an evaluation was joining the outputs of all batches."""
+    """Return the cause if an evaluation was joining the outputs of all batches; else None."""
     if not f.gathers_evaluation or other_process(m, f) is not None:
         return None
     where = "in main memory" if m.kind in HOST else "on the GPU"
@@ -92,7 +92,7 @@ def evaluation_gathers(m: Message, f: Facts) -> Cause | None:
 
 
 def optimizer(m: Message, f: Facts) -> Cause | None:
-    """Return the cause if the optimizer was creating its state."""
+    """Return the cause if the optimizer was creating its state; else None."""
     is_old_message = m.tried_bytes is None and f.shows(Sign.IN_OPTIMIZER) and m.kind.startswith(("cuda", "hip"))
     if not (f.shows(Sign.MAKES_STATE) or is_old_message) or other_process(m, f) is not None:
         return None
@@ -112,7 +112,7 @@ def optimizer(m: Message, f: Facts) -> Cause | None:
 
 
 def model_copy(m: Message, f: Facts) -> Cause | None:
-    """Return the cause if a second copy of the model, or of its state, was being made."""
+    """Return the cause if a second copy of the model, or of its state, was being made; else None."""
     if not f.shows(Sign.COPIES_TENSORS, Sign.GATHERS_STATE) or m.kind in HOST or other_process(m, f) is not None:
         return None
     if f.shows(Sign.GATHERS_STATE):
@@ -125,7 +125,7 @@ def model_copy(m: Message, f: Facts) -> Cause | None:
 
 
 def engine_buffers(m: Message, f: Facts) -> Cause | None:
-    """Return the cause if a parallel engine was allocating its buffers."""
+    """Return the cause if a parallel engine was allocating its buffers; else None."""
     if not f.shows(Sign.STARTS_ENGINE, Sign.STARTS_MEGATRON) or m.kind in HOST or other_process(m, f) is not None:
         return None
     return Cause(
@@ -140,7 +140,7 @@ def engine_buffers(m: Message, f: Facts) -> Cause | None:
 
 
 def no_context(m: Message, f: Facts) -> Cause | None:
-    """Return the cause if the device had no room for the process's context."""
+    """Return the cause if the device had no room for the process's context; else None."""
     if not f.shows(Sign.STARTS_DEVICE) or not m.kind.endswith(" driver"):
         return None
     return Cause(
@@ -151,7 +151,7 @@ def no_context(m: Message, f: Facts) -> Cause | None:
 
 
 def optimizer_temporaries(m: Message, f: Facts) -> Cause | None:
-    """Return the cause if the optimizer was updating parameters."""
+    """Return the cause if the optimizer was updating parameters; else None."""
     if not f.shows(Sign.UPDATES_WITH_TEMPORARIES):
         return None
     return Cause(
@@ -166,7 +166,7 @@ def _evidence_of_held(m: Message) -> tuple[str, ...]:
 
 
 def evaluation(m: Message, f: Facts) -> Cause | None:
-    """Return the cause if graphs of a model in evaluation mode hold so much that the request would fit without them."""
+    """Return the cause if graphs of a model in evaluation mode take the memory that the request needed; else None."""
     if not _would_do(f.evaluation_bytes, m):
         return None
     n = f.evaluation_graphs
@@ -179,7 +179,7 @@ def evaluation(m: Message, f: Facts) -> Cause | None:
 
 
 def leak(m: Message, f: Facts) -> Cause | None:
-    """Return the cause if graphs of earlier steps hold so much that the request would have fitted without them."""
+    """Return the cause if graphs of earlier steps take the memory that the request needed; else None."""
     if not _would_do(f.leftover_bytes, m):
         return None
     graphs, they = ("graph", "it") if f.leftover_graphs == 1 else ("graphs", "they")

@@ -36,7 +36,7 @@ def control_group() -> tuple[int, int] | None:
 
 
 def machine() -> tuple[int, int] | None:
-    """Return the machine's memory and the part available to programs, in bytes."""
+    """Return the machine's memory and the part available to programs, in bytes; None if the system does not tell."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         amounts = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}

@@ -68,25 +68,25 @@ class Message(Record):
 
     @property
     def reserved_bytes(self) -> int | None:
-        """Memory that PyTorch has reserved on the device in this process."""
+        """Bytes that PyTorch has reserved on the device in this process; None if the message does not tell."""
         if self.allocated_bytes is None or self.unallocated_bytes is None:
             return None
         return self.allocated_bytes + self.unallocated_bytes
 
     @property
     def others_bytes(self) -> int:
-        """Memory of other processes that the message names."""
+        """Bytes of all other processes that the message names."""
         return sum(other.bytes for other in self.others)
 
     @property
     def sure_others_bytes(self) -> int:
-        """Least memory that other processes hold: one of the listed processes may be this one."""
+        """Least bytes that other processes hold: one of the listed processes may be this one."""
         own = [other.bytes for other in self.others if other.name in self.maybe_own]
         return self.others_bytes - (max(own, default=0) if self.process_bytes is None else 0)
 
     @property
     def outside_bytes(self) -> int | None:
-        """Memory of this process outside PyTorch's allocator."""
+        """Bytes of this process outside PyTorch's allocator; None if the message does not tell."""
         if self.elsewhere_bytes is not None:
             return self.elsewhere_bytes
         if self.process_bytes is None or self.reserved_bytes is None:
@@ -101,7 +101,7 @@ class Message(Record):
 
     @property
     def unnamed_bytes(self) -> int | None:
-        """Memory that is neither free nor held by a process that the message names."""
+        """Bytes neither free nor held by a process that the message names; None if the message does not tell."""
         own = self.known_own_bytes
         if self.total_bytes is None or self.free_bytes is None or own is None:
             return None
@@ -109,7 +109,7 @@ class Message(Record):
 
     @property
     def hidden_bytes(self) -> int | None:
-        """Memory that processes missing in the message's list hold on the device.
+        """Bytes that processes missing in the message's list hold on the device; None if the message does not tell.
 
         If the message does not state this process's total, the size of a usual CUDA context is subtracted.
         """
@@ -120,13 +120,16 @@ class Message(Record):
 
     @property
     def held_bytes(self) -> int | None:
-        """Memory of this process that the message states: reserved or allocated, and MPS's other allocations."""
+        """Bytes of this process, reserved or else allocated, with MPS's other allocations; None if not stated."""
         held = self.allocated_bytes if self.reserved_bytes is None else self.reserved_bytes
         return None if held is None else held + (self.elsewhere_bytes or 0)
 
     @property
     def usable_bytes(self) -> int | None:
-        """Most memory that PyTorch could have: its own plus what is free, within its limit and the device's."""
+        """Most bytes that PyTorch could have: its own and the free ones, within its limit and the device's.
+
+        None if the message does not tell.
+        """
         if self.reserved_bytes is None or self.free_bytes is None:
             return None if self.allowed_bytes is None else self.allowed_bytes - (self.elsewhere_bytes or 0)
         limits = (self.reserved_bytes + self.free_bytes, self.allowed_bytes, self.total_bytes)

@@ -210,7 +210,7 @@ _FORMS = (
 
 
 def _unallocated(amounts: dict[str, int | None]) -> int | None:
-    """Return the memory that PyTorch has reserved and does not use, from whichever clause states it."""
+    """Return the bytes that PyTorch has reserved and does not use, from any clause that states them; else None."""
     if amounts["reserved"] is not None and amounts["allocated"] is not None:
         return max(0, amounts["reserved"] - amounts["allocated"])
     return amounts["unallocated"] if amounts["cached"] is None else amounts["cached"]

@@ -112,7 +112,7 @@ def _safe_softmax(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
 def _roll(args: Any, kwargs: Any, results: list[Tensor]) -> list[int] | None:
     """Return the bytes of `roll`'s intermediate results, one for each rolled dimension except the last.
 
-    Without dimensions the tensor is flattened, and trials determine the bytes.
+    Returns None if `dims` is not given: then the tensor is flattened, and trials determine the bytes.
     """
     dims = args[2] if len(args) > 2 else kwargs.get("dims", ())
     return [results[0].nbytes] * (len(dims) - 1) if dims else None

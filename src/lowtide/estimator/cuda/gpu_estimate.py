@@ -85,7 +85,7 @@ class GpuMemoryEstimate(MemoryEstimate):
 
     @property
     def smallest_gpu(self) -> GpuSpec | None:
-        """The smallest GPU of the table, of the same kernel generation, on which `fits` would be true."""
+        """The smallest GPU of the table, of the same kernel generation, on which `fits` is True; None if none."""
         return self.outcome.smallest(self.gpu)
 
     @property
@@ -265,7 +265,7 @@ class Outcome:
         return "unknown" if any(self._runs(name, order, gpu, least) for name, order in runs) else "does not fit"
 
     def smallest(self, like: GpuSpec) -> GpuSpec | None:
-        """Return the smallest GPU of the table with kernels like those of `like` on which the step surely fits."""
+        """Return the smallest listed GPU with kernels like those of `like` on which the step surely fits, or None."""
         alike = (gpu for gpu in GPUS if has_newer_kernels(gpu) == has_newer_kernels(like))
         return next((gpu for gpu in alike if self._surely_fits(gpu)), None)
 

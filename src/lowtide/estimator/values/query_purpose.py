@@ -135,12 +135,15 @@ def _in_module() -> bool:
 
 
 def _asking() -> FrameType | None:
-    """Return the innermost frame outside this package and outside torch's own code for queries."""
+    """Return the innermost frame outside this package and outside torch's own code for queries, or None."""
     return next((frame for frame in frames_from(sys._getframe(1)) if not module_name(frame).startswith(_BETWEEN)), None)
 
 
 def _span(frame: FrameType) -> _Span | None:
-    """Return the source span of the expression that a frame is evaluating, or has just evaluated for a jump."""
+    """Return the source span of the expression that a frame is evaluating, or has just evaluated for a jump.
+
+    Return None if Python does not know the span.
+    """
     place = frame.f_lasti // 2
     if "JUMP" in dis.opname[frame.f_code.co_code[frame.f_lasti]]:
         place -= 1  # a jump's own position is that of the whole statement, or arbitrary

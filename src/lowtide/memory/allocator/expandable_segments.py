@@ -51,7 +51,10 @@ class ExpandableAllocator(CachingAllocator):
         return at if self._may_have(free.blocks[at], size) else -1
 
     def _from_device(self, free: FreeBlocks, size: int) -> Block | None:
-        """Map pages at the lowest address where `size` bytes are available (try_allocate_expandable_block)."""
+        """Map pages at the lowest address where `size` bytes are available, and return their block.
+
+        Return None if the device, or a limit, refuses the memory (try_allocate_expandable_block).
+        """
         if not self._is_allowed(segment_size(size, self.config)):
             return None
         block = self._place(free, size)

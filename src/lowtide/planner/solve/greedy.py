@@ -124,8 +124,9 @@ class GreedySearch:
         return best
 
     def _best_detour(self, choice: DecisionVector, sweep: Sweep, limit: int, moves: list[Move]) -> Move | None:
-        """Return one of the best of `moves`. Of many moves, only a sample is simulated, then ever closer neighbours of
-        the best one so far.
+        """Return one of the best of `moves`, or None if `_best` accepts none of those tried.
+
+        Of many moves, only a sample is simulated, then ever closer neighbours of the best one so far.
 
         In a long chain, keeping a value again lowers the peak most if the value is near the middle.
         """
