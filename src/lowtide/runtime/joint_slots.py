@@ -191,9 +191,10 @@ class JointSlots:
         return source
 
     def _smaller_sources(self, slots: Collection[int]) -> set[int]:
-        """Return the results of extern kernels that are smaller than a slot that is computed from them without others.
+        """Return the 16-bit results of extern kernels that are smaller than a slot computed from them without others.
 
-        Under autocast a normalised tensor of 32 bits is computed from products of 16 bits.
+        Under autocast a normalised tensor of 32 bits is computed from products of 16 bits. Small 32-bit products, such
+        as the keys that several heads share, are left out: the kernels that inductor makes of them are not forecast.
         """
         nodes, sources = self.joint.nodes, set[int]()
         for slot in slots:
@@ -206,7 +207,7 @@ class JointSlots:
                     reached.add(arg)
                     if nodes[arg].kind != "extern":
                         pending.append(arg)
-                    elif self._small < nodes[root].bytes < nodes[slot].bytes:
+                    elif nodes[root].is_half and self._small < nodes[root].bytes < nodes[slot].bytes:
                         sources.add(root)
         return sources.difference(slots)
 
