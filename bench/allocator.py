@@ -40,7 +40,7 @@ def main() -> int:
         errors = _errors(trace, found)
         invented = replay(trace, as_recorded=False)
         is_exact = is_exact and not any(errors) and not any(_errors(trace, invented))
-        recorded = trace.recorded_curve()
+        recorded = trace.compute_recorded_curve()
         wrong = [sum(a != b for a, b in zip(recorded, r.reserved_bytes, strict=True)) for r in (found, invented)]
         print(
             f"{trace.name:18} {n_events:7} {found.peak_reserved_bytes:14} {errors[0]:6} {errors[1]:6} {errors[2]:10} "

@@ -20,7 +20,7 @@ from lowtide.errors import LowtideError
 from lowtide.memory.allocator.blocks import Block
 from lowtide.memory.allocator.caching import CachingAllocator
 from lowtide.memory.allocator.config import AllocatorConfig
-from lowtide.memory.allocator.expandable_segments import allocator_for
+from lowtide.memory.allocator.expandable_segments import make_allocator
 from lowtide.memory.untrusted_files import check_numbers, in_one_line, unpacked
 
 FORMAT = 1
@@ -106,7 +106,7 @@ class Trace:
             why = in_one_line(repr(error))
             raise LowtideError(f"this is not an allocator trace of format {FORMAT}: {why}.") from error
 
-    def recorded_curve(self) -> list[int]:
+    def compute_recorded_curve(self) -> list[int]:
         """Return the bytes that were reserved on the GPU after each allocation."""
         changes = dict(self.expected["reserved_after_segment_event"])
         level = self.expected["initial_reserved"]
@@ -185,11 +185,11 @@ def _replayed(trace: Trace, config: AllocatorConfig, as_recorded: bool) -> tuple
 def _start(trace: Trace, config: AllocatorConfig, as_recorded: bool) -> tuple[CachingAllocator, dict[int, Block]]:
     """Build the simulated allocator as before the first event; return it with its blocks in use, by their number."""
     if config != trace.settings or config.expandable_segments:  # other settings give other segments
-        allocator = allocator_for(config)
+        allocator = make_allocator(config)
         return allocator, {held.id: allocator.malloc(held.requested) for held in trace.held}
     after = max((segment.rank for segment in trace.segments), default=-1) + 1
     addresses = (_address(trace.ranks[event.id]) for event in trace.events if event.kind == "segment_alloc")
-    allocator = allocator_for(config, addresses=addresses if as_recorded else map(_address, count(after)))
+    allocator = make_allocator(config, addresses=addresses if as_recorded else map(_address, count(after)))
     held_in: dict[int, list[Held]] = {}
     for held in trace.held:
         held_in.setdefault(held.segment, []).append(held)

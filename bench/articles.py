@@ -273,7 +273,7 @@ def table(runs: Sequence[Run], language: str) -> str:
     return "\n".join(lines)
 
 
-def depth_table(results: Results, language: str) -> str:
+def format_depth_table(results: Results, language: str) -> str:
     """Format peaks and times over the number of layers as a Markdown table."""
     words = WORDS[language]
     head = (words["layers"], words["plain"], words["by hand"], words["time"], words["within"], words["time"])
@@ -296,7 +296,7 @@ def renewed(page: str, results: Results, language: str) -> str:
     def made(match: re.Match[str]) -> str:
         name = match[1]
         if name == "sqrt_depth":
-            text = depth_table(results, language)
+            text = format_depth_table(results, language)
         elif name == ON_GPU and results.estimate:
             text = "\n".join(["```text", *results.estimate, "```"])
         elif any(each.within for each in results.runs.get(name, ())):

@@ -24,7 +24,7 @@ import torch
 from contest import allocator, tables
 from contest.models import Contestant, contestant
 from contest.step import Bits, Steps
-from contest.ways import blocks, every_nth_block
+from contest.ways import blocks, checkpoint_every_nth_block
 from torch._functorch import config as functorch_config
 
 import lowtide
@@ -97,7 +97,9 @@ def rows(name: str) -> Iterator[Row]:
         return Row(way, peak_bytes, fastest(steps) / plain_seconds, same(bits, found), what)
 
     for n, how in ((1, "every block"), (2, "every 2nd block")):
-        yield row(f"the same, checkpoint {how}", compiled(name, lambda model, n=n: every_nth_block(model, n)))
+        yield row(
+            f"the same, checkpoint {how}", compiled(name, lambda model, n=n: checkpoint_every_nth_block(model, n))
+        )
     for budget in (0.5, 0.2, 0.0):
         with functorch_config.patch(activation_memory_budget=budget):
             yield row(f"the same, `activation_memory_budget` {budget}", compiled(name))

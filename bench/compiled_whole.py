@@ -36,15 +36,15 @@ import torch
 from contest import by_hand, tables
 from contest.models import BUILDERS, SEED, Contestant, Size
 from contest.step import Bits, Steps
-from contest.ways import every_nth_block
+from contest.ways import checkpoint_every_nth_block
 from torch._functorch import config as functorch_config
 
 import lowtide
 from lowtide._torch.inductor import always_partitioned, kernels_left_out, partitioning_by
-from lowtide.api.compiled_fit import COMPILED_REPAIRS, SCHEDULED, cheapest_within
-from lowtide.api.plan_attempts import forecast_plan
+from lowtide.api.compiled_fit import COMPILED_REPAIRS, SCHEDULED, find_cheapest_within
+from lowtide.api.plan_attempts import plan_by_forecast
 from lowtide.levers.selection import Choice
-from lowtide.planner.planning import smallest_plan, unplanned_step
+from lowtide.planner.planning import find_smallest_plan, predict_unplanned_step
 from lowtide.planner.records import Decisions, Plan
 from lowtide.runtime.compiled_plan import PlanPartitioner
 from lowtide.runtime.joint_slots import JointSlots
@@ -131,19 +131,19 @@ class Measuring:
 
         Peers come first, because their peaks are budgets for Lowtide.
         """
-        yield PLAIN, self._by_torch
+        yield PLAIN, self._measure_by_torch
         for share in SHARES:
-            yield f"`activation_memory_budget` {share}", partial(self._by_torch, share=share)
-        yield "`torch.utils.checkpoint` around every block", partial(self._by_torch, every=1)
+            yield f"`activation_memory_budget` {share}", partial(self._measure_by_torch, share=share)
+        yield "`torch.utils.checkpoint` around every block", partial(self._measure_by_torch, every=1)
         peers = {row.way: row for row in self.rows}
         for way, row in peers.items():
             if row.peak_bytes < peers[PLAIN].peak_bytes and not way.startswith("**"):
-                yield f"**Lowtide** at {way}'s peak", partial(self._by_lowtide, budget=row.peak_bytes)
+                yield f"**Lowtide** at {way}'s peak", partial(self._measure_by_lowtide, budget=row.peak_bytes)
         for percent in PERCENT:
             budget = peers[PLAIN].peak_bytes * percent // 100
-            yield f"**Lowtide, {percent} %**", partial(self._by_lowtide, budget=budget)
+            yield f"**Lowtide, {percent} %**", partial(self._measure_by_lowtide, budget=budget)
 
-    def _by_torch(self, way: str, share: float = 1.0, every: int = 0) -> Row:
+    def _measure_by_torch(self, way: str, share: float = 1.0, every: int = 0) -> Row:
         seen: list[JointSlots] = []
         partitioner = PlanPartitioner()
         partitioner.on_compile = seen.append
@@ -158,7 +158,7 @@ class Measuring:
         drawn = "backward draws other random numbers" if any(node.is_random for node in again) else ""
         return Row(way, peak_bytes, flops, ", ".join(filter(None, (self._unequal(bits), drawn))))
 
-    def _by_lowtide(self, way: str, budget: int) -> Row:
+    def _measure_by_lowtide(self, way: str, budget: int) -> Row:
         if self._ours is None:
             steps = compiled(self.name)
             self._ours = steps, alone(lowtide.rehearse(steps.call, steps.step, steps.batch))
@@ -174,16 +174,16 @@ class Measuring:
             with kernels_left_out(), always_partitioned():
                 return peak_of(plan)
 
-        choice = Choice(profile, unplanned_step(profile))
+        choice = Choice(profile, predict_unplanned_step(profile))
         try:
-            first = forecast_plan(profile, budget)
+            first = plan_by_forecast(profile, budget)
         except lowtide.Infeasible:
-            first = replace(smallest_plan(profile), budget_bytes=budget)
+            first = replace(find_smallest_plan(profile), budget_bytes=budget)
         forecast_bytes, n_compiled = first.predicted.peak_bytes, 0
-        n_scheduled, best = cheapest_within(choice, first, scheduled, SCHEDULED)
+        n_scheduled, best = find_cheapest_within(choice, first, scheduled, SCHEDULED)
         assert best is not None
         if HAS_KERNELS and best.predicted.peak_bytes <= budget:
-            n_compiled, best = cheapest_within(choice, best, peak_of, COMPILED_REPAIRS)
+            n_compiled, best = find_cheapest_within(choice, best, peak_of, COMPILED_REPAIRS)
             assert best is not None
         what = f"forecast {forecast_bytes / 2**20:.2f} MiB; {n_scheduled} scheduled, {n_compiled} compiled"
         if best.predicted.peak_bytes > budget:
@@ -232,7 +232,7 @@ def compiled(name: str, every: int = 0) -> Steps:
     if every and name in BY_HAND:
         by_hand.checkpointed(made.model, every)
     elif every:
-        every_nth_block(made.model, every)
+        checkpoint_every_nth_block(made.model, every)
     call: Any = torch.compile(made.model)
     return Steps(made.model, made.batch, call, has_plan=True)
 
@@ -255,7 +255,7 @@ def write_page(doc: str) -> None:
     stored = json.loads(RESULTS.read_text())
     days = sorted({row["date"] for entry in stored.values() for row in entry["rows"]})
     on = f"torch {torch.__version__}, Python {platform.python_version()}, one thread; measured on {' and '.join(days)}."
-    about = tables.text_after_commands(doc)
+    about = tables.find_text_after_commands(doc)
     lines = ["# Models compiled as a whole", "", "Made by `python bench/compiled_whole.py`.", "", *about, "", on]
     for name in MODELS:
         if name in stored:

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from lowtide._torch.device_timing import Stopwatch
 from lowtide.profiler.slot_costs import slot_costs
-from lowtide.runtime.bitmask import bits_of, mask_of
+from lowtide.runtime.bitmask import mask_of, pack_mask
 from lowtide.runtime.recipes.masking import native_dropout
 from lowtide.runtime.recipes.normalization import from_statistics
-from lowtide.runtime.small_integers import FROM_OFFSETS, offsets_of
+from lowtide.runtime.small_integers import FROM_OFFSETS, pack_indices
 from lowtide.state.bitwise import identical
 
 Row = tuple[str, dict[str, Any]]
@@ -85,13 +85,13 @@ def recomputes(device: torch.device, tiny: bool) -> Iterator[Row]:
         dropped, kept = aten.native_dropout(x, 0.1, True)
         yield row("dropout", dropped, first=lambda: native_dropout(x, kept, p=0.1, out_device=device))
     mask = torch.rand(rows, width, device=device) > 0.1
-    bits = bits_of(mask)
-    yield row("mask to bits", bits["bits"], first=lambda: bits_of(mask)["bits"])
+    bits = pack_mask(mask)
+    yield row("mask to bits", bits["bits"], first=lambda: pack_mask(mask)["bits"])
     yield row("bits to mask", mask, first=lambda: mask_of(**bits))
     planes = torch.randn((4, 8, 28, 28) if tiny else (128, 64, 112, 112), device=device)
     indices = aten.max_pool2d_with_indices(planes, [3, 3], [2, 2], [1, 1])[1]
-    offsets = offsets_of(indices)
-    yield row("indices to offsets", offsets["bits"], first=lambda: offsets_of(indices)["bits"])
+    offsets = pack_indices(indices)
+    yield row("indices to offsets", offsets["bits"], first=lambda: pack_indices(indices)["bits"])
     yield row("offsets to indices", indices, first=lambda: FROM_OFFSETS.function(**offsets))
 
 

@@ -28,7 +28,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 import lowtide
-from lowtide.estimator.batch_search import resized, size_of
+from lowtide.estimator.batch_search import measure_size, resized
 from lowtide.memory.gpu_specs import GpuSpec
 
 ZOO = Path(__file__).parents[1] / "tests" / "zoo.py"
@@ -44,7 +44,7 @@ def entry(name: str, rows: int) -> Entry:
     zoo = _zoo()
     torch.manual_seed(0)
     model, batch, step = zoo[name]()
-    given = size_of(batch, 0)
+    given = measure_size(batch, 0)
     batch = tree_map(lambda leaf: resized(leaf, 0, given, rows), batch)
     optimizer = torch.optim.AdamW(model.parameters())
 

@@ -84,7 +84,7 @@ class Mutant:
     def path(self) -> Path:
         return ROOT / TABLE["package"] / self.source
 
-    def at_present(self) -> Mutant | None:
+    def find_in_current_source(self) -> Mutant | None:
         """Find the same change in the current source, on any line; None if the source has no such line."""
         code = self.path.read_text()
         lines = code.splitlines()
@@ -239,10 +239,10 @@ class NotedFunctions:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
-        began, entered = _processor_seconds(), set[CodeType]()
+        began, entered = _measure_processor_seconds(), set[CodeType]()
         with self._noted(entered):
             yield
-        self._seconds[item.nodeid], self._by_test[item.nodeid] = _processor_seconds() - began, entered
+        self._seconds[item.nodeid], self._by_test[item.nodeid] = _measure_processor_seconds() - began, entered
 
     def pytest_sessionfinish(self) -> None:
         """Write all notes to a file. Functions that fixtures enter count for every test, because tests may share
@@ -272,7 +272,7 @@ class NotedFunctions:
             sys.settrace(None)
 
 
-def _processor_seconds() -> float:
+def _measure_processor_seconds() -> float:
     """Return the processor time of this process and its ended children: it doesn't depend on the machine's load."""
     return sum(os.times()[:4])
 
@@ -410,7 +410,7 @@ class Results:
         results = cls(found["seed"], [], entered=found["entered"])
         for fields, digest, failed in found["mutants"]:
             known = Mutant(**fields)
-            mutant = known if digest == with_digest(known.path) else known.at_present()
+            mutant = known if digest == with_digest(known.path) else known.find_in_current_source()
             if mutant is None:
                 print(f"left out, its source has changed: {known}")
                 continue
@@ -437,7 +437,7 @@ class Results:
         Tests that enter the fewest functions come first, until their times add up to TRIED_SECONDS.
         """
         near = [test for file in nearest(mutant.source) for test in self.entered[with_digest(ROOT / file)].items()]
-        function = f"{mutant.source}:{function_at(mutant.path, mutant.line)}"
+        function = f"{mutant.source}:{find_function_at(mutant.path, mutant.line)}"
         entering = [(test, entry) for test, entry in near if function in entry[1]]
         closest = sorted(entering or near, key=lambda each: (len(each[1][1]), each[1][0]))
         sums = itertools.accumulate(seconds for _, (seconds, _) in closest)
@@ -450,22 +450,22 @@ def with_digest(path: Path) -> str:
     return f"{path.relative_to(ROOT)} {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
 
 
-def function_at(path: Path, line: int) -> str:
+def find_function_at(path: Path, line: int) -> str:
     """Return the qualified name of the innermost function around a line; "" outside all functions."""
-    return _function_at(ast.parse(path.read_text()), line, "")
+    return _find_function_at(ast.parse(path.read_text()), line, "")
 
 
-def _function_at(scope: ast.AST, line: int, prefix: str) -> str:
+def _find_function_at(scope: ast.AST, line: int, prefix: str) -> str:
     for node in ast.iter_child_nodes(scope):
         if not (getattr(node, "lineno", line) <= line <= (getattr(node, "end_lineno", None) or line)):
             continue
         if isinstance(node, ast.ClassDef):
-            return _function_at(node, line, f"{prefix}{node.name}.")
+            return _find_function_at(node, line, f"{prefix}{node.name}.")
         if isinstance(node, ast.FunctionDef):
             name = f"{prefix}{node.name}"
-            inner = _function_at(node, line, f"{name}.<locals>.")
+            inner = _find_function_at(node, line, f"{name}.<locals>.")
             return inner or (name if node.body[0].lineno <= line else "")
-        if (inner := _function_at(node, line, prefix)) != "":
+        if (inner := _find_function_at(node, line, prefix)) != "":
             return inner
     return ""
 

@@ -34,13 +34,13 @@ from typing import Any
 import torch
 import transformers
 from gpu_parts import PARTS
-from step_clocks import step_times, synchronize
+from step_clocks import measure_step_times, synchronize
 
 import lowtide
 from lowtide.memory.gpu_specs import GpuSpec
-from lowtide.memory.measure import recorder_for
+from lowtide.memory.measure import make_recorder
 from lowtide.memory.memory_timeline import Timeline
-from lowtide.planner import smallest_peak
+from lowtide.planner import find_smallest_peak
 from lowtide.runtime.engine import Engine
 
 BEGAN = time.perf_counter()
@@ -124,7 +124,7 @@ if importlib.util.find_spec("liger_kernel"):
     MODELS["llama with Liger kernels"] = partial(_with_liger, _llama)
 
 
-def _tiny_transformer(kind: str, config: str, batch: Any, **sizes: int) -> Entry:
+def _build_tiny_transformer(kind: str, config: str, batch: Any, **sizes: int) -> Entry:
     return getattr(transformers, kind)(getattr(transformers, config)(**sizes)), batch
 
 
@@ -136,7 +136,7 @@ def _pictures() -> dict[str, torch.Tensor]:
 
 
 TINY: dict[str, Callable[[], Entry]] = {
-    "gpt2": lambda: _tiny_transformer(
+    "gpt2": lambda: _build_tiny_transformer(
         "GPT2LMHeadModel",
         "GPT2Config",
         _tokens(2, 32, 128),
@@ -147,14 +147,16 @@ TINY: dict[str, Callable[[], Entry]] = {
         n_positions=32,
         use_cache=False,
     ),
-    "bert": lambda: _tiny_transformer("BertForMaskedLM", "BertConfig", _tokens(2, 32, 128), vocab_size=128, **_SMALL),
-    "llama": lambda: _tiny_transformer(
+    "bert": lambda: _build_tiny_transformer(
+        "BertForMaskedLM", "BertConfig", _tokens(2, 32, 128), vocab_size=128, **_SMALL
+    ),
+    "llama": lambda: _build_tiny_transformer(
         "LlamaForCausalLM", "LlamaConfig", _tokens(2, 32, 128), vocab_size=128, use_cache=False, **_SMALL
     ),
-    "vit": lambda: _tiny_transformer(
+    "vit": lambda: _build_tiny_transformer(
         "ViTForImageClassification", "ViTConfig", _pictures(), image_size=32, patch_size=8, num_labels=10, **_SMALL
     ),
-    "resnet": lambda: _tiny_transformer(
+    "resnet": lambda: _build_tiny_transformer(
         "ResNetForImageClassification",
         "ResNetConfig",
         _pictures(),
@@ -190,7 +192,7 @@ def peaks(step: Step, batch: Any, device: torch.device) -> dict[str, int]:
     """Measure the peaks of a whole step that is not the first; on a CPU, without memory from before the step."""
     step(batch)
     if device.type == "cpu":
-        with recorder_for(device) as recorder:
+        with make_recorder(device) as recorder:
             step(batch)
         return dict.fromkeys(("requested", "allocated"), Timeline(recorder.stream).peak_bytes)
     torch.cuda.synchronize()
@@ -265,7 +267,7 @@ def work(name: str, steps: int, device_name: str = "cuda", *, tiny: bool = False
     rehearsed = time.perf_counter() - began
     said(f"rehearsed in {rehearsed:.1f} s")
     plain = profile.measured_plain_peak_bytes or 0
-    least = smallest_peak(profile)[1].peak_bytes
+    least = find_smallest_peak(profile)[1].peak_bytes
     budgets = {"less half": plain - (plain - least) // 2, "less three quarters": plain - 3 * (plain - least) // 4}
     if "checkpointing" in rows:
         # A plan's bytes include the workspaces of one step, so only differences are comparable with the allocator's.
@@ -299,7 +301,7 @@ def work(name: str, steps: int, device_name: str = "cuda", *, tiny: bool = False
         rows[label]["ms"] = ms
     for label, begin in ways.items():
         end = begin()
-        rows[label] |= asdict(step_times(lambda: step(batch), device, runs=steps))
+        rows[label] |= asdict(measure_step_times(lambda: step(batch), device, runs=steps))
         end()
         said(f"clocks of {label}")
     return {"model": name, "rehearsal_s": rehearsed, "plain_counted": plain, "least": least, "rows": rows}
@@ -340,10 +342,10 @@ def show(found: dict[str, Any]) -> None:
             said += f"  {kept}, predicted {error:+.2%}, {row['planning_s']:.1f} s to plan; {row['proof']}"
             said += f"; time predicted {row['predicted_ms']:+.1f} ms, measured {row['ms'] - plain['ms']:+.1f}"
         print(said, flush=True)
-        print(f"  {'':20} {clocks_in_words(row)}", flush=True)
+        print(f"  {'':20} {describe_clocks(row)}", flush=True)
 
 
-def clocks_in_words(row: dict[str, Any]) -> str:
+def describe_clocks(row: dict[str, Any]) -> str:
     """Format the clocks of a row as one line of text.
 
     For example: `host 41.0 ms, pipelined 55.1, device 54.0, 2,104 kernels of 50.2 ms, 12,950 Python calls`.
@@ -366,10 +368,10 @@ def renewed(page: str, runs: list[dict[str, Any]]) -> str:
     _, end, below = rest.partition(MARKS[1])
     if not (begin and end):
         raise ValueError(f"no lines {MARKS[0]} and {MARKS[1]}")
-    return f"{above}{begin}\n\n{rows_of_page(runs)}\n{end}{below}"
+    return f"{above}{begin}\n\n{format_page_rows(runs)}\n{end}{below}"
 
 
-def rows_of_page(runs: list[dict[str, Any]]) -> str:
+def format_page_rows(runs: list[dict[str, Any]]) -> str:
     """Return a Markdown table for each run."""
     if not runs:
         return "No run of this program has been recorded yet.\n"
@@ -435,18 +437,18 @@ def break_down(names: list[str], device_name: str, *, tiny: bool, limit_s: float
             for what, numbers in part():
                 found[label][what] = numbers
                 if label != "models":
-                    print(f"{label}: {what}: {_in_words(numbers)}", flush=True)
+                    print(f"{label}: {what}: {_put_in_words(numbers)}", flush=True)
         except Exception as error:  # results of the other parts are kept
             found[label]["failed"] = f"{type(error).__name__}: {error}"
             print(f"{label}: failed: {found[label]['failed']}", flush=True)
     return found
 
 
-def _in_words(numbers: dict[str, Any]) -> str:
+def _put_in_words(numbers: dict[str, Any]) -> str:
     parts = []
     for name, number in numbers.items():
         if isinstance(number, dict):
-            parts.append(f"{name} ({_in_words(number)})")
+            parts.append(f"{name} ({_put_in_words(number)})")
         else:
             parts.append(f"{name} {number:.3g}" if isinstance(number, float) else f"{name} {number}")
     return ", ".join(parts)

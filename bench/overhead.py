@@ -38,7 +38,7 @@ import lowtide
 from lowtide.planner.address_nodes import NOTED
 from lowtide.runtime import bitmask, saved_values
 from lowtide.runtime.engine import Engine
-from lowtide.runtime.plan_table import actions_for
+from lowtide.runtime.plan_table import parse_actions
 from lowtide.script import later_steps
 
 COUNT = 200
@@ -115,7 +115,7 @@ def interleaved(step: Callable[[], object], engines: dict[str, Engine | None], r
     return {name: seconds * 1e6 for name, seconds in fastest.items()}
 
 
-def own_time(operators: Callable[[], object]) -> float:
+def measure_own_time(operators: Callable[[], object]) -> float:
     """Measure microseconds of operators by themselves, called from Python without gradients."""
     with torch.no_grad():
         return interleaved(lambda: [operators() for _ in range(COUNT)], {"": None})[""] / COUNT
@@ -127,11 +127,11 @@ def extra(model: nn.Module, recompute: dict[str, str], replay: list[str], n_slot
     def step() -> None:
         model(FOUR).sum().backward()
 
-    times = interleaved(step, {"plain": None, "planned": Engine(model.train(), actions_for(recompute, replay))})
+    times = interleaved(step, {"plain": None, "planned": Engine(model.train(), parse_actions(recompute, replay))})
     return (times["planned"] - times["plain"]) / n_slots
 
 
-def idle_hooks() -> float:
+def measure_idle_hooks() -> float:
     """Measure the microseconds per saved tensor of Python hooks that do nothing: a yardstick of the machine."""
     model = Chain()
 
@@ -153,13 +153,13 @@ def idle_hooks() -> float:
 def slots() -> None:
     """Print the costs of a saved tensor and of a call."""
     one = FOUR.detach()
-    tanh, both = own_time(one.tanh), own_time(lambda: one.sin() + 0.5)
-    short = own_time(lambda: one.sin() * one.tanh())
+    tanh, both = measure_own_time(one.tanh), measure_own_time(lambda: one.sin() + 0.5)
+    short = measure_own_time(lambda: one.sin() * one.tanh())
     all_recomputed = {f"#0:{n}": "TanhBackward0" for n in range(1, COUNT)}
     all_noted = {f"#0:{n}": f"AddBackward0{NOTED}" for n in range(1, COUNT)}
     decided = {"#0:100": "TanhBackward0"}
     rows = [
-        ("hooks that do nothing", idle_hooks(), None),
+        ("hooks that do nothing", measure_idle_hooks(), None),
         ("kept, nothing is decided", extra(Chain(), {}, [], COUNT), None),
         ("kept beside a decided one", extra(Chain(), decided, [], COUNT), 1.2),
         ("recomputed", extra(Chain(), all_recomputed, [], COUNT) - tanh, 4),
@@ -209,7 +209,7 @@ def step_of(model: nn.Module, batch: dict[str, Tensor]) -> Callable[..., Tensor]
     return step
 
 
-def python_calls(step: Callable[[], object], n_before: int = 1) -> int:
+def count_python_calls(step: Callable[[], object], n_before: int = 1) -> int:
     """Count calls of Python functions during one step in this thread, after `n_before` steps.
 
     Garbage is not collected in the meantime, since that would call finalizers.
@@ -243,16 +243,16 @@ def models() -> None:
         bitmask.LEAST_BYTES = 0
         engines = {
             "none": None,
-            "all kept": Engine(model, actions_for({}, [])),
+            "all kept": Engine(model, parse_actions({}, [])),
             f"{SHARE:.0%} of the peak": Engine(
-                model, actions_for(plan.recompute, plan.replay, plan.advance), in_place=[plan.in_place]
+                model, parse_actions(plan.recompute, plan.replay, plan.advance), in_place=[plan.in_place]
             ),
         }
         calls: dict[str, int] = {}
         for name, engine in engines.items():
             if engine is not None:
                 engine.install()
-            calls[name] = python_calls(step, n_before=3)  # in the first, plans learn what a step saves
+            calls[name] = count_python_calls(step, n_before=3)  # in the first, plans learn what a step saves
             if engine is not None:
                 engine.remove()
         for name, us in (times := interleaved(step, engines)).items():
@@ -289,14 +289,14 @@ def demo() -> tuple[nn.Module, Callable[[], object]]:
     return work.model, lambda: work.step(work.batches[0])
 
 
-def tiny_gpt2() -> tuple[nn.Module, Callable[[], object]]:
+def build_tiny_gpt2() -> tuple[nn.Module, Callable[[], object]]:
     model, batch = gpt2(tiny=True)
     return model, step_of(model.train(), batch)
 
 
 BUILDERS: dict[str, Callable[[], tuple[nn.Module, Callable[[], object]]]] = {
     "mlp": mlp,
-    "gpt2": tiny_gpt2,
+    "gpt2": build_tiny_gpt2,
     "demo": demo,
 }
 """Builders of models and steps for `idle`, by name."""
@@ -315,9 +315,9 @@ def idle(*names: str) -> None:
             plain_us = inside_us = float("inf")
             for _ in range(ROUNDS):
                 plain_us = min(plain_us, *interleaved(step, {"": None}, runs).values())
-                n_plain = python_calls(step)
+                n_plain = count_python_calls(step)
                 run = settled(step, **settings)
-                n_inside = python_calls(step)
+                n_inside = count_python_calls(step)
                 inside_us = min(inside_us, *interleaved(step, {"": None}, runs).values())
                 run.leave()
             more_us = inside_us - plain_us

@@ -24,7 +24,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from lowtide.planner import plan, predict, smallest_peak
+from lowtide.planner import find_smallest_peak, plan, predict
 from lowtide.planner.records import Decisions, Profile
 from planner.profiles import transformer
 
@@ -46,7 +46,7 @@ def rehearsed() -> Iterator[tuple[str, Profile]]:
 
 def rows(name: str, profile: Profile) -> Iterator[str]:
     """Yield a line for each budget: planning time, extra time, and gap to the bound."""
-    low, high = smallest_peak(profile)[1].peak_bytes, predict(profile, Decisions()).peak_bytes
+    low, high = find_smallest_peak(profile)[1].peak_bytes, predict(profile, Decisions()).peak_bytes
     for part in PARTS:
         took_ms = math.inf
         for _ in range(TIMES):

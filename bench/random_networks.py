@@ -34,7 +34,7 @@ def main() -> int:
     parser.add_argument("--one", action="store_true", help="one of the parts for each network, in turn")
     arguments = parser.parse_args()
     if not is_preloaded():
-        return _again_with_meter()
+        return _run_again_with_meter()
     gc.freeze()  # recordings begin with a search of all objects that are not frozen
     atexit.register(gc.unfreeze)  # triton 3.9 names frozen objects as leaks when the process ends
     n_budgets = n_wrong = 0
@@ -58,7 +58,7 @@ def _numbers(ranges: str) -> Iterator[int]:
         yield from range(int(first), int(stop or int(first) + 1))
 
 
-def _again_with_meter() -> int:
+def _run_again_with_meter() -> int:
     with tempfile.TemporaryDirectory() as folder:
         if (environment := preloaded(Path(folder))) is None:
             print("no C compiler for the counter of allocations, on Linux", file=sys.stderr)

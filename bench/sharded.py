@@ -34,19 +34,19 @@ import torch
 from contest import allocator, tables
 from contest.flops import Flops
 from contest.models import SEED, Batch, contestant
-from contest.ways import blocks, every_nth_block
+from contest.ways import blocks, checkpoint_every_nth_block
 from torch import Tensor, distributed
 from torch.distributed.fsdp import fully_shard
 
 import lowtide
 from comparing import equal
-from lowtide._torch.distributed import n_collectives
+from lowtide._torch.distributed import count_collectives
 from lowtide.estimator.absent_processes import AbsentProcesses
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.allocator.simulation import simulate
 from lowtide.memory.gpu_specs import parse_gpus
 from lowtide.memory.nccl_memory import REPORTS
-from lowtide.planner import smallest_peak
+from lowtide.planner import find_smallest_peak
 from lowtide.report.text_table import decisions
 from lowtide.runtime.static_memory import static_bytes
 from lowtide.script.estimate_steps import estimate_script
@@ -94,10 +94,10 @@ class Sharded:
     def taken(self) -> tuple[int, int]:
         """Measure a step: the bytes at its peak, and the number of collective operations that it takes part in."""
         static, _ = static_bytes(self.model, self.batch, [self.optimizer])
-        before = n_collectives()
+        before = count_collectives()
         with lowtide.measure() as memory:
             self.step(self.batch)
-        return static.total + memory.peak_bytes, n_collectives() - before
+        return static.total + memory.peak_bytes, count_collectives() - before
 
     def flops(self) -> int:
         with Flops() as counter:
@@ -144,12 +144,14 @@ def section(name: str) -> Iterator[str]:
         )
         return f"| {' | '.join(cells)} |", peak_bytes
 
-    line, theirs = row("the same, checkpoint every block", Sharded(name, lambda model: every_nth_block(model, 1)))
+    line, theirs = row(
+        "the same, checkpoint every block", Sharded(name, lambda model: checkpoint_every_nth_block(model, 1))
+    )
     yield line
     ours = Sharded(name)
     profile = lowtide.rehearse(ours.model, ours.step, ours.batch, optimizer=ours.optimizer)
     budgets = {"at that peak": theirs, **{f"{share} %": plain_bytes * share // 100 for share in SHARES}}
-    budgets["the smallest"] = smallest_peak(profile)[1].peak_bytes
+    budgets["the smallest"] = find_smallest_peak(profile)[1].peak_bytes
     for budget, budget_bytes in budgets.items():
         ours = Sharded(name)
         try:
@@ -211,7 +213,7 @@ PROCESSES_HEADING, NCCL_HEADING = "## Estimates compared with four processes", "
 PUBLISHED_HEADING = "## Estimates compared with published measurements"
 
 
-def four_processes() -> Iterator[str]:
+def compare_four_processes() -> Iterator[str]:
     """Yield the section that compares estimates with small models on four processes."""
     yield from ("", PROCESSES_HEADING, "")
     yield (
@@ -326,16 +328,16 @@ def work(rank: int, meeting: str, models: list[str] | None) -> None:
 def main() -> None:
     assert __doc__ is not None
     if sys.argv[1:] == ["--processes"]:
-        renew(PROCESSES_HEADING, [four_processes()], until=NCCL_HEADING)
+        renew(PROCESSES_HEADING, [compare_four_processes()], until=NCCL_HEADING)
         return
     if sys.argv[1:] == ["--published"]:
         renew(NCCL_HEADING, [nccl(), published()])
         return
-    models = tables.models_asked(__doc__, MODELS)
+    models = tables.parse_models(__doc__, MODELS)
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(work, args=(f"{folder}/meeting", models), nprocs=2)  # type: ignore[no-untyped-call]
     if models is None:
-        renew(PROCESSES_HEADING, [four_processes(), nccl(), published()])
+        renew(PROCESSES_HEADING, [compare_four_processes(), nccl(), published()])
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from allocator_traces import FORMAT
 from lowtide.memory.allocator.block_sizes import SMALL_SEGMENT, SMALL_SIZE, round_size
 from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.memory_timeline import Timeline
-from lowtide.memory.snapshots.history import GROWTH, Entry, Held, held_at_start
+from lowtide.memory.snapshots.history import GROWTH, Entry, Held, find_held_at_start
 from lowtide.memory.snapshots.read import Snapshot
 
 
@@ -44,10 +44,10 @@ def reduce_snapshot(snapshot: Snapshot, device: int | None = None, *, name: str,
     traces = snapshot.record.get("device_traces", [])
     actions = traces[history.device] if history.device < len(traces) else []
     settings = snapshot.settings or AllocatorConfig()
-    bases = [] if settings.expandable_segments else _segments_at_start(segments, actions)
+    bases = [] if settings.expandable_segments else _find_segments_at_start(segments, actions)
     reserved_at_start = sum(segment["total_size"] for segment in segments)
     reserved_at_start -= sum(GROWTH.get(action["action"], 0) * action["size"] for action in actions)
-    held_at = held_at_start(segments, actions)
+    held_at = find_held_at_start(segments, actions)
     held = _held(bases, held_at, segments, settings)
     steps = _Steps(actions, bases, reserved_at_start, {address: n for n, address in enumerate(sorted(held_at))})
     steps.run()
@@ -75,7 +75,7 @@ def reduce_snapshot(snapshot: Snapshot, device: int | None = None, *, name: str,
             "initial_requested": at_start,
             "peak_requested": max(at_start, *curve[history.n_entry :]) if len(curve) > history.n_entry else at_start,
             "final_requested": curve[-1] if curve else 0,
-            "final_allocated": sum(_active_bytes(segment) for segment in segments),
+            "final_allocated": sum(_sum_active_bytes(segment) for segment in segments),
         },
         **about,
     }
@@ -125,7 +125,7 @@ class _Steps:
             self.events.append([kind, number, action["size"], self.stream(action["stream"])])
 
 
-def _segments_at_start(segments: Sequence[Entry], actions: Sequence[Entry]) -> list[_Base]:
+def _find_segments_at_start(segments: Sequence[Entry], actions: Sequence[Entry]) -> list[_Base]:
     found = {
         s["address"]: _Base(s["address"], s["total_size"], s["stream"], s["segment_type"] == "small") for s in segments
     }
@@ -175,5 +175,5 @@ def _held(
     return rows
 
 
-def _active_bytes(segment: Entry) -> int:
+def _sum_active_bytes(segment: Entry) -> int:
     return sum(block["size"] for block in segment["blocks"] if str(block["state"]).startswith("active"))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from lowtide._torch.device_timing import occupy, timing_event
+from lowtide._torch.device_timing import make_timing_event, occupy
 
 LEAD = 1.5
 """Time that the device is kept busy before a step, in multiples of the step's time: by then the host has launched it
@@ -49,7 +49,7 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def step_times(run: Callable[[], object], device: torch.device, *, runs: int = 5) -> StepTimes:
+def measure_step_times(run: Callable[[], object], device: torch.device, *, runs: int = 5) -> StepTimes:
     """Measure the times of `run`, one step: medians of `runs` runs, after two to warm up."""
     for _ in range(2):
         run()
@@ -75,7 +75,7 @@ def step_times(run: Callable[[], object], device: torch.device, *, runs: int = 5
         device_ms=device_ms(run, device, wall_ms) if device.type == "cuda" else None,
         kernel_ms=kernel_ms,
         n_kernels=n_kernels,
-        n_calls=python_calls(run),
+        n_calls=count_python_calls(run),
     )
 
 
@@ -83,7 +83,7 @@ def device_ms(run: Callable[[], object], device: torch.device, lead_ms: float, *
     """Measure the device's time for `run` between two events behind a kernel that gives the host a lead."""
     times = []
     for _ in range(runs):
-        first, last = timing_event(), timing_event()
+        first, last = make_timing_event(), make_timing_event()
         synchronize(device)
         occupy(LEAD * lead_ms)
         first.record()
@@ -103,7 +103,7 @@ def kernels(run: Callable[[], object]) -> tuple[float, int]:
     return sum(float(event.device_time_total) for event in of_device) / 1e3, len(of_device)
 
 
-def python_calls(run: Callable[[], object]) -> int:
+def count_python_calls(run: Callable[[], object]) -> int:
     """Count the calls of Python and C functions that the interpreter reports while `run` runs."""
     n_calls = 0
 

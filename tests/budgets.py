@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 import lowtide
-from lowtide.planner import predict, smallest_peak
+from lowtide.planner import find_smallest_peak, predict
 from lowtide.planner.records import Decisions, Plan, Profile
 
 
@@ -30,6 +30,6 @@ def within(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         profile = lowtide.rehearse(model, step, batch)
-        low, high = smallest_peak(profile)[1].peak_bytes, predict(profile, Decisions()).peak_bytes
+        low, high = find_smallest_peak(profile)[1].peak_bytes, predict(profile, Decisions()).peak_bytes
         plan = lowtide.plan(profile, low + (high - low) * part // 100)
         return profile, plan, lowtide.verify(model, step, batch, plan)

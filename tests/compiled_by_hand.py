@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from joint_graphs import MANY, masked
 from lowtide.memory.events import Allocate, Event, EventStream, Free, Mark
-from lowtide.planner.planning import smallest_plan, with_peak
+from lowtide.planner.planning import find_smallest_plan, with_peak
 from lowtide.planner.records import Plan
 from lowtide.profiler.compiled_profile import CALL, assembled
 from lowtide.runtime.fingerprint import fingerprint
@@ -34,6 +34,6 @@ STEP = EventStream((*FORWARD, *TANGENT, *BACKWARD))
 def plan_for(model: nn.Module, batch: Tensor) -> Plan:
     """Plan for `model` and a graph that it does not have."""
     profile = replace(assembled([SLOTS], STEP, 1.0), fingerprint=fingerprint(model, batch))
-    made = smallest_plan(profile)
+    made = find_smallest_plan(profile)
     predicted = with_peak(made.predicted, made.plain.peak_bytes - 1)  # as of a plan that recompiles
     return replace(made, budget_bytes=1, recompute={"drop#0:0": "aten.op"}, predicted=predicted)

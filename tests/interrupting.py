@@ -54,7 +54,7 @@ class Interrupting:
             signal.raise_signal(signal.SIGINT)
 
 
-def places_of(run: Callable[[], object], seed: int, n: int) -> list[tuple[Place, int]]:
+def find_places(run: Callable[[], object], seed: int, n: int) -> list[tuple[Place, int]]:
     """`n` places that a run comes by, drawn by `seed`, and at which of the times that it does so."""
     with Interrupting() as traced:
         run()

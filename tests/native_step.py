@@ -12,11 +12,11 @@ import transformers
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide._torch.nodes import saved_slots
+from lowtide._torch.nodes import find_saved_slots
 from lowtide.planner.address_nodes import NOTED
 from lowtide.runtime import bitmask, saved_values
 from lowtide.runtime.engine import Engine
-from lowtide.runtime.plan_table import Actions, actions_for
+from lowtide.runtime.plan_table import Actions, parse_actions
 
 
 class Allocated(TorchDispatchMode):
@@ -93,11 +93,11 @@ def main(name: str) -> None:
     found = addresses(*build(name))
     captured = {at: f"{it}{NOTED}" if it == "AddBackward0" else it for at, it in found.items()}
     tables = {
-        "kept": actions_for(dict([*found.items()][:1]), []),
-        "recomputed": actions_for(found, []),
-        "captured": actions_for(captured, []),
-        "replayed": actions_for({}, [f"{BLOCKS[name].format(n)}#0" for n in range(2)]),
-        "offloaded": actions_for({}, [], offload=list(found)),
+        "kept": parse_actions(dict([*found.items()][:1]), []),
+        "recomputed": parse_actions(found, []),
+        "captured": parse_actions(captured, []),
+        "replayed": parse_actions({}, [f"{BLOCKS[name].format(n)}#0" for n in range(2)]),
+        "offloaded": parse_actions({}, [], offload=list(found)),
     }
     for way, table in tables.items():
         sys.stdout.write(f"{way} {trained(*build(name), table)}\n")
@@ -135,7 +135,7 @@ def kinds_of(loss: torch.Tensor) -> str:
             continue
         seen.add(node)
         pending += [edge for edge, _ in node.next_functions]
-        for _, slot in saved_slots(node):
+        for _, slot in find_saved_slots(node):
             if isinstance(slot.data, tuple):
                 counts[0] += 1
                 n_bytes += slot.data[0].nbytes

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from contest.tables import text_after_commands
+from contest.tables import find_text_after_commands
 from torch import Tensor, nn
 
 import api_page
@@ -169,7 +169,7 @@ def test_the_site_has_every_page_and_every_public_name() -> None:
 def test_a_measured_page_says_what_its_script_says(name: str) -> None:
     doc = ast.get_docstring(ast.parse(text_of(ROOT / "bench" / f"{name}.py")), clean=False)
     assert doc is not None
-    caption = "\n".join(text_after_commands(doc))
+    caption = "\n".join(find_text_after_commands(doc))
     assert "- *peak*: " in caption
     page = text_of(ROOT / "docs" / f"{name}.md")
     assert f"Made by `python bench/{name}.py`.\n\n{caption}\n\n" in page

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 import lowtide
 from budgets import step_of, within
 from conftest import RunPython
-from lowtide.planner import smallest_peak
+from lowtide.planner import find_smallest_peak
 from models import build
 from test_random_networks import MOVES, SIDE, Network, check_bits_and_peak
 from zoo import ZOO
@@ -31,7 +31,7 @@ def on_gpu(model: nn.Module, batch: Any) -> Any:
 
 def between(profile: lowtide.Profile, share: float = 0.4) -> int:
     """Bytes, at `share` of the way from the smallest peak to the plain one. Most of small steps are workspaces."""
-    _, least = smallest_peak(profile)
+    _, least = find_smallest_peak(profile)
     plain = profile.measured_plain_peak_bytes
     assert plain is not None
     return int(least.peak_bytes + share * (plain - least.peak_bytes))
@@ -95,8 +95,8 @@ def test_offloading_saves_memory_that_nothing_else_does() -> None:
     step, x = step_of(model), torch.randn(2**15, 512, device="cuda")
     profile = lowtide.rehearse(model, step, x)
     assert profile.offload_bytes_per_ms
-    _, least = smallest_peak(profile)
-    _, lower = smallest_peak(profile, offload=True)
+    _, least = find_smallest_peak(profile)
+    _, lower = find_smallest_peak(profile, offload=True)
     assert lower.peak_bytes < least.peak_bytes
     plan = lowtide.plan(profile, (least.peak_bytes + lower.peak_bytes) // 2, offload=True)
     assert plan.offload

@@ -73,13 +73,13 @@ def words() -> tuple[nn.Module, Callable[[Tensor], None], Tensor]:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """In which threads kernels of ours are asked."""
     threads: list[int] = []
-    ruling = in_place._permission_to_write
+    ruling = in_place._find_permission_to_write
 
     def noting(name: str, args: tuple[object, ...]) -> object:
         threads.append(threading.get_ident())
         return ruling(name, args)
 
-    monkeypatch.setattr(in_place, "_permission_to_write", noting)
+    monkeypatch.setattr(in_place, "_find_permission_to_write", noting)
     return threads
 
 

@@ -69,7 +69,7 @@ def main() -> None:
     assert run.peak_bytes is not None
     write_numbers(format_bytes(run.plain_peak_bytes), format_bytes(run.peak_bytes))
     subprocess.run([sys.executable, str(ROOT / "bench" / "peers.py"), "--page"], check=True)
-    (DOCS / "graph.svg").write_text(graph_picture(), encoding="utf-8")
+    (DOCS / "graph.svg").write_text(draw_graph_picture(), encoding="utf-8")
 
 
 def picture_report(browser: str, folder: Path) -> RunRecord:
@@ -106,7 +106,7 @@ def pages(run: RunRecord, folder: Path) -> Iterator[tuple[str, Path]]:
 
     asked = ("largest-batch", "--hf", "gpt2", "--seq", "512")
     yield "gpus", _page(folder / "gpus.html", f"$ lowtide {' '.join(asked)}\n{_lowtide(*asked, cwd=folder)}")
-    yield "notebook", _page(folder / "notebook.html", f"In [2]: {CELL}", notebook_output())
+    yield "notebook", _page(folder / "notebook.html", f"In [2]: {CELL}", run_notebook_cell())
 
 
 def _page(path: Path, text: str, html: str = "") -> Path:
@@ -116,7 +116,7 @@ def _page(path: Path, text: str, html: str = "") -> Path:
     return path
 
 
-def notebook_output() -> str:
+def run_notebook_cell() -> str:
     """Run the notebook cell `CELL`, and return its HTML output."""
     torch.manual_seed(0)
     layers = [nn.TransformerEncoderLayer(256, 4, 1024, batch_first=True, norm_first=True) for _ in range(4)]
@@ -173,7 +173,7 @@ def _replace(path: Path, pattern: str, text: str) -> None:
     path.write_text(changed, encoding="utf-8")
 
 
-def graph_picture() -> str:
+def draw_graph_picture() -> str:
     """Return the SVG picture of the graph of y = W x + b."""
     torch.manual_seed(0)
     w, x, b = torch.ones(3, 4, requires_grad=True), torch.ones(4), torch.zeros(3, requires_grad=True)

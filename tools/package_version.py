@@ -27,7 +27,7 @@ def version(root: Path = ROOT) -> str:
     archived = root / ".git_archival.txt"
     for described in (_from_git(root), archived.read_text(encoding="utf-8") if archived.is_file() else ""):
         if (found := _DESCRIBED.fullmatch(described.strip())) is not None:
-            return _of_tag(**found.groupdict())
+            return _format_version(**found.groupdict())
     source = (root / "src/lowtide/utils/installed_versions.py").read_text(encoding="utf-8")
     found = re.search(r'^RELEASE = "(\S+)"$', source, re.M)
     assert found is not None
@@ -45,7 +45,7 @@ def _from_git(root: Path) -> str:
         return ""
 
 
-def _of_tag(release: str, distance: str | None, commit: str | None) -> str:
+def _format_version(release: str, distance: str | None, commit: str | None) -> str:
     if distance is None:
         return release
     *parts, last = release.split(".")

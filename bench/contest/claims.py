@@ -20,7 +20,7 @@ MOST_EXTRA_TIME_ELSE = 0.08
 PREDICTED_WITHIN = 0.01
 
 
-def most_extra_time(model: str) -> float:
+def get_extra_time_limit(model: str) -> float:
     """Return the claimed limit of extra time for halving a model's activations, as a share of the plain step's time."""
     return MOST_EXTRA_TIME.get(model, MOST_EXTRA_TIME_ELSE)
 
@@ -41,7 +41,7 @@ def claims(results: Results) -> tuple[Claim, ...]:
     return tuple(claim(contests) for claim in _CLAIMS if contests)
 
 
-def _peers_peaks(contests: tuple[Contest, ...]) -> Claim:
+def _check_peers_peaks(contests: tuple[Contest, ...]) -> Claim:
     """Check that at every peer's peak, on every model, Lowtide needs no more bytes and no more FLOPs."""
     against, n = [], 0
     for contest, peer, mine in _duels(contests):
@@ -68,20 +68,19 @@ def loses(contest: Contest, peer: Cell, mine: Cell) -> str | None:
         return f"the peak is {mine.peak_bytes - peer.peak_bytes} bytes above"
     if mine.flops > peer.flops:
         flops = f"FLOPs {contest.extra_flops(mine):+.2%}, and the peer has {contest.extra_flops(peer):+.2%}"
-        return (
-            f"{flops}; {format_bytes(peer.peak_bytes - mine.peak_bytes)} of its peak unused{_in_less_time(peer, mine)}"
-        )
+        unused = format_bytes(peer.peak_bytes - mine.peak_bytes)
+        return f"{flops}; {unused} of its peak unused{_describe_less_time(peer, mine)}"
     return None
 
 
-def _in_less_time(peer: Cell, mine: Cell) -> str:
+def _describe_less_time(peer: Cell, mine: Cell) -> str:
     """Return the times if Lowtide takes less time in spite of more FLOPs, else an empty string."""
     if mine.time_ratio is None or peer.time_ratio is None or mine.time_ratio >= peer.time_ratio:
         return ""
     return f"; in less time, {mine.time_ratio:.2f} x instead of {peer.time_ratio:.2f} x"
 
 
-def _half_the_flops(contests: tuple[Contest, ...]) -> Claim:
+def _check_half_the_flops(contests: tuple[Contest, ...]) -> Claim:
     """Check that Lowtide's extra FLOPs are, in the median, at most half of a peer's, over all peers that have extra
     FLOPs.
     """
@@ -99,7 +98,7 @@ def _half_the_flops(contests: tuple[Contest, ...]) -> Claim:
     )
 
 
-def _every_block(contests: tuple[Contest, ...]) -> Claim:
+def _check_every_block(contests: tuple[Contest, ...]) -> Claim:
     """Check bytes, FLOPs and time at the peak of checkpointing every block, the usual remedy."""
     found, against = [], []
     untimed = False
@@ -127,13 +126,13 @@ def _every_block(contests: tuple[Contest, ...]) -> Claim:
     )
 
 
-def _half_the_activations(contests: tuple[Contest, ...]) -> Claim:
+def _check_half_the_activations(contests: tuple[Contest, ...]) -> Claim:
     found, against = [], []
     untimed = False
     for contest, mine in _ours(contests):
         if mine.kind != "half":
             continue
-        most = most_extra_time(contest.model)
+        most = get_extra_time_limit(contest.model)
         ratio = mine.time_ratio
         untimed |= ratio is None and mine.refusal is None
         said = f"{ratio - 1:+.1%}" if ratio is not None else mine.refusal or "not timed"
@@ -149,14 +148,14 @@ def _half_the_activations(contests: tuple[Contest, ...]) -> Claim:
 
 
 def _predicted(contests: tuple[Contest, ...]) -> Claim:
-    cells = [(c, m, off_by(m)) for c, m in _ours(contests) if m.peak_bytes is not None and not m.repaired]
+    cells = [(c, m, compute_peak_error(m)) for c, m in _ours(contests) if m.peak_bytes is not None and not m.repaired]
     against = [f"{c.model}, {m.name}: {off:+.2%}" for c, m, off in cells if abs(off) > PREDICTED_WITHIN]
     most = max((abs(off) for _, _, off in cells), default=0.0)
     found = f"{most:.2%} at most in {len(cells)} cells"
     return Claim("The predicted peak is within 1 % of the measured one", not against, found, tuple(against))
 
 
-def off_by(cell: Cell) -> float:
+def compute_peak_error(cell: Cell) -> float:
     """Return the relative error of the predicted peak: predicted less measured bytes, over measured bytes."""
     assert cell.predicted_peak_bytes is not None
     assert cell.peak_bytes is not None
@@ -172,7 +171,7 @@ def _budgets(contests: tuple[Contest, ...]) -> Claim:
     return Claim("No measured peak is above its budget", not against, found, tuple(against))
 
 
-def _same_bits(contests: tuple[Contest, ...]) -> Claim:
+def _check_same_bits(contests: tuple[Contest, ...]) -> Claim:
     cells = [(c, m) for c, m in _ours(contests) if m.peak_bytes is not None]
     against = [f"{c.model}, {m.name}" for c, m in cells if not is_equal(m)]
     found = f"in {len(cells) - len(against)} of {len(cells)} cells"
@@ -204,13 +203,13 @@ def _monotone(contests: tuple[Contest, ...]) -> Claim:
 
 
 _CLAIMS: tuple[Callable[[tuple[Contest, ...]], Claim], ...] = (
-    _peers_peaks,
-    _half_the_flops,
-    _every_block,
-    _half_the_activations,
+    _check_peers_peaks,
+    _check_half_the_flops,
+    _check_every_block,
+    _check_half_the_activations,
     _predicted,
     _budgets,
-    _same_bits,
+    _check_same_bits,
     _monotone,
 )
 

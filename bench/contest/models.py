@@ -53,7 +53,7 @@ def gpt2(size: Size, dropout: float) -> Contestant:
         eos_token_id=0,
         use_cache=False,
     )
-    return _of_tokens("GPT-2", transformers.GPT2LMHeadModel(config), size, f"dropout {dropout:g}")
+    return _build_token_contestant("GPT-2", transformers.GPT2LMHeadModel(config), size, f"dropout {dropout:g}")
 
 
 def llama(size: Size) -> Contestant:
@@ -68,7 +68,9 @@ def llama(size: Size) -> Contestant:
         eos_token_id=0,
         use_cache=False,
     )
-    return _of_tokens("Llama", transformers.LlamaForCausalLM(config), size, "gated MLP of 1024, no dropout")
+    return _build_token_contestant(
+        "Llama", transformers.LlamaForCausalLM(config), size, "gated MLP of 1024, no dropout"
+    )
 
 
 def bert(size: Size) -> Contestant:
@@ -80,7 +82,9 @@ def bert(size: Size) -> Contestant:
         max_position_embeddings=size.length,
         vocab_size=size.vocabulary,
     )
-    return _of_tokens("BERT", transformers.BertForMaskedLM(config), size, "dropout 0.1, a label for every token")
+    return _build_token_contestant(
+        "BERT", transformers.BertForMaskedLM(config), size, "dropout 0.1, a label for every token"
+    )
 
 
 def vit(size: Size) -> Contestant:
@@ -94,7 +98,7 @@ def vit(size: Size) -> Contestant:
         num_labels=100,
         problem_type=LABELS,
     )
-    return _of_images(
+    return _build_image_contestant(
         "ViT", transformers.ViTForImageClassification(config), size, f"{size.layers} x {WIDTH}, patches of 8"
     )
 
@@ -108,7 +112,7 @@ def resnet(size: Size) -> Contestant:
         problem_type=LABELS,
     )
     what = f"basic layers {config.depths}, BatchNorm in training mode"
-    return _of_images("ResNet", transformers.ResNetForImageClassification(config), size, what)
+    return _build_image_contestant("ResNet", transformers.ResNetForImageClassification(config), size, what)
 
 
 SMALL = Size(layers=3, length=64, rows=4, vocabulary=500)
@@ -133,7 +137,7 @@ def contestant(name: str, *, quick: bool = False) -> Contestant:
     return made
 
 
-def _of_tokens(name: str, model: nn.Module, size: Size, what: str) -> Contestant:
+def _build_token_contestant(name: str, model: nn.Module, size: Size, what: str) -> Contestant:
     ids = torch.randint(size.vocabulary, (size.rows, size.length))
     shape = f"{size.layers} x {WIDTH}, vocabulary {size.vocabulary}"
     return Contestant(
@@ -143,7 +147,7 @@ def _of_tokens(name: str, model: nn.Module, size: Size, what: str) -> Contestant
     )
 
 
-def _of_images(name: str, model: Any, size: Size, what: str) -> Contestant:
+def _build_image_contestant(name: str, model: Any, size: Size, what: str) -> Contestant:
     return Contestant(
         description=f"{name}, {what}; {size.rows} images of {size.length} x {size.length}",
         model=model,

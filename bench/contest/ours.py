@@ -9,7 +9,7 @@ import lowtide
 from contest.pieces import Taken
 from contest.records import Cell
 from contest.step import Bits, Measured, Steps
-from lowtide.planner import smallest_peak
+from lowtide.planner import find_smallest_peak
 from lowtide.planner.records import Decisions, Plan, Profile
 from lowtide.report.text_table import decisions
 
@@ -35,7 +35,7 @@ class Ours:
 
     def smallest_peak_bytes(self) -> int:
         """Return the smallest peak of any plan that the planner finds."""
-        return smallest_peak(self.profile)[1].peak_bytes
+        return find_smallest_peak(self.profile)[1].peak_bytes
 
     def within(self, asked: Cell) -> tuple[Cell, Plan | None]:
         """Plan for the budget of `asked` and measure; return the cell with its measurements, and the plan, no longer in
@@ -49,7 +49,7 @@ class Ours:
         try:
             plan = self._plan(asked, asked.budget_bytes)
         except lowtide.Infeasible as error:
-            return replace(asked, refusal=_first_line(error)), None
+            return replace(asked, refusal=_get_first_line(error)), None
         cell = replace(
             asked,
             plan_seconds=time.perf_counter() - began,
@@ -96,5 +96,5 @@ class Planned:
             return self.steps.taken()
 
 
-def _first_line(error: Exception) -> str:
+def _get_first_line(error: Exception) -> str:
     return str(error).partition("\n")[0].rstrip(".:")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from contest.allocator import SETTINGS
-from contest.claims import claims, is_equal, loses, off_by
+from contest.claims import claims, compute_peak_error, is_equal, loses
 from contest.frontiers import names
 from contest.records import Cell, Contest, Results
 from lowtide.units import format_bytes, format_time
@@ -170,7 +170,7 @@ def _budgets(contest: Contest) -> Iterator[str]:
         if cell.peak_bytes is None or cell.refusal is not None:
             rows.append((cell.name, budget, cell.refusal or "", *("",) * 5))
         else:
-            rows.append((cell.name, budget, *_measured(contest, cell), f"{off_by(cell):+.2%}", cell.plan))
+            rows.append((cell.name, budget, *_measured(contest, cell), f"{compute_peak_error(cell):+.2%}", cell.plan))
     yield from _table(("", "budget", "peak", "FLOPs", "time", "equal", "predicted peak", "plan"), rows, numbers=6)
 
 
@@ -178,15 +178,15 @@ def _ladder(contest: Contest) -> Iterator[str]:
     rows = [
         (_share(contest, cell.budget_bytes), *((cell.refusal or "", "", "") if cell.peak_bytes is None else row))
         for cell in contest.of("ladder")
-        for row in [_ladder_row(contest, cell)]
+        for row in [_format_ladder_row(contest, cell)]
     ]
     yield from _table(("budget", "peak", "FLOPs", "predicted peak"), rows)
 
 
-def _ladder_row(contest: Contest, cell: Cell) -> tuple[str, str, str]:
+def _format_ladder_row(contest: Contest, cell: Cell) -> tuple[str, str, str]:
     if cell.peak_bytes is None:
         return ("", "", "")
-    return (_share(contest, cell.peak_bytes), f"{contest.extra_flops(cell):+.1%}", f"{off_by(cell):+.2%}")
+    return (_share(contest, cell.peak_bytes), f"{contest.extra_flops(cell):+.1%}", f"{compute_peak_error(cell):+.2%}")
 
 
 def _measured(contest: Contest, cell: Cell) -> tuple[str, str, str, str]:

@@ -29,7 +29,7 @@ class Measured(Protocol):
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-def models_asked(doc: str, models: Sequence[str]) -> list[str] | None:
+def parse_models(doc: str, models: Sequence[str]) -> list[str] | None:
     """Parse the command line, and return the models that it names; None for all models.
 
     If the process was started without malloc's settings, which malloc reads only at the start, the script is run again
@@ -57,7 +57,7 @@ def make(page: str, title: str, doc: str, models: Sequence[str], section: Callab
     """Measure and print the tables of the models that the command line names; if it names none, of all, and write the
     page.
     """
-    named = models_asked(doc, models)
+    named = parse_models(doc, models)
     about = head(page, title, doc, f"{torch.get_num_threads()} threads")
     write(None if named else page, about, map(section, named or models))
 
@@ -71,7 +71,7 @@ def rows_of(description: str, columns: Sequence[str], rows: Iterable[Measured]) 
         yield row.line(plain_bytes)
 
 
-def text_after_commands(doc: str) -> list[str]:
+def find_text_after_commands(doc: str) -> list[str]:
     """Return the lines of a script's docstring that follow its commands, which are indented."""
     _, _, text = doc.rpartition("\n    python ")
     return text.partition("\n\n")[2].rstrip().splitlines()
@@ -85,7 +85,7 @@ def head(page: str, title: str, doc: str, runs_in: str) -> Iterator[str]:
     yield ""
     yield f"Made by `python bench/{page}.py`."
     yield ""
-    yield from text_after_commands(doc)
+    yield from find_text_after_commands(doc)
     yield ""
     yield f"torch {torch.__version__}, Python {platform.python_version()}, {runs_in}, with"
     yield " ".join(f"`{key}={value}`" for key, value in allocator.SETTINGS.items()) + "."

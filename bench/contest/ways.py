@@ -42,7 +42,7 @@ def blocks(model: Model) -> list[Any]:
 # --- torch.utils.checkpoint -----------------------------------------------------------------------------------------
 
 
-def every_nth_block(model: Model, n: int, **how: Any) -> Model:
+def checkpoint_every_nth_block(model: Model, n: int, **how: Any) -> Model:
     """Checkpoint every `n`th block by the switch of transformers, or by hand for ResNet, which has no such switch."""
     how = {"use_reentrant": False, **how}
     if model.supports_gradient_checkpointing:
@@ -93,7 +93,7 @@ ATTENTION = frozenset(
 )
 
 
-def saving_matmuls(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def save_matmuls(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Return the checkpoint policy for an op: save matrix products, convolutions and attention; recompute the rest."""
     return CheckpointPolicy.MUST_SAVE if op in MATMULS | ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -118,7 +118,7 @@ class EverySecondMatmul:
 
 def selective(model: Model, policy: Callable[[], Any]) -> Model:
     """Checkpoint every block with a `policy` that decides for each op."""
-    return every_nth_block(model, 1, context_fn=lambda: create_selective_checkpoint_contexts(policy()))  # type: ignore[no-untyped-call]
+    return checkpoint_every_nth_block(model, 1, context_fn=lambda: create_selective_checkpoint_contexts(policy()))  # type: ignore[no-untyped-call]
 
 
 # --- torch.compile --------------------------------------------------------------------------------------------------
@@ -176,11 +176,11 @@ ATTENTION_MODULES = ("attn", "self_attn", "attention", "layer.0")
 
 def ways() -> Iterator[Way]:
     """Yield all peers, in the order of the tables."""
-    yield Way(name=EVERY_BLOCK, apply=partial(every_nth_block, n=1))
-    yield Way(name="checkpoint every 2nd block", apply=partial(every_nth_block, n=2))
-    yield Way(name="checkpoint every 3rd block", apply=partial(every_nth_block, n=3))
+    yield Way(name=EVERY_BLOCK, apply=partial(checkpoint_every_nth_block, n=1))
+    yield Way(name="checkpoint every 2nd block", apply=partial(checkpoint_every_nth_block, n=2))
+    yield Way(name="checkpoint every 3rd block", apply=partial(checkpoint_every_nth_block, n=3))
     yield Way(name="checkpoint the first half", apply=first_half)
-    yield Way(name="selective: save matmuls, attention", apply=partial(selective, policy=lambda: saving_matmuls))
+    yield Way(name="selective: save matmuls, attention", apply=partial(selective, policy=lambda: save_matmuls))
     yield Way(name="selective: every second matmul", apply=partial(selective, policy=EverySecondMatmul))
     for budget in (0.8, 0.5, 0.3, 0.1):
         yield Way(name=f"AOT, memory budget {budget}", apply=compiled, settings={"activation_memory_budget": budget})

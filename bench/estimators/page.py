@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 
-from estimators.reasons import Above, above_repeats, close_to_one, far, reason, repeats
+from estimators.reasons import Above, count_close_to_one, far, find_above_repeats, reason, repeats
 from estimators.records import Predictions
 from estimators.rows import LENGTH, STRATA, TOOLS, Row
 from estimators.scores import OURS, Scored, claims, comparisons, errors, finished, scored
@@ -70,7 +70,7 @@ def page(rows: Sequence[Row], predictions: Predictions) -> str:
     """Return the text of `docs/prediction.md`."""
     pairs = scored(rows, predictions.found)
     parts = [*_head(predictions), *_summary(pairs), *_finished(pairs), *_far(pairs), *_refused(pairs)]
-    return "\n".join([*parts, *_left_out(rows, predictions), _BEHIND.format(length=LENGTH)]).rstrip() + "\n"
+    return "\n".join([*parts, *_format_left_out(rows, predictions), _BEHIND.format(length=LENGTH)]).rstrip() + "\n"
 
 
 def line(pair: Scored) -> str:
@@ -145,14 +145,14 @@ def _far(pairs: Sequence[Scored]) -> Iterator[str]:
     yield "## Errors above 6 %, with reasons"
     yield ""
     n_repeats, n_close = repeats(pairs)
-    n_one, n_all = close_to_one(pairs)
+    n_one, n_all = count_close_to_one(pairs)
     yield (
         f"The artefact has {n_repeats} repeated measurements of these runs; {n_close} of them are within 6 % of the "
         f"first measurement. {n_one} of {n_all} predictions are within 6 % of at least one measurement of their run, "
         "counting runs with less memory. The table gives a reason where the numbers show one."
     )
     yield ""
-    if above := above_repeats(far(pairs), pairs):
+    if above := find_above_repeats(far(pairs), pairs):
         yield _above(above)
         yield ""
     yield "| row | model, batch, optimizer | measured MiB | predicted | Lowtide | reason |"
@@ -213,7 +213,7 @@ def _error(pair: Scored, tool: str) -> str:
     return "-" if error is None else f"{error:+.1%}"
 
 
-def _left_out(rows: Sequence[Row], predictions: Predictions) -> Iterator[str]:
+def _format_left_out(rows: Sequence[Row], predictions: Predictions) -> Iterator[str]:
     left = {prediction.row: prediction.refusal for prediction in predictions.found if prediction.refusal is not None}
     yield "## Runs without a prediction"
     yield ""

@@ -74,7 +74,7 @@ def repeats(pairs: Sequence[Scored]) -> tuple[int, int]:
     return len(found), sum(is_close(*each) for each in found)
 
 
-def close_to_one(pairs: Sequence[Scored]) -> tuple[int, int]:
+def count_close_to_one(pairs: Sequence[Scored]) -> tuple[int, int]:
     """Count the predictions within 6 % of at least one measurement of their run, and all finished rows.
 
     Runs with limited memory count as measurements, too.
@@ -98,7 +98,7 @@ class Above:
     most_bytes: int
 
 
-def above_repeats(some: Sequence[Scored], pairs: Sequence[Scored]) -> list[Above]:
+def find_above_repeats(some: Sequence[Scored], pairs: Sequence[Scored]) -> list[Above]:
     """Find rows of `some` whose first measurement is more than 6 % above every other one, runs with limited memory
     included.
     """

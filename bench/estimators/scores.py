@@ -104,9 +104,9 @@ def claims(pairs: Sequence[Scored]) -> Iterator[Claim]:
     yield _median("the median error of all runs is at most 2.5 %", errors(finished(pairs)), 0.025)
     large = errors(finished(pairs, "transformer, batch 15 and more"))
     yield _median("the median error of transformers at batch 15 and more is at most 2 %", large, 0.02)
-    yield _nine_of_ten("nine of ten runs are within 6 %", errors(finished(pairs)))
+    yield _check_nine_of_ten("nine of ten runs are within 6 %", errors(finished(pairs)))
     known = [pair for pair in finished(pairs) if pair.row.stratum != "transformer, smaller batch"]
-    yield _nine_of_ten("the same, without small batches of text, whose lengths are unknown", errors(known))
+    yield _check_nine_of_ten("the same, without small batches of text, whose lengths are unknown", errors(known))
     refused = [pair for pair in pairs if pair.row.oom]
     said = sum(pair.says_out_of_memory() is True for pair in refused)
     yield Claim(
@@ -130,7 +130,7 @@ def _median(text: str, found: Sequence[float], most: float) -> Claim:
     return Claim(text=text, found=f"{median:.2%} of {len(found)}", held=median <= most)
 
 
-def _nine_of_ten(text: str, found: Sequence[float]) -> Claim:
+def _check_nine_of_ten(text: str, found: Sequence[float]) -> Claim:
     close = sum(error <= 0.06 for error in found)
     held = 10 * close >= 9 * len(found) if found else None
     return Claim(text=text, found=f"{close} of {len(found)}", held=held)

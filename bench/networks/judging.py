@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 import lowtide
-from lowtide.planner import smallest_peak
+from lowtide.planner import find_smallest_peak
 from networks.drawing import Case, Drawn
 
 SOURCE = Path(__file__).with_name("meter.c")
@@ -96,7 +96,7 @@ def judge(drawn: Drawn, parts: tuple[str, ...] = PARTS) -> Iterator[tuple[str, s
         gc.collect()
         there = meter().lt_now()
         case = _begun(drawn)
-        budget = smallest_peak(profile)[1].peak_bytes if part == "smallest" else part
+        budget = find_smallest_peak(profile)[1].peak_bytes if part == "smallest" else part
         try:
             fitted = lowtide.fit(
                 case.model, case.step, case.batch(0), budget=budget, optimizer=case.optimizer, profile=profile

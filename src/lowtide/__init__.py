@@ -165,7 +165,7 @@ if not TYPE_CHECKING:  # hidden from type checkers, which would accept any name 
 
     def __getattr__(name: str) -> object:
         if name == "__version__":
-            globals()[name] = version = import_module("lowtide.utils.installed_versions").own_version()
+            globals()[name] = version = import_module("lowtide.utils.installed_versions").find_own_version()
             return version
         home = _HOMES.get(name)
         if home is None:

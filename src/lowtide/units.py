@@ -15,8 +15,8 @@ def format_bytes(n_bytes: int, *, round_up: bool = False) -> str:
 
     With `round_up` the text never understates, so that `parse_bytes` returns at least `n_bytes`: for suggested budgets.
     """
-    unit = _unit_for(n_bytes, round_up)
-    return f"{_in_unit(n_bytes, unit, round_up)} {unit}"
+    unit = _choose_unit(n_bytes, round_up)
+    return f"{_format_in_unit(n_bytes, unit, round_up)} {unit}"
 
 
 def format_change(before_bytes: int, after_bytes: int) -> str:
@@ -43,10 +43,10 @@ def format_parts(total_bytes: int, parts: Mapping[str, int]) -> str:
 
     "other" is the rest of the total. Parts too small to show are left out; the text is "" if fewer than two remain.
     """
-    unit = _unit_for(total_bytes)
+    unit = _choose_unit(total_bytes)
     named = {**parts, "other": total_bytes - sum(parts.values())}
     large = {name: part for name, part in named.items() if part > 0 and _hundredths(part, unit, False)}
-    shown = [f"{_in_unit(part, unit)} {name}" for name, part in large.items()]
+    shown = [f"{_format_in_unit(part, unit)} {name}" for name, part in large.items()]
     return f" = {' + '.join(shown)}" if len(shown) > 1 else ""
 
 
@@ -71,18 +71,18 @@ def format_ratio(ratio: float, *, signed: bool = False) -> str:
     return f"{'+' if signed and not text.startswith('-') else ''}{text} %"
 
 
-def against_budget(peak_bytes: int, budget_bytes: int) -> str:
+def compare_with_budget(peak_bytes: int, budget_bytes: int) -> str:
     """Compare a peak with a plan's budget in words: "7.9 GiB is above its budget of 7.8 GiB"."""
     budget, peak = format_apart(budget_bytes, peak_bytes)
     return f"{peak} is {'within' if peak_bytes <= budget_bytes else 'above'} its budget of {budget}"
 
 
-def _unit_for(n_bytes: int, round_up: bool = False) -> str:
+def _choose_unit(n_bytes: int, round_up: bool = False) -> str:
     """Return the smallest binary unit in which the rounded amount is below 1024."""
     return next((unit for unit in BINARY if abs(_hundredths(n_bytes, unit, round_up)) < 102400), "PiB")
 
 
-def _in_unit(n_bytes: int, unit: str, round_up: bool = False) -> str:
+def _format_in_unit(n_bytes: int, unit: str, round_up: bool = False) -> str:
     whole, hundredths = divmod(abs(_hundredths(n_bytes, unit, round_up)), 100)
     return ("-" if n_bytes < 0 else "") + f"{whole}.{hundredths:02}".rstrip("0").rstrip(".")
 

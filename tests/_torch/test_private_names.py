@@ -59,8 +59,8 @@ def test_set_version() -> None:
 
 def test_a_storage_has_one_number() -> None:
     x, y = torch.ones(2), torch.ones(2)
-    numbers = [tensors.storage_number(each.untyped_storage()) for each in (x, x[1:], x.detach(), y)]
-    assert numbers[0] == numbers[1] == numbers[2] == tensors.storage_id(x) != numbers[3]
+    numbers = [tensors.get_storage_number(each.untyped_storage()) for each in (x, x[1:], x.detach(), y)]
+    assert numbers[0] == numbers[1] == numbers[2] == tensors.get_storage_id(x) != numbers[3]
 
 
 def test_a_tensor_as_another_kind_has_the_same_memory() -> None:
@@ -276,7 +276,7 @@ def test_slots_have_names_and_nodes_are_numbered_in_order() -> None:
     z = torch.stack([y, y]) @ y
     assert y.grad_fn is not None
     assert z.grad_fn is not None
-    assert [(name, slot.unpack_hook) for name, slot in nodes.saved_slots(y.grad_fn)] == [("result", None)]
+    assert [(name, slot.unpack_hook) for name, slot in nodes.find_saved_slots(y.grad_fn)] == [("result", None)]
     assert nodes.sequence_number(y.grad_fn) < nodes.sequence_number(z.grad_fn)
     leaf = y.grad_fn.next_functions[0][0]
     assert leaf is not None
@@ -528,8 +528,8 @@ def test_the_running_node_is_the_one_that_reads() -> None:
     kinds: list[str] = []
 
     def unpack(tensor: torch.Tensor) -> torch.Tensor:
-        seen.append(backward.running_node_number())
-        kinds.append(backward.running_node_name())
+        seen.append(backward.get_running_node_number())
+        kinds.append(backward.get_running_node_name())
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, unpack):
@@ -540,7 +540,7 @@ def test_the_running_node_is_the_one_that_reads() -> None:
     y.sum().backward()
     assert seen == [number, number]
     assert kinds == ["MulBackward0"] * 2
-    assert (backward.running_node_number(), backward.running_node_name()) == (-1, "")
+    assert (backward.get_running_node_number(), backward.get_running_node_name()) == (-1, "")
 
 
 def test_kernel_overrides_run_only_inside_their_block() -> None:
@@ -661,7 +661,7 @@ def test_a_step_without_hooks(kind: type[torch.optim.Optimizer]) -> None:
     assert not optim.has_step_pre_hooks(optimizer)
     optimizer.register_step_pre_hook(lambda *_: ran.append(1))
     assert optim.has_step_pre_hooks(optimizer)
-    optim.step_without_hooks(optimizer)()
+    optim.find_unhooked_step(optimizer)()
     assert not ran
     assert not torch.equal(weight, torch.ones(3))
 
@@ -695,7 +695,7 @@ def test_norms_one_by_one_add_up_to_the_one_that_gradients_are_clipped_by(
     parameters.insert(1, torch.nn.Parameter(torch.randn(5, dtype=torch.float64)))
     for parameter in parameters:
         parameter.grad = torch.randn_like(parameter)
-    norms = {p: optim.norm_of(p.grad, norm_type, foreach) for p in parameters if p.grad is not None}
+    norms = {p: optim.compute_norm(p.grad, norm_type, foreach) for p in parameters if p.grad is not None}
     grouped = optim.as_grouped(parameters)
     assert sorted(map(id, grouped)) == sorted(map(id, parameters))
     found = torch.linalg.vector_norm(torch.stack([norms[p].to(parameters[0].device) for p in grouped]), norm_type)
@@ -706,7 +706,7 @@ def test_scaler_stages() -> None:
     weight = torch.ones(2, requires_grad=True)
     optimizer, scaler = torch.optim.SGD([weight]), torch.amp.GradScaler("cpu")
     scaler.scale(weight.sum()).backward()
-    before = optim.scaler_stages(scaler)
+    before = optim.read_scaler_stages(scaler)
     scaler.unscale_(optimizer)
     with pytest.raises(RuntimeError, match="already been called"):
         scaler.unscale_(optimizer)
@@ -718,8 +718,8 @@ def test_scaler_stages() -> None:
 
 
 def test_the_tensor_arguments_of_an_op() -> None:
-    assert ("self", "mat1", "mat2") in operators.tensor_arguments("addmm")
-    assert operators.tensor_arguments("no_such_op") == ()
+    assert ("self", "mat1", "mat2") in operators.list_tensor_arguments("addmm")
+    assert operators.list_tensor_arguments("no_such_op") == ()
 
 
 def test_properties_of_operators_are_read_from_their_schema() -> None:
@@ -728,18 +728,18 @@ def test_properties_of_operators_are_read_from_their_schema() -> None:
     assert not operators.changes_geometry(aten.add_.Tensor)
     assert operators.draws(aten.bernoulli_.float)
     assert not operators.draws(aten.add_.Tensor)
-    assert operators.written_by(aten.add_.Tensor) == (0,)
-    assert operators.written_by(aten.add.out) == ("out",)
-    assert operators.written_by(aten.add.Tensor) == ()
+    assert operators.find_written_arguments(aten.add_.Tensor) == (0,)
+    assert operators.find_written_arguments(aten.add.out) == ("out",)
+    assert operators.find_written_arguments(aten.add.Tensor) == ()
 
 
 # --- the profiler, on CPU -------------------------------------------------------------------------------------------
 
 
 def test_the_profiler_reports_allocations_between_annotations(capfd: pytest.CaptureFixture[str]) -> None:
-    assert not cpu_profiler.profiler_running()
+    assert not cpu_profiler.is_profiler_running()
     with profile(profile_memory=True) as profiler:
-        assert cpu_profiler.profiler_running()
+        assert cpu_profiler.is_profiler_running()
         assert not cpu_profiler.is_warming_up(profiler)
         annotation = cpu_profiler.RecordFunction("here")
         annotation.__enter__()
@@ -747,8 +747,8 @@ def test_the_profiler_reports_allocations_between_annotations(capfd: pytest.Capt
         x = torch.empty(25)
         address = x.data_ptr()
         del x
-    assert not cpu_profiler.profiler_running()
-    here, empty, free = cpu_profiler.profiler_roots(profiler)
+    assert not cpu_profiler.is_profiler_running()
+    here, empty, free = cpu_profiler.get_profiler_roots(profiler)
     assert (here.name, empty.name, free.name) == ("here", "aten::empty", cpu_profiler.ALLOCATION)
     assert here.start_time_ns < empty.start_time_ns < free.start_time_ns
     (allocation,) = empty.children
@@ -771,9 +771,9 @@ def one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Non
 
 
 def test_collective_operations_are_counted_and_wrappers_say_what_they_know(one_process: None) -> None:
-    before = distributed.n_collectives()
+    before = distributed.count_collectives()
     torch.distributed.all_reduce(torch.zeros(1))
-    assert distributed.n_collectives() == before + 1
+    assert distributed.count_collectives() == before + 1
     for is_static in (False, True):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         wrapper = nn.parallel.DistributedDataParallel(model, static_graph=is_static)
@@ -789,16 +789,16 @@ def test_collective_operations_are_counted_and_wrappers_say_what_they_know(one_p
 def test_wrappers_say_what_shares_a_bucket(one_process: None) -> None:
     model = nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 600))
     wrapper = nn.parallel.DistributedDataParallel(model)
-    parameters, sparse = distributed.sent_parameters(wrapper)
+    parameters, sparse = distributed.find_sent_parameters(wrapper)
     assert parameters == [*model.parameters()]
     assert sparse == [False] * 4
-    first, then = distributed.bucket_limits(wrapper)
+    first, then = distributed.compute_bucket_limits(wrapper)
     assert then == [2**20, 25 * 2**20]
     assert distributed.assign_buckets(parameters, first, sparse, range(4)) == [[0, 1, 2, 3]]
     backwards = distributed.assign_buckets(parameters[::-1], then, sparse, [3, 2, 1, 0])
     assert backwards == [[3, 2], [1, 0]]  # the first is full with 1 MiB
     capped = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=1, find_unused_parameters=True)
-    assert distributed.bucket_limits(capped) == ([2**20], [2**20, 2**20])
+    assert distributed.compute_bucket_limits(capped) == ([2**20], [2**20, 2**20])
     assert callable(getattr(wrapper, distributed.SYNC_BUFFERS))
 
 
@@ -815,9 +815,9 @@ def test_units_that_are_sharded(one_process: None) -> None:
     for unit in (*model, model):
         fully_shard(unit, mesh=mesh)
     x = torch.ones(2, 4)
-    [group] = fsdp.shard_groups(model[0])
+    [group] = fsdp.find_shard_groups(model[0])
     assert group.modules == (model[0],)
-    assert not fsdp.shard_groups(model), "it has no parameters of its own"
+    assert not fsdp.find_shard_groups(model), "it has no parameters of its own"
     assert group.is_gathered_in_backward
     assert not group.is_on_host
     for _ in range(2):  # before and after the first forward
@@ -906,7 +906,7 @@ def test_a_fake_tensor_has_a_storage_that_ends_with_its_last_reference() -> None
     ended: list[bool] = []
     end = weakref.ref(x.untyped_storage(), lambda _: ended.append(True))
     view = x[2:].t()
-    assert tensors.storage_id(view) == tensors.storage_id(x)
+    assert tensors.get_storage_id(view) == tensors.get_storage_id(x)
     assert x.untyped_storage().nbytes() == 160
     del x
     assert not ended
@@ -945,7 +945,7 @@ from lowtide.runtime.call_interceptor import OuterInterceptor
 from lowtide.runtime.saved_values import native
 
 torch.ones(2, requires_grad=True).sum().backward()  # the engine has its threads before there is another device
-assert privateuse1.device_place() is None
+assert privateuse1.find_device_place() is None
 
 class Module(privateuse1.DeviceModule):
     def is_available(self):
@@ -955,7 +955,7 @@ class Module(privateuse1.DeviceModule):
         return [torch.float16]
 
 privateuse1.take_device_place("mine", Module(), privateuse1.DeviceHook())
-assert privateuse1.device_place() == "mine"
+assert privateuse1.find_device_place() == "mine"
 ran = []
 aten = torch.ops.aten
 
@@ -1103,15 +1103,17 @@ def test_like_tensors_of_a_list_are_propagated_once(monkeypatch: pytest.MonkeyPa
 
 
 def test_tensors_to_be_waited_for_and_state_of_the_first_process() -> None:
-    owner, name, keep = distributed.keeping_own_state()
+    owner, name, keep = distributed.build_own_state_patch()
     assert callable(getattr(owner, name))
     with absent_processes(2, rank=1):
-        sent = distributed.functional_collectives().all_reduce(torch.ones(2), "sum", torch.distributed.group.WORLD)
+        sent = distributed.import_functional_collectives().all_reduce(
+            torch.ones(2), "sum", torch.distributed.group.WORLD
+        )
         assert distributed.is_wrapping(type(sent))
-        part = next(tensors.parts_of(sent))
-        like = distributed.distributed_like(sent, part)
+        part = next(tensors.find_parts(sent))
+        like = distributed.make_distributed_like(sent, part)
         assert type(like) is type(sent)
-        assert next(tensors.parts_of(like)) is part
+        assert next(tensors.find_parts(like)) is part
         own = {"a": torch.ones(2), "b": torch.ones(2, device="meta"), "n": 1}
         sent.wait()
         keep({}, own, torch.device("cpu"), strict=True)

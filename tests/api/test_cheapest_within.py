@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.api.compiled_fit import CLOSE, cheapest_within
+from lowtide.api.compiled_fit import CLOSE, find_cheapest_within
 from lowtide.levers.selection import Choice
-from lowtide.planner.planning import smallest_plan, unplanned_step
+from lowtide.planner.planning import find_smallest_plan, predict_unplanned_step
 from lowtide.planner.records import Plan
 
 
@@ -27,7 +27,7 @@ def profile() -> lowtide.Profile:
 def test_plans_with_larger_forecasts_are_measured_if_the_smallest_is_little_over_the_budget(
     profile: lowtide.Profile,
 ) -> None:
-    smallest, peaks = smallest_plan(profile), list[int]()
+    smallest, peaks = find_smallest_plan(profile), list[int]()
     first = replace(smallest, budget_bytes=int(smallest.predicted.peak_bytes * (1 - 2 * CLOSE)))
 
     def peak_of(tried: Plan) -> int:
@@ -36,7 +36,7 @@ def test_plans_with_larger_forecasts_are_measured_if_the_smallest_is_little_over
         peaks.append(int(tried.budget_bytes * share))
         return peaks[-1]
 
-    _, best = cheapest_within(Choice(profile, unplanned_step(profile)), first, peak_of, 4)
+    _, best = find_cheapest_within(Choice(profile, predict_unplanned_step(profile)), first, peak_of, 4)
     assert len(peaks) == 2
     assert best is not None
     assert best.predicted.peak_bytes == peaks[1] <= best.budget_bytes < peaks[0]
@@ -47,7 +47,7 @@ def test_plans_with_larger_forecasts_are_measured_if_the_smallest_is_little_over
 def test_the_last_plan_that_is_measured_is_the_smallest_if_all_others_are_over_the_budget(
     profile: lowtide.Profile, over: float, most: int
 ) -> None:
-    smallest, tried = smallest_plan(profile), list[Plan]()
+    smallest, tried = find_smallest_plan(profile), list[Plan]()
     first = lowtide.plan(profile, "85%")
 
     def peak_of(plan: Plan) -> int:
@@ -55,7 +55,7 @@ def test_the_last_plan_that_is_measured_is_the_smallest_if_all_others_are_over_t
         tried.append(plan)
         return int(plan.budget_bytes * (1.0 if plan.decisions == smallest.decisions else 1 + over))
 
-    n_tried, best = cheapest_within(Choice(profile, unplanned_step(profile)), first, peak_of, most)
+    n_tried, best = find_cheapest_within(Choice(profile, predict_unplanned_step(profile)), first, peak_of, most)
     assert n_tried == len(tried) <= most
     assert best is not None
     assert best.decisions == smallest.decisions
@@ -66,7 +66,7 @@ def test_the_smallest_plan_is_measured_where_corrected_forecasts_lead_to_plans_t
     profile: lowtide.Profile,
 ) -> None:
     """Each next plan is measured less over its forecast than the one before, which then seems to fit."""
-    smallest = smallest_plan(profile)
+    smallest = find_smallest_plan(profile)
     first = lowtide.plan(profile, "85%")
     excess = iter([0.05, 0.001])
 
@@ -75,6 +75,6 @@ def test_the_smallest_plan_is_measured_where_corrected_forecasts_lead_to_plans_t
             return plan.budget_bytes
         return int(plan.budget_bytes * (1 + next(excess)))
 
-    _, best = cheapest_within(Choice(profile, unplanned_step(profile)), first, peak_of, 3)
+    _, best = find_cheapest_within(Choice(profile, predict_unplanned_step(profile)), first, peak_of, 3)
     assert best is not None
     assert best.decisions == smallest.decisions

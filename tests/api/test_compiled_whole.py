@@ -22,8 +22,8 @@ from compiled_by_hand import plan_for
 from joint_graphs import masked
 from lowtide._torch.inductor import always_partitioned, kernels_left_out
 from lowtide.api.compiled_fit import as_measured
-from lowtide.api.verify import compare_with_plain, scheduled_peak
-from lowtide.planner.planning import plain_peak_bytes, smallest_peak, smallest_plan
+from lowtide.api.verify import compare_with_plain, measure_scheduled_peak
+from lowtide.planner.planning import find_smallest_peak, find_smallest_plan, plain_peak_bytes
 from lowtide.planner.records import Plan
 from lowtide.profiler.compiled_steps import rehearse_compiled
 from lowtide.runtime.joint_slots import JointSlots
@@ -113,7 +113,7 @@ def differing_when_recomputed(model: nn.Module, batch: Tensor, *, has_products: 
         for address, value in values.items()
         if value.recipe is not None and (has_products or not value.flops)
     }
-    with lowtide.apply(compiled, replace(smallest_plan(profile, "flops"), recompute=everything)):
+    with lowtide.apply(compiled, replace(find_smallest_plan(profile, "flops"), recompute=everything)):
         under_plan = gradients(model, step, batch)
     names = [name for name, _ in model.named_parameters()]
     differing = {
@@ -250,7 +250,7 @@ def test_the_smaller_of_twenty_budgets_cost_more_and_measured_peaks_are_at_most_
 
     with kernels_left_out():
         profile = lowtide.rehearse(compiled, step, batch)
-        most, least = plain_peak_bytes(profile), smallest_peak(profile)[1].peak_bytes
+        most, least = plain_peak_bytes(profile), find_smallest_peak(profile)[1].peak_bytes
         budgets = [least + (most - least) * n // 20 for n in range(20)]
         plans = [lowtide.plan(profile, budget) for budget in budgets]
         with_few_flops = [lowtide.plan(profile, budget, minimize="flops") for budget in budgets]
@@ -262,7 +262,7 @@ def test_the_smaller_of_twenty_budgets_cost_more_and_measured_peaks_are_at_most_
         assert extra_flops == sorted(extra_flops, reverse=True)
         of_decisions = {plan.decisions: plan for plan in plans}
         for plan in of_decisions.values():
-            measured = scheduled_peak(compiled, step, batch, plan, None)
+            measured = measure_scheduled_peak(compiled, step, batch, plan, None)
             assert measured is not None
             assert 0.98 * plan.predicted.peak_bytes <= measured <= plan.predicted.peak_bytes
     assert len(of_decisions) > 3
@@ -494,6 +494,6 @@ def test_rotary_embeddings_that_layers_recompute_are_not_computed_in_one_kernel(
     with kernels_left_out():
         profile = rehearse_compiled(model, trains, ids)
     planned = lowtide.plan(profile, int(0.6 * plain_peak_bytes(profile)))
-    measured = scheduled_peak(model, trains, ids, planned, None)
+    measured = measure_scheduled_peak(model, trains, ids, planned, None)
     assert measured is not None
     assert abs(measured / planned.predicted.peak_bytes - 1) < 0.01

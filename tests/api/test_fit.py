@@ -22,7 +22,7 @@ from comparing import equal
 from lowtide.api.plan_attempts import REPAIRS, prove
 from lowtide.api.verify import Verdict
 from lowtide.levers.lever import StepContext
-from lowtide.planner import smallest_peak
+from lowtide.planner import find_smallest_peak
 from lowtide.planner.records import Plan
 from models import MODELS, build, same, state
 
@@ -38,7 +38,7 @@ def test_a_fitted_step_stays_within_its_budget_and_gives_the_same_bits(name, sha
     torch.manual_seed(7)
     expected = [plain.step(plain.batch) for _ in range(3)]  # first: its state counts, too
     profile = lowtide.rehearse(planned.model, planned.step, planned.batch)
-    _, least = smallest_peak(profile)
+    _, least = find_smallest_peak(profile)
     most = profile.measured_plain_peak_bytes
     budget = int(least.peak_bytes + share * (most - least.peak_bytes))
     with lowtide.fit(planned.model, planned.step, planned.batch, budget=budget, profile=profile) as fitted:
@@ -275,7 +275,7 @@ def test_a_batch_larger_than_planned_gets_the_plan_with_the_smallest_peak(tmp_pa
     asked.to_json(tmp_path / "plan.json")
     made = Plan.from_json(tmp_path / "plan.json")
     assert made == asked
-    assert made.fallback.decisions == smallest_peak(profile)[0]
+    assert made.fallback.decisions == find_smallest_peak(profile)[0]
     torch.manual_seed(7)
     expected = [plain.step(batch) for batch in (planned.batch, larger, planned.batch)]
 
@@ -285,7 +285,7 @@ def test_a_batch_larger_than_planned_gets_the_plan_with_the_smallest_peak(tmp_pa
         planned.model.zero_grad()
         return memory.peak_bytes
 
-    most_saving = lowtide.plan(profile, smallest_peak(profile)[1].peak_bytes)
+    most_saving = lowtide.plan(profile, find_smallest_peak(profile)[1].peak_bytes)
     assert most_saving.fallback is None
     assert peak(made, larger) == peak(most_saving, larger) < 0.95 * peak(replace(made, fallback=None), larger)
     assert peak(made, planned.batch) == peak(replace(made, fallback=None), planned.batch)
@@ -713,7 +713,7 @@ def test_the_last_plan_that_is_tried_for_a_budget_is_the_smallest(monkeypatch: p
         model(x).square().mean().backward()
 
     profile = lowtide.rehearse(model, step, batch, in_place=False)
-    decisions, tried = smallest_peak(profile)[0], []
+    decisions, tried = find_smallest_peak(profile)[0], []
 
     def measured_over(site: StepContext, plan: Plan) -> Verdict:
         verdict = prove(site, plan)

@@ -8,7 +8,7 @@ import torch
 import lowtide
 from api.test_two_levels import groups
 from lowtide.api.verify import verify
-from lowtide.planner import plan, smallest_peak
+from lowtide.planner import find_smallest_peak, plan
 from lowtide.planner.records import Plan
 from lowtide.profiler.host_bandwidth import host_bandwidth
 from lowtide.report.text_table import decisions
@@ -31,7 +31,7 @@ def test_a_step_that_offloads_peaks_where_it_was_predicted_and_gives_the_same_bi
     rehearsed = lowtide.rehearse(model, step, batch)
     assert rehearsed.offload_bytes_per_ms is None
     profile = replace(rehearsed, offload_bytes_per_ms=1e9)  # nearly for nothing
-    _, smallest = smallest_peak(profile)  # without
+    _, smallest = find_smallest_peak(profile)  # without
     for share in (40, 60):
         made = plan(profile, f"{share}%", offload=True)
         assert made.offload

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import lowtide
-from lowtide.planner import smallest_peak
+from lowtide.planner import find_smallest_peak
 from lowtide.planner.records import Decisions, Profile
 from parts import Swish
 
@@ -75,9 +75,9 @@ def test_two_levels_reach_a_measured_peak_that_one_does_not(build):
         return loss.detach()
 
     profile = lowtide.rehearse(model, step, batch)
-    single = min(smallest_peak(each)[1].peak_bytes for each in one_level(profile))
+    single = min(find_smallest_peak(each)[1].peak_bytes for each in one_level(profile))
     for each in (profile, without_results(profile)) if build is groups else (profile,):
-        _, smallest = smallest_peak(each)
+        _, smallest = find_smallest_peak(each)
         assert smallest.peak_bytes < 0.97 * single
         with lowtide.fit(model, step, batch, budget=smallest.peak_bytes * 102 // 100, profile=each) as fitted:
             verdict = fitted.verdict

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import lowtide
 from comparing import equal
-from lowtide.memory.measure import recorder_for
+from lowtide.memory.measure import make_recorder
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.script.post_plan_monitor import N_TIMED, N_UNTIMED
 from lowtide.script.run_listened import watched
@@ -151,7 +151,7 @@ def test_the_peak_of_the_whole_loop_is_within_the_budget() -> None:
         with lowtide.within(n_bytes, on_infeasible=on_infeasible) as run:
             for _ in range(3):
                 made.step()
-            with recorder_for("cpu") as recorder:
+            with make_recorder("cpu") as recorder:
                 for _ in range(4):
                     made.step()
         there = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors(made)}.values())
@@ -622,7 +622,7 @@ def test_each_size_runs_under_its_plan() -> None:
     x, made = torch.randn(400, 64), Made()
 
     def peak_bytes(n: int) -> int:
-        with recorder_for("cpu") as recorder:
+        with make_recorder("cpu") as recorder:
             made.step(x[:n])
         return Timeline(recorder.stream).peak_bytes
 

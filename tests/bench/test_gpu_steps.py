@@ -7,7 +7,7 @@ from pathlib import Path
 import on_gpu
 import pytest
 import torch
-from step_clocks import python_calls, step_times
+from step_clocks import count_python_calls, measure_step_times
 
 CPU = torch.device("cpu")
 CLOCKS = {"wall_ms", "pipelined_ms", "host_ms", "device_ms", "kernel_ms", "n_kernels", "n_calls"}
@@ -79,9 +79,12 @@ def test_python_calls_are_counted() -> None:
     def called() -> None:
         pass
 
-    n = python_calls(lambda: None)
-    assert python_calls(lambda: [called() for _ in range(5)]) - n in (5, 6)  # 6 where a list has a frame of its own
-    assert step_times(lambda: called(), CPU, runs=1).n_calls == python_calls(lambda: called())
+    n = count_python_calls(lambda: None)
+    assert count_python_calls(lambda: [called() for _ in range(5)]) - n in (
+        5,
+        6,
+    )  # 6 where a list has a frame of its own
+    assert measure_step_times(lambda: called(), CPU, runs=1).n_calls == count_python_calls(lambda: called())
 
 
 @pytest.mark.parametrize(
@@ -100,7 +103,7 @@ def test_bad_arguments_are_refused_in_words(
 @pytest.mark.gpu
 def test_a_gpu_has_times_of_device_and_kernels() -> None:
     x = torch.ones(1024, 1024, device="cuda")
-    found = step_times(lambda: [x @ x for _ in range(20)], torch.device("cuda"))
+    found = measure_step_times(lambda: [x @ x for _ in range(20)], torch.device("cuda"))
     assert found.n_kernels is not None
     assert found.n_kernels >= 20
     assert found.device_ms is not None

@@ -3,7 +3,7 @@
 import pytest
 from estimators.page import page
 from estimators.predicting import predict
-from estimators.reasons import above_repeats, close_to_one, far, reason, repeats
+from estimators.reasons import count_close_to_one, far, find_above_repeats, reason, repeats
 from estimators.records import Prediction, Predictions
 from estimators.rows import STRATA, load
 from estimators.scores import Scored, claims, comparisons, scored
@@ -101,7 +101,7 @@ def test_a_run_that_took_less_when_it_was_limited_says_so() -> None:
         "run again with less memory: 2,856 MiB (of 2,888), 2,614 MiB (of 2,648), 2,554 MiB (of 3,370). "
         "The prediction is -2.5% from the nearest"
     )
-    (first,) = above_repeats(pairs, pairs)
+    (first,) = find_above_repeats(pairs, pairs)
     assert [(first.name, first.least_bytes // MIB, first.most_bytes // MIB)] == [("x017", 496, 798)]
     text = page((ROWS["x017"],), Predictions(versions={}, found=(*found,)))
     assert "The first measurement of x017 lies 0.5 to 0.8 GiB above every other measurement of the same run" in text
@@ -116,4 +116,4 @@ def test_predictions_are_near_one_of_several_measurements() -> None:
     """x031 took 2,600 MiB and then 2,842, x017 also 2,856 in less memory; x009 took 3,776 and 3,764."""
     near = {"x031": 2886, "x017": 2786, "x009": 4004}
     found = [Prediction(row=name, reserved_bytes=n * MIB) for name, n in near.items()]
-    assert close_to_one(scored(tuple(ROWS.values()), found)) == (2, 3)
+    assert count_close_to_one(scored(tuple(ROWS.values()), found)) == (2, 3)

@@ -13,7 +13,7 @@ import lowtide
 from lowtide import cli
 from lowtide.estimator.cuda import absent_gpu_run
 from lowtide.memory.memory_timeline import Timeline
-from lowtide.runtime.batch_tensors import tensors_in
+from lowtide.runtime.batch_tensors import collect_tensors
 from lowtide.script import estimate_steps as estimating
 from lowtide.units import format_bytes
 
@@ -424,9 +424,9 @@ def test_a_sweep_looks_for_tensors_in_the_script_and_not_around_it(estimate, mon
 
     def looking(value):
         seen.append(value)
-        return tensors_in(value)
+        return collect_tensors(value)
 
-    monkeypatch.setattr(estimating, "tensors_in", looking)
+    monkeypatch.setattr(estimating, "collect_tensors", looking)
     assert estimate("--device", "RTX 3060", "--batch", "64")[0] == 0
     assert seen
     assert not any(value is around for value in seen)

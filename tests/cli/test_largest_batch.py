@@ -13,7 +13,7 @@ from lowtide import cli
 from lowtide.estimator.cuda.absent_gpu_run import estimate_on
 from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
 from lowtide.estimator.gpu_ranking import SMALLEST, rank_gpus
-from lowtide.estimator.unrehearsed_plans import How, engine_for, repeated_blocks
+from lowtide.estimator.unrehearsed_plans import How, build_engine, repeated_blocks
 from lowtide.memory.gpu_specs import CONTEXT_BYTES, GPUS, GpuSpec, parse_gpu
 
 TRAIN = """
@@ -115,7 +115,7 @@ def test_a_step_that_saves_memory_does_so_in_its_first_step_too() -> None:
     gpu = parse_gpu("rtx 3060")
     ways: tuple[How, ...] = ("plain", "recomputed", "replayed")
     plain, recomputed, replayed = (
-        estimate_on(gpu, model, step, x, optimizer=optimizer, engine=engine_for(how, model)) for how in ways
+        estimate_on(gpu, model, step, x, optimizer=optimizer, engine=build_engine(how, model)) for how in ways
     )
     wide, narrow = (x.shape[0] * n * 4 for n in (128, 32))
     saved = plain.peak_requested_bytes - recomputed.peak_requested_bytes
@@ -133,7 +133,7 @@ def test_one_estimate_serves_gpus_that_request_the_same() -> None:
 
     def estimate_at(gpu: GpuSpec, size: int, how: How) -> GpuMemoryEstimate:
         asked.append((gpu.name, size, how))
-        return estimate_on(gpu, model, step, torch.randn(size, 64), engine=engine_for(how, model))
+        return estimate_on(gpu, model, step, torch.randn(size, 64), engine=build_engine(how, model))
 
     ranking = rank_gpus(estimate_at, [parse_gpu("t4"), parse_gpu("h100-80"), parse_gpu("a100-40")])
     assert [each.gpu.name for each in ranking.limits] == ["T4", "A100-40", "H100-80"]

@@ -10,7 +10,7 @@ import pytest
 import lowtide
 from conftest import RunPython
 from lowtide import cli
-from lowtide.cli.several_gpus import compared, like_others, table, with_gpus
+from lowtide.cli.several_gpus import compared, find_other_generation, table, with_gpus
 from lowtide.memory.gpu_specs import GPUS, parse_gpu
 
 HEAD = """
@@ -550,8 +550,8 @@ def test_the_number_of_gpus_that_is_enough_for_the_larger_process(estimate: Esti
 
 
 def test_each_generation_of_kernels_is_tried_on_its_largest_gpu() -> None:
-    assert {like_others(parse_gpu(device)).name for device in ("h100-80", "cuda:24GiB")} == {"V100-32"}
-    assert like_others(parse_gpu("t4")).name == "B200-180"
+    assert {find_other_generation(parse_gpu(device)).name for device in ("h100-80", "cuda:24GiB")} == {"V100-32"}
+    assert find_other_generation(parse_gpu("t4")).name == "B200-180"
 
 
 def test_each_gpu_is_listed_at_the_smallest_number_that_is_enough() -> None:

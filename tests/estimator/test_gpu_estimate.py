@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from conftest import RunPython
 from lowtide.estimator.absent_processes import AbsentProcesses
-from lowtide.estimator.cuda.ops.matmul import workspace_bytes
+from lowtide.estimator.cuda.ops.matmul import count_workspace_bytes
 from lowtide.memory.gpu_specs import parse_gpu
 from lowtide.units import format_bytes
 from models import build
@@ -409,7 +409,7 @@ def test_the_peak_of_both_steps_is_distinguished_from_the_shown_one() -> None:
         optimizer.zero_grad()
         sizes.reverse()
 
-    workspaces = workspace_bytes(parse_gpu("L4"))
+    workspaces = count_workspace_bytes(parse_gpu("L4"))
     for which, n_bytes in (("first", workspaces), ("second", 2 * workspaces)):  # the second is of backward's thread
         estimated = lowtide.estimate(model, step, torch.randn(1, 256), device="L4")
         said = f"both steps, in the {which} one, with {format_bytes(n_bytes)} of cuBLAS's"

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lowtide
-from lowtide.estimator.batch_search import _largest_within
+from lowtide.estimator.batch_search import _find_largest_within
 
 
 @given(
@@ -26,7 +26,7 @@ def test_the_search_finds_it_for_any_peak_that_grows(most, start, budget, grows)
         guesses.append(n)
         return 100 + grows(n)
 
-    found = _largest_within(peak, budget, start=min(start, most), most=most)
+    found = _find_largest_within(peak, budget, start=min(start, most), most=most)
     assert found == max((n for n in range(1, most + 1) if 100 + grows(n) <= budget), default=0)
     assert len(set(guesses)) <= 4 * math.log2(most + 1) + 6
 

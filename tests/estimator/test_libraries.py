@@ -12,7 +12,7 @@ from torch import nn
 import lowtide
 from lowtide.estimator.cuda.ops import convolution
 from lowtide.estimator.cuda.ops import matmul as products
-from lowtide.estimator.cuda.ops.rnn import MANY, reserve_bytes, workspace_bytes
+from lowtide.estimator.cuda.ops.rnn import MANY, count_workspace_bytes, reserve_bytes
 from lowtide.memory.events import Allocate
 from lowtide.memory.gpu_specs import parse_gpu
 
@@ -41,7 +41,7 @@ def test_their_workspaces_are_known_within_a_tenth() -> None:
         if row["what"] == "conv" or row["dtype"] == "torch.bfloat16":  # whose products are others
             continue
         (taken,) = {-n for n in row["forward"] if n < 0}
-        errors.append(workspace_bytes(*recurrent(row)) / taken - 1)
+        errors.append(count_workspace_bytes(*recurrent(row)) / taken - 1)
         if row["what"] == "LSTM" and not row["bi"] and row["H"] < MANY and row["I"] < MANY:
             assert errors[-1] == pytest.approx(0, abs=0.01), row
     assert statistics.median(map(abs, errors)) < 1e-4

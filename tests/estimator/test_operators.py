@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from lowtide._torch.tensors import storage_id
+from lowtide._torch.tensors import get_storage_id
 from lowtide.estimator.cpu import scratch_trials as trials
 from lowtide.estimator.cpu.scratch import Scratch
 from lowtide.estimator.cpu.scratch_trials import Trials
@@ -94,16 +94,16 @@ def taken(calls: list[tuple[Any, Any, Any]]) -> list[tuple[Any, int]]:
     results: list[tuple[Any, int]] = []
     with torch.no_grad(), CpuRecorder(watch=()) as recorder:
         for func, args, kwargs in calls:
-            given = {storage_id(leaf) for leaf in tree_leaves((args, kwargs)) if is_plain(leaf)}
+            given = {get_storage_id(leaf) for leaf in tree_leaves((args, kwargs)) if is_plain(leaf)}
             recorder.mark("begin")
             try:
                 out = func(*args, **kwargs)
             except (RuntimeError, ValueError, TypeError, NotImplementedError):
                 out = None
             recorder.mark("end")
-            new = {storage_id(t): t.untyped_storage().nbytes() for t in tree_leaves(out) if is_plain(t)}
+            new = {get_storage_id(t): t.untyped_storage().nbytes() for t in tree_leaves(out) if is_plain(t)}
             results.append((out, sum(n_bytes for key, n_bytes in new.items() if key not in given)))
-    peaks = [max((0, *itertools.accumulate(events))) for events in trials._between_marks(recorder.stream)]
+    peaks = [max((0, *itertools.accumulate(events))) for events in trials._split_at_marks(recorder.stream)]
     return [(out, peak - n_bytes) for (out, n_bytes), peak in zip(results, peaks, strict=True)]
 
 

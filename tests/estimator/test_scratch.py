@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import lowtide
-from lowtide._torch.tensors import storage_id
+from lowtide._torch.tensors import get_storage_id
 from lowtide.estimator.cpu import scratch_trials as trials
 from lowtide.estimator.cpu.scratch import Scratch
 from lowtide.estimator.cpu.scratch_trials import Trials
@@ -71,11 +71,11 @@ CALLS: dict[str, tuple[Any, tuple[Any, ...]]] = {
 
 def measured(func: Any, args: tuple[Any, ...]) -> tuple[int, list[int]]:
     """Bytes beyond the results at the peak, and those of the results."""
-    before = {storage_id(a) for a in args if isinstance(a, torch.Tensor)}
+    before = {get_storage_id(a) for a in args if isinstance(a, torch.Tensor)}
     with CpuRecorder(watch=()) as recorder:
         out = func(*args)
     made = [o for o in (out if isinstance(out, tuple) else (out,)) if isinstance(o, torch.Tensor)]
-    new = [o.untyped_storage().nbytes() for o in made if storage_id(o) not in before]
+    new = [o.untyped_storage().nbytes() for o in made if get_storage_id(o) not in before]
     return Timeline(recorder.stream).peak_bytes - sum(new), new
 
 

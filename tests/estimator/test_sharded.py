@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import lowtide
-from lowtide._torch.tensors import parts_of, storage_id
+from lowtide._torch.tensors import find_parts, get_storage_id
 from lowtide.estimator.absent_processes import AbsentProcesses
 from lowtide.estimator.cuda.process_groups import replacements
 from lowtide.memory.allocator.simulation import simulate
@@ -86,8 +86,8 @@ def test_an_estimate_is_what_the_process_allocates(rank: int, settings: dict[str
         step(batch)
         step(batch)
         held = [*model.parameters(), batch, *(t for state in optimizer.state.values() for t in state.values())]
-        parts = [part for tensor in held for part in parts_of(tensor)]
-        static_bytes = sum({storage_id(part): part.untyped_storage().nbytes() for part in parts}.values())
+        parts = [part for tensor in held for part in find_parts(tensor)]
+        static_bytes = sum({get_storage_id(part): part.untyped_storage().nbytes() for part in parts}.values())
         with lowtide.measure() as memory:
             step(batch)
     assert estimate.peak_bytes == static_bytes + memory.peak_bytes

@@ -8,7 +8,7 @@ import torch
 
 import lowtide
 from comparing import equal
-from lowtide.cli.demo.text_batches import END, python_reference, train_bpe
+from lowtide.cli.demo.text_batches import END, read_python_reference, train_bpe
 
 trl = pytest.importorskip("trl", reason="trl is not installed")
 peft = pytest.importorskip("peft", reason="peft is not installed")
@@ -19,7 +19,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast 
 from lowtide.integrations.transformers import LowtideCallback  # noqa: E402
 
 VOCAB, LENGTH = 400, 48
-TEXTS = [topic[:600] for topic in python_reference()][:48]
+TEXTS = [topic[:600] for topic in read_python_reference()][:48]
 
 
 @pytest.fixture(scope="module")

@@ -128,7 +128,7 @@ def test_fit_uses_it_and_plans_for_both_passes() -> None:
     known = after_steps(model, optimizer, step, n=0)
     profile = lowtide.rehearse(model, step, batch)
     plain_bytes = profile.measured_plain_peak_bytes or 0
-    least = lowtide.planner.smallest_peak(profile)[1].peak_bytes
+    least = lowtide.planner.find_smallest_peak(profile)[1].peak_bytes
     budget = least - 2 * MATRIX_BYTES  # no plan reaches that while all gradients are there
     with pytest.raises(lowtide.Infeasible, match=f"levers=.*'{NAME}'"):
         lowtide.fit(model, step, batch, budget=budget, profile=profile)

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 import lowtide
 from levers.cases import Batch, batch_of, close, model_of, pulled, run, untouched
 from lowtide.levers.lever import LeverNotApplicable, StepContext
-from lowtide.levers.micro_batches import piece_counts
-from lowtide.planner import smallest_peak
+from lowtide.levers.micro_batches import find_piece_counts
+from lowtide.planner import find_smallest_peak
 
 ROUNDING = 2e-6
 TINY = dict(num_hidden_layers=1, hidden_size=32, num_attention_heads=2, intermediate_size=64, vocab_size=50)
@@ -127,7 +127,7 @@ def test_float16_under_a_gradient_scaler_is_refused(inside: bool) -> None:
 
 def test_numbers_that_make_pieces_smaller() -> None:
     site = StepContext(nn.Linear(1, 1), lambda batch: None, torch.zeros(10, 1), None)
-    assert list(piece_counts(site)) == [2, 3, 4, 5, 10]  # pieces of 5, 4, 3, 2 and 1 rows
+    assert list(find_piece_counts(site)) == [2, 3, 4, 5, 10]  # pieces of 5, 4, 3, 2 and 1 rows
 
 
 @pytest.mark.slow
@@ -153,7 +153,7 @@ def test_fit_takes_the_fewest_pieces_that_fit_and_only_if_it_has_to() -> None:
     smallest = {}
     for number in (2, 3):
         with pulled(model, "micro-batches", n=number):
-            smallest[number] = smallest_peak(lowtide.rehearse(model, step, batch))[1].peak_bytes
+            smallest[number] = find_smallest_peak(lowtide.rehearse(model, step, batch))[1].peak_bytes
     assert smallest[3] < smallest[2] < caught.value.smallest_peak_bytes
     budget = (smallest[2] + smallest[3]) // 2
     with lowtide.fit(model, step, batch, budget=budget, profile=profile, levers=["micro-batches"]) as fitted:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import lowtide
 from comparing import equal
 from levers.cases import LOGITS_BYTES, ROWS, VOCABULARY, Batch, batch_of, model_of, pulled, run, untouched
-from lowtide.levers.field_reads import reason_to_read
+from lowtide.levers.field_reads import find_reason_to_read
 
 Step = Callable[[Batch], Tensor]
 
@@ -280,7 +280,7 @@ def _closed_over(trainer: _Trainer) -> Callable[[Batch], Any]:
     ],
 )
 def test_fields_that_code_may_read_are_found(step: Callable[[Any], Any], why: str | None) -> None:
-    found = reason_to_read(step, ("logits", "attentions"))
+    found = find_reason_to_read(step, ("logits", "attentions"))
     if why is None:
         assert found is None
     else:

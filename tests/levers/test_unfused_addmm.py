@@ -58,4 +58,4 @@ def test_it_is_of_no_use_for_a_model_that_is_not_compiled() -> None:
     site = StepContext(model, lambda batch: model(batch).backward(), ids, None)
     with pytest.raises(LeverNotApplicable, match="not compiled as a whole"):
         LEVERS["unfused addmm"].settings(site)
-    assert not LEVERS["unfused addmm"].estimated_saving(site, {"temporaries": 2**20})
+    assert not LEVERS["unfused addmm"].estimate_saving(site, {"temporaries": 2**20})

@@ -94,7 +94,7 @@ def test_torch_reads_the_same_into_the_same_texts(run_python: RunPython) -> None
     for text in good:
         config = AllocatorConfig.parse(text)
         # "read": this build of torch has another name for the function that tells what it read.
-        assert answers[text] in ("read", [config.divisions_for(n) for n in SIZES]), text
+        assert answers[text] in ("read", [config.find_divisions(n) for n in SIZES]), text
 
 
 @pytest.mark.parametrize("text", BAD_FOR_TORCH_TOO + BAD_FOR_LOWTIDE)
@@ -166,4 +166,4 @@ def test_more_than_an_address_can_count_is_as_much_as_it_can() -> None:
     ("n_bytes", "expected"), [(1, 1), (MIB - 1, 1), (MIB, 1), (2 * MIB, 2), (4 * MIB - 1, 2), (4 * MIB, 4), (2**40, 8)]
 )
 def test_a_request_is_rounded_as_set_for_its_power_of_two(n_bytes: int, expected: int) -> None:
-    assert AllocatorConfig.parse("roundup_power2_divisions:[1:1,2:2,4:4,>:8]").divisions_for(n_bytes) == expected
+    assert AllocatorConfig.parse("roundup_power2_divisions:[1:1,2:2,4:4,>:8]").find_divisions(n_bytes) == expected

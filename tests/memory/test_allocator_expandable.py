@@ -6,13 +6,13 @@ import pytest
 
 from lowtide.memory.allocator.caching import CachingAllocator, OutOfMemory
 from lowtide.memory.allocator.config import AllocatorConfig
-from lowtide.memory.allocator.expandable_segments import allocator_for
+from lowtide.memory.allocator.expandable_segments import make_allocator
 
 MIB = 2**20
 
 
 def expandable(capacity: int | None = None, text: str = "", **more: Any) -> CachingAllocator:
-    return allocator_for(AllocatorConfig.parse(f"expandable_segments:True{text}"), capacity, **more)
+    return make_allocator(AllocatorConfig.parse(f"expandable_segments:True{text}"), capacity, **more)
 
 
 def test_pages_are_mapped_as_they_are_needed() -> None:

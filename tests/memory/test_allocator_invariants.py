@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from lowtide.memory.allocator.blocks import Block
 from lowtide.memory.allocator.caching import CachingAllocator, OutOfMemory
 from lowtide.memory.allocator.config import AllocatorConfig
-from lowtide.memory.allocator.expandable_segments import allocator_for
+from lowtide.memory.allocator.expandable_segments import make_allocator
 from lowtide.memory.allocator.simulation import simulate
 from lowtide.memory.events import Allocate, Event, EventStream, Free
 
@@ -40,7 +40,7 @@ class Watched:
 
     def __init__(self, text: str, capacity: int | None) -> None:
         self.held = 0
-        self.allocator = allocator_for(AllocatorConfig.parse(text), capacity, on_segment=self.follow)
+        self.allocator = make_allocator(AllocatorConfig.parse(text), capacity, on_segment=self.follow)
         self.used: list[Block] = []
 
     def follow(self, kind: str, address: int, n_bytes: int, stream: int) -> None:

@@ -16,16 +16,16 @@ OTHERWISE = {"lora"}
 """What reserves 2 MiB more with other addresses: a block is cut from another segment."""
 
 
-def name_of(path: Path) -> str:
+def find_name(path: Path) -> str:
     return path.name.partition(".")[0]
 
 
-@pytest.mark.parametrize("path", TRACES, ids=name_of)
+@pytest.mark.parametrize("path", TRACES, ids=find_name)
 def test_recorded_requests_reserve_what_they_reserved_on_the_gpu(path: Path) -> None:
     check(Trace.read(path), as_recorded=True)
 
 
-@pytest.mark.parametrize("path", [path for path in TRACES if name_of(path) not in OTHERWISE], ids=name_of)
+@pytest.mark.parametrize("path", [path for path in TRACES if find_name(path) not in OTHERWISE], ids=find_name)
 def test_so_they_do_with_invented_addresses(path: Path) -> None:
     check(Trace.read(path), as_recorded=False)
 
@@ -38,11 +38,11 @@ def check(trace: Trace, *, as_recorded: bool) -> None:
     assert found.final_allocated_bytes == expected["final_allocated"]
     assert found.peak_requested_bytes == expected["peak_requested"]
     assert found.final_requested_bytes == expected["final_requested"]
-    assert list(found.reserved_bytes) == trace.recorded_curve()
+    assert list(found.reserved_bytes) == trace.compute_recorded_curve()
 
 
 def test_a_trace_can_be_replayed_under_other_settings() -> None:
-    trace = Trace.read(next(path for path in TRACES if name_of(path) == "t5_training_1024"))
+    trace = Trace.read(next(path for path in TRACES if find_name(path) == "t5_training_1024"))
     found = replay(trace, AllocatorConfig.parse("expandable_segments:True"))
     assert found.peak_requested_bytes == trace.expected["peak_requested"]
     assert found.peak_reserved_bytes < trace.expected["peak_reserved"]

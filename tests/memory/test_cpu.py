@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from conftest import RunPython
-from lowtide._torch.cpu_profiler import profiler_running
+from lowtide._torch.cpu_profiler import is_profiler_running
 from lowtide.errors import RehearsalError
 from lowtide.memory.cpu_recorder import CpuRecorder
 from lowtide.memory.events import Allocate, EventStream, Free, Mark
@@ -21,7 +21,7 @@ from lowtide.utils.live_objects import live_objects
 @pytest.fixture(autouse=True)
 def _no_profiler_is_left_running() -> Iterator[None]:
     yield
-    assert not profiler_running()
+    assert not is_profiler_running()
 
 
 def sizes(stream: EventStream) -> list[int | str]:

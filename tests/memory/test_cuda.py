@@ -179,5 +179,5 @@ def test_a_history_of_someone_elses_is_left_alone() -> None:
 def test_all_that_the_allocator_holds_at_entry_is_the_base() -> None:
     recorder = CudaRecorder()
     recorder._n_entry_bytes = 100
-    assert recorder.beside_bytes(frozenset({1}), 60) == 40
-    assert recorder.beside_bytes(frozenset({1}), 120) == 0  # buckets that another process has made, say
+    assert recorder.count_bytes_beside(frozenset({1}), 60) == 40
+    assert recorder.count_bytes_beside(frozenset({1}), 120) == 0  # buckets that another process has made, say

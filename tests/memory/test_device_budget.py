@@ -10,11 +10,11 @@ from torch import nn
 import lowtide
 from lowtide.cli import main
 from lowtide.memory.cpu_recorder import CpuRecorder
-from lowtide.memory.device_budget import MARGIN, automatic_budget, on_device
-from lowtide.memory.reserved_peak import reserved_excess_bytes
+from lowtide.memory.device_budget import MARGIN, compute_automatic_budget, on_device
+from lowtide.memory.reserved_peak import compute_reserved_excess
 from lowtide.script.apply_plan import PlanApplier
 from lowtide.script.run_listened import watched
-from lowtide.utils.amounts import check_budget, share_of_gpu
+from lowtide.utils.amounts import check_budget, parse_gpu_share
 
 GIB = 2**30
 X = torch.randn(2048, 256)
@@ -37,7 +37,7 @@ class Small:
 
 
 def test_auto_is_free_memory_plus_the_allocators_less_a_margin() -> None:
-    found, text = automatic_budget(free_bytes=60 * GIB, total_bytes=80 * GIB, reserved_bytes=10 * GIB)
+    found, text = compute_automatic_budget(free_bytes=60 * GIB, total_bytes=80 * GIB, reserved_bytes=10 * GIB)
     assert found == 70 * GIB - int(70 * GIB * MARGIN)
     assert "80 GiB of the GPU, less 10 GiB in CUDA contexts and other processes, less 5.6 GiB" in text
 
@@ -46,7 +46,7 @@ def test_auto_is_free_memory_plus_the_allocators_less_a_margin() -> None:
     ("text", "share"), [("90% of gpu", Fraction(9, 10)), (" 12.5 % of GPU", Fraction(1, 8)), ("90%", None)]
 )
 def test_a_share_of_the_gpu(text: str, share: Fraction | None) -> None:
-    assert share_of_gpu(text) == share
+    assert parse_gpu_share(text) == share
 
 
 @pytest.mark.parametrize("text", ["0% of gpu", "101% of gpu"])
@@ -104,7 +104,7 @@ def test_the_excess_is_that_of_a_new_allocator_that_holds_what_was_there() -> No
         del held[0]
     del more
     # 20 MiB for the block of 3 MiB, 2 MiB for that of 700 bytes, and 30 MiB; 33 MiB and 700 bytes are requested
-    assert reserved_excess_bytes(recorder) == (20 + 2 + 30) * 2**20 - 33 * 2**20 - 700
+    assert compute_reserved_excess(recorder) == (20 + 2 + 30) * 2**20 - 33 * 2**20 - 700
 
 
 @pytest.mark.default_cases(1)

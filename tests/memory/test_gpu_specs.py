@@ -1,7 +1,7 @@
 import pytest
 
 from lowtide.errors import LowtideError
-from lowtide.memory.gpu_specs import GPUS, cublas_workspace_bytes, parse_gpu
+from lowtide.memory.gpu_specs import GPUS, compute_cublas_workspace, parse_gpu
 
 GIB, MIB = 2**30, 2**20
 
@@ -86,7 +86,7 @@ def test_names_as_people_and_drivers_write_them(text: str, name: str) -> None:
 def test_a_gpu_of_which_only_the_memory_is_known() -> None:
     gpu = parse_gpu("cuda:24GiB")
     assert (gpu.name, gpu.total_bytes, gpu.capability) == ("cuda:24GiB", 24 * GIB, None)
-    assert gpu.cublas_workspace_bytes({}) is None
+    assert gpu.compute_cublas_workspace({}) is None
     assert parse_gpu(" CUDA:8 GB ").total_bytes == 8 * 10**9
 
 
@@ -109,16 +109,16 @@ def test_other_names_are_refused_with_the_nearest(text: str, said: str) -> None:
 
 def test_the_workspaces_of_cublas() -> None:
     # :4096:2:16:8, in KiB and pieces; both numbers are seen in the snapshots of real runs.
-    assert cublas_workspace_bytes((8, 0), {}) == 8_519_680 == (4096 * 2 + 16 * 8) * 1024
-    assert {capability: cublas_workspace_bytes(capability, {}) for capability in ((9, 0), (10, 0), (12, 0))} == {
+    assert compute_cublas_workspace((8, 0), {}) == 8_519_680 == (4096 * 2 + 16 * 8) * 1024
+    assert {capability: compute_cublas_workspace(capability, {}) for capability in ((9, 0), (10, 0), (12, 0))} == {
         (9, 0): 32 * MIB, (10, 0): 32 * MIB, (12, 0): 32 * MIB,
     }  # fmt: skip
-    assert parse_gpu("H100").cublas_workspace_bytes({}) == 32 * MIB
-    assert parse_gpu("T4").cublas_workspace_bytes({}) == 8_519_680
+    assert parse_gpu("H100").compute_cublas_workspace({}) == 32 * MIB
+    assert parse_gpu("T4").compute_cublas_workspace({}) == 8_519_680
 
 
 @pytest.mark.parametrize(
     ("setting", "n_bytes"), [(":0:0", 0), (":4096:8", 32 * MIB), (":16:8", 128 * 1024), ("nonsense", 8_519_680)]
 )
 def test_the_environment_may_set_them(setting: str, n_bytes: int) -> None:
-    assert cublas_workspace_bytes((8, 6), {"CUBLAS_WORKSPACE_CONFIG": setting}) == n_bytes
+    assert compute_cublas_workspace((8, 6), {"CUBLAS_WORKSPACE_CONFIG": setting}) == n_bytes

@@ -14,7 +14,7 @@ from lowtide.memory import cpu_recorder
 from lowtide.memory.cpu_recorder import CpuRecorder
 from lowtide.memory.cuda_recorder import CudaRecorder
 from lowtide.memory.events import Allocate, Mark
-from lowtide.memory.measure import Memory, measure, recorder_for
+from lowtide.memory.measure import Memory, make_recorder, measure
 
 # Batch, inputs, hidden and outputs of the network below, so chosen that no two of its tensors have the same size.
 B, I, H, O = 6, 10, 14, 3  # noqa: E741
@@ -384,8 +384,8 @@ def test_measuring_in_a_thread() -> None:
 
 
 def test_each_device_has_its_recorder() -> None:
-    assert isinstance(recorder_for("cpu"), CpuRecorder)
-    assert isinstance(recorder_for("cuda:0"), CudaRecorder)
-    for use in (recorder_for, lambda device: measure(device=device).__enter__()):
+    assert isinstance(make_recorder("cpu"), CpuRecorder)
+    assert isinstance(make_recorder("cuda:0"), CudaRecorder)
+    for use in (make_recorder, lambda device: measure(device=device).__enter__()):
         with pytest.raises(RehearsalError, match="memory of meta cannot be recorded"):
             use("meta")

@@ -12,13 +12,13 @@ from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.events import Allocate, Event, EventStream, Free
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.memory.snapshots.read import Snapshot
-from lowtide.memory.snapshots.write import snapshot_of
+from lowtide.memory.snapshots.write import make_snapshot
 
 MIB = 2**20
 
 
 def reduced(stream: EventStream, text: str = "", at_entry: tuple[int, ...] = ()) -> dict[str, Any]:
-    record = snapshot_of(Timeline(stream), AllocatorConfig.parse(text), at_entry=at_entry)
+    record = make_snapshot(Timeline(stream), AllocatorConfig.parse(text), at_entry=at_entry)
     trace: dict[str, Any] = json.loads(json.dumps(reduce_snapshot(Snapshot(record), 0, name="x")))
     return trace
 

@@ -18,7 +18,7 @@ from lowtide.memory.memory_timeline import Timeline
 from lowtide.memory.snapshot_summary import summarize
 from lowtide.memory.snapshots.history import History
 from lowtide.memory.snapshots.read import Snapshot
-from lowtide.memory.snapshots.write import snapshot_of, write_snapshot
+from lowtide.memory.snapshots.write import make_snapshot, write_snapshot
 
 MIB = 2**20
 
@@ -92,7 +92,7 @@ def streams(draw: st.DrawFn) -> EventStream:
 def test_any_stream_keeps_its_curve_and_pytorch_can_add_it_up(stream: EventStream, text: str, entry: list[int]) -> None:
     from torch.cuda._memory_viz import segsum
 
-    record = snapshot_of(Timeline(stream), AllocatorConfig.parse(text), at_entry=entry)
+    record = make_snapshot(Timeline(stream), AllocatorConfig.parse(text), at_entry=entry)
     history = Snapshot(record).history() if record["segments"] else None
     if history is not None:
         assert _over_entry(history).curve == Timeline(stream).curve
@@ -161,7 +161,7 @@ def test_pytorch_s_viewer_opens_what_is_written(tmp_path: Path, run_python: RunP
 def test_pytorch_s_other_views_find_everything_in_it() -> None:
     from torch.cuda import _memory_viz as viz
 
-    record = snapshot_of(Timeline(STREAM, LABELS))
+    record = make_snapshot(Timeline(STREAM, LABELS))
     flames = viz.segments(record, format_flamegraph=lambda lines: lines)
     assert "active_allocated;net.weight:0:;op:0:aten::mul 20971521" in flames
     assert sum(int(line.rsplit(" ", 1)[1]) for line in flames.splitlines()) == (2 + 20 + 22) * MIB
@@ -172,7 +172,7 @@ def test_pytorch_s_other_views_find_everything_in_it() -> None:
     assert "Active Memory Timeline" in viz.trace_plot(record)
     assert "Allocator State History" in viz.segment_plot(record)
     assert viz.memory(record, format_flamegraph=lambda lines: lines).count("stream_0") == len(flames.splitlines())
-    nothing = snapshot_of(Timeline(EventStream(())))
+    nothing = make_snapshot(Timeline(EventStream(())))
     added = viz.compare(nothing["segments"], record["segments"], format_flamegraph=lambda lines: lines)
     assert added.count("only_after;stream_0") == len(flames.splitlines())
 
@@ -180,7 +180,7 @@ def test_pytorch_s_other_views_find_everything_in_it() -> None:
 @pytest.mark.parametrize("text", ["", "expandable_segments:True"])
 def test_the_browser_s_viewer_finds_each_field_that_it_reads(text: str) -> None:
     """Fields that `annotate_snapshot`, `process_alloc_data` and `MemoryView` of torch 2.13's viewer read."""
-    record = snapshot_of(Timeline(STREAM, LABELS), AllocatorConfig.parse(text), at_entry=[5000])
+    record = make_snapshot(Timeline(STREAM, LABELS), AllocatorConfig.parse(text), at_entry=[5000])
     (trace,) = record["device_traces"]
     assert trace
     for action in trace:
@@ -222,5 +222,5 @@ def test_the_browser_s_reader_knows_all_that_is_in_the_pickle(tmp_path: Path) ->
 
 def test_one_category_is_unknown_without_which_the_browser_s_viewer_stumbles() -> None:
     stream = EventStream((Allocate(0, 1, 0, ""),))
-    trace = snapshot_of(Timeline(stream, {0: Label("gradients")}))["device_traces"][0]
+    trace = make_snapshot(Timeline(stream, {0: Label("gradients")}))["device_traces"][0]
     assert {action["category"] for action in trace if "category" in action} == {"gradients", "unknown"}

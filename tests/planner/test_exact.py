@@ -8,14 +8,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from lowtide.errors import Infeasible
-from lowtide.planner import plan, predict, smallest_peak
+from lowtide.planner import find_smallest_peak, plan, predict
 from lowtide.planner.records import Decisions, Profile
 from lowtide.planner.simulate.simulator import Simulator
 from lowtide.planner.solve.exact import BranchAndBound, is_rough
 from lowtide.planner.solve.greedy import GreedySearch
 from lowtide.planner.solve.lower_bound import lower_bound
 from lowtide.planner.solve.moves import Moves
-from lowtide.planner.solve.pareto_pool import Candidate, CostRange, ParetoPool, pareto_front
+from lowtide.planner.solve.pareto_pool import Candidate, CostRange, ParetoPool, build_pareto_front
 from planner import bruteforce
 from planner.profiles import Tape, chain, profiles, random_profile, transformer
 
@@ -129,7 +129,7 @@ def greedy_ms(profile: Profile, budget_bytes: int) -> float:
     limit = budget_bytes - profile.static.total
     search = GreedySearch(Moves(Simulator(profile)))
     nothing, cheap = search.simulator.keep_everything(), search.moves.recompute_all(expensive=False)
-    choices = [search.prune(choice, limit) for choice in search.fitting_choices(limit, nothing, cheap)]
+    choices = [search.prune(choice, limit) for choice in search.find_fitting_choices(limit, nothing, cheap)]
     return min(search.cost(choice) for choice in choices)
 
 
@@ -153,7 +153,7 @@ def test_a_measured_plain_peak_within_the_budget_asks_for_nothing() -> None:
 
 def test_the_smallest_peak_can_be_planned_for() -> None:
     profile = transformer(5)
-    _, smallest = smallest_peak(profile)
+    _, smallest = find_smallest_peak(profile)
     assert plan(replace(profile), smallest.peak_bytes).predicted.peak_bytes == smallest.peak_bytes
 
 
@@ -176,7 +176,7 @@ def test_a_staircase_falls_in_time_and_in_flops_for_the_same_time() -> None:
         found(80, 6.0, 4),
         found(95, 0.5, 2),
     ]
-    assert [step.peak for step in pareto_front([span.least, *seen], span)] == [50, 70, 75, 100]
+    assert [step.peak for step in build_pareto_front([span.least, *seen], span)] == [50, 70, 75, 100]
 
 
 def test_a_pool_keeps_what_is_best_in_peak_or_cost() -> None:

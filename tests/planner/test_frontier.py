@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 
 from lowtide.errors import LowtideError
-from lowtide.planner import plan, predict, smallest_peak
+from lowtide.planner import find_smallest_peak, plan, predict
 from lowtide.planner.budget_frontier import Frontier, frontier, read_points
 from lowtide.planner.records import AppliedLever, Decisions, Profile
 from lowtide.units import format_bytes
@@ -39,7 +39,7 @@ def test_a_point_is_what_a_plan_for_that_peak_costs() -> None:
     profile = chain(6)
     found = frontier(profile, n_budgets=5)
     assert len(found.points) > 2
-    assert found.points[0].peak_bytes == smallest_peak(profile)[1].peak_bytes
+    assert found.points[0].peak_bytes == find_smallest_peak(profile)[1].peak_bytes
     for point in found.points:
         predicted = plan(profile, point.peak_bytes).predicted
         assert predicted.extra_ms == point.extra_ms

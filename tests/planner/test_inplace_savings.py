@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from lowtide.api.shape_buckets.interpolate import alike, between
 from lowtide.errors import Infeasible
-from lowtide.planner import plan, predict, smallest_peak
-from lowtide.planner.planning import in_place_peak_bytes
+from lowtide.planner import find_smallest_peak, plan, predict
+from lowtide.planner.planning import predict_in_place_peak
 from lowtide.planner.records import Decisions, InPlace, Plan, Profile
 from planner.profiles import FINGERPRINT, chain, random_profile, transformer
 
@@ -61,7 +61,7 @@ def test_the_plain_step_stays_as_it_is() -> None:
 def test_free_gradients_come_first() -> None:
     profile = with_groups(chain(4), everywhere(chain(4), 30), everywhere(chain(4), 20))
     plain = predict(profile, Decisions()).peak_bytes
-    assert in_place_peak_bytes(profile) == plain - 30
+    assert predict_in_place_peak(profile) == plain - 30
     for less in (1, 30):
         made = plan(profile, plain - less)
         assert made.decisions == Decisions(in_place=FREE)
@@ -82,8 +82,8 @@ def test_costly_gradients_are_used_where_the_whole_takes_less(ms: float, nodes: 
 
 def test_where_nothing_else_fits_it_is_done_at_any_price() -> None:
     profile = with_groups(chain(6), everywhere(chain(6), 5), everywhere(chain(6), 7), 1e6)
-    least = smallest_peak(replace(profile, base_bytes=chain(6).base_bytes, in_place=()))[1].peak_bytes
-    decisions, found = smallest_peak(profile)
+    least = find_smallest_peak(replace(profile, base_bytes=chain(6).base_bytes, in_place=()))[1].peak_bytes
+    decisions, found = find_smallest_peak(profile)
     assert (decisions.in_place, found.peak_bytes) == (SLOW, least)
     made = plan(profile, least)
     assert made.decisions.in_place == SLOW
@@ -109,7 +109,7 @@ def test_guarantees_hold_with_it(seed: int) -> None:
     plain = random_profile(seed, 8)
     base = {position: random.randrange(60) for position in range(len(plain.base_bytes))}
     profile = with_groups(plain, base, {p: n // 2 for p, n in base.items()}, random.random() * 3)
-    low, high = smallest_peak(profile)[1].peak_bytes, predict(profile, Decisions()).peak_bytes
+    low, high = find_smallest_peak(profile)[1].peak_bytes, predict(profile, Decisions()).peak_bytes
     before = float("inf")
     for step in range(5):
         budget = low + (high - low) * step // 4
@@ -124,7 +124,7 @@ def test_guarantees_hold_with_it(seed: int) -> None:
 
 def test_it_survives_json_and_older_files_have_none() -> None:
     profile = with_groups(chain(4), everywhere(chain(4), 30), everywhere(chain(4), 20))
-    made = plan(profile, smallest_peak(profile)[1].peak_bytes)
+    made = plan(profile, find_smallest_peak(profile)[1].peak_bytes)
     assert Profile.from_json(profile.to_json()) == profile
     assert Plan.from_json(made.to_json()) == made
     assert made.in_place

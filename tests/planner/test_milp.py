@@ -6,34 +6,34 @@ import numpy as np
 import pytest
 
 from lowtide.planner.simulate.simulator import Simulator
-from lowtide.planner.solve.linear_program import covering_of
-from lowtide.planner.solve.milp import AT_ONCE, MilpProblem, worst_positions
+from lowtide.planner.solve.linear_program import get_covering
+from lowtide.planner.solve.milp import AT_ONCE, MilpProblem, find_worst_positions
 from planner.profiles import chain
 
 
 def test_the_worst_positions_are_added_each_with_room_around_it() -> None:
     usage = np.zeros(200)
     usage[[20, 24, 25, 100, 104, 105, 160, 199]] = 30, 50, 20, 40, 40, 35, 11, 60
-    assert worst_positions(usage, 10, []) == [199, 24, 100, 105]  # 1/50 of all around each is left out
-    assert len(worst_positions(usage, 10, [])) == AT_ONCE
-    assert worst_positions(usage, 10, [199, 100]) == [24, 104, 160]
-    assert worst_positions(usage, 60, []) == []
-    assert worst_positions(usage[:25], 29, []) == [24, 20]
+    assert find_worst_positions(usage, 10, []) == [199, 24, 100, 105]  # 1/50 of all around each is left out
+    assert len(find_worst_positions(usage, 10, [])) == AT_ONCE
+    assert find_worst_positions(usage, 10, [199, 100]) == [24, 104, 160]
+    assert find_worst_positions(usage, 60, []) == []
+    assert find_worst_positions(usage[:25], 29, []) == [24, 20]
 
 
 def test_only_new_positions_are_added() -> None:
-    covering = covering_of(Simulator(chain(3)))
+    covering = get_covering(Simulator(chain(3)))
     problem = MilpProblem(covering, 60, covering.costs.ms)
     usage = covering.memory.usage(np.zeros(covering.variables.n_storages))
     assert problem.add(usage)
-    assert problem.positions == worst_positions(usage, 60, [])
+    assert problem.positions == find_worst_positions(usage, 60, [])
     while problem.add(usage):
         pass
     assert len(set(problem.positions)) == len(problem.positions) == int((usage > 60).sum())
 
 
 def test_a_relaxation_fits_at_every_position_and_costs_no_more_than_decisions() -> None:
-    covering = covering_of(Simulator(chain(3)))
+    covering = get_covering(Simulator(chain(3)))
     problem = MilpProblem(covering, 250, covering.costs.ms)
     relaxed = problem.solve_relaxation()
     decided = problem.solve_decisions()
@@ -49,7 +49,7 @@ def test_a_relaxation_fits_at_every_position_and_costs_no_more_than_decisions() 
 
 def test_a_relaxation_is_of_the_positions_and_rows_that_the_problem_has_now() -> None:
     """Also where they are others than before, and as many."""
-    covering = covering_of(Simulator(chain(3)))
+    covering = get_covering(Simulator(chain(3)))
     usage = covering.memory.usage(np.zeros(covering.variables.n_storages))
     problem = MilpProblem(covering, 250, covering.costs.ms)
     costs = []

@@ -2,7 +2,7 @@
 
 import pytest
 
-from lowtide.planner import plan, predict, smallest_peak
+from lowtide.planner import find_smallest_peak, plan, predict
 from lowtide.planner.records import Decisions, Profile
 from planner.profiles import random_profile, transformer
 
@@ -26,7 +26,7 @@ def profile_of(name: str) -> Profile:
 @pytest.mark.parametrize("name", RECORDED)
 def test_plans_cost_no_more_than_they_did(name: str) -> None:
     profile, (lowest, costs) = profile_of(name), RECORDED[name]
-    assert smallest_peak(profile)[1].peak_bytes <= lowest
+    assert find_smallest_peak(profile)[1].peak_bytes <= lowest
     plain = predict(profile, Decisions()).peak_bytes
     for quarters, most in enumerate(costs):
         budget = lowest + (plain - lowest) * quarters // 4

@@ -12,7 +12,7 @@ from lowtide.planner import predict
 from lowtide.planner.planning import with_peak
 from lowtide.planner.records import Decisions, Profile, Value
 from lowtide.planner.simulate.assignment import KEPT, REPLAYED, assign
-from lowtide.planner.simulate.recompute_cost import recompute_cost_of
+from lowtide.planner.simulate.recompute_cost import compute_recompute_cost
 from lowtide.planner.simulate.recompute_segments import combine_demands
 from lowtide.planner.simulate.simulator import Simulator
 from planner import reference
@@ -426,10 +426,10 @@ def test_a_recompute_over_its_operand_takes_what_both_take_at_once() -> None:
     values = [Value(storage=None, bytes=n, node="") for n in (10, 20, 20)]
     values[2] = replace(values[2], overwrites=1, transient_bytes=5)
     passes = np.array([False, True, True])
-    over = recompute_cost_of(2, values, [(), (0,), (1,)], passes)
+    over = compute_recompute_cost(2, values, [(), (0,), (1,)], passes)
     assert (over.operands, over.scratch_bytes) == ((0,), 5)
     values[2] = replace(values[2], overwrites=None)
-    assert recompute_cost_of(2, values, [(), (0,), (1,)], passes).scratch_bytes == 20 + 5
+    assert compute_recompute_cost(2, values, [(), (0,), (1,)], passes).scratch_bytes == 20 + 5
 
 
 def test_a_result_inside_a_replayed_call_is_not_advanced() -> None:

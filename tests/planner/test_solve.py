@@ -11,8 +11,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from lowtide.errors import BudgetError, Infeasible
-from lowtide.planner import plan, predict, smallest_peak
-from lowtide.planner.planning import simulator_of, with_free_recomputes
+from lowtide.planner import find_smallest_peak, plan, predict
+from lowtide.planner.planning import get_simulator, with_free_recomputes
 from lowtide.planner.records import Decisions, Plan, Profile
 from lowtide.planner.simulate.assignment import DecisionVector
 from lowtide.planner.simulate.simulator import Simulator
@@ -124,7 +124,7 @@ def test_a_plan_says_what_it_is_for() -> None:
 
 
 def test_more_budget_never_costs_more_on_a_transformer() -> None:
-    low = smallest_peak(TRANSFORMER)[1].peak_bytes
+    low = find_smallest_peak(TRANSFORMER)[1].peak_bytes
     costs = [
         plan(TRANSFORMER, budget).predicted.extra_ms
         for budget in range(low, plain_peak(TRANSFORMER) + 300, (plain_peak(TRANSFORMER) - low) // 20)
@@ -181,7 +181,7 @@ def test_how_far_down_plans_can_go_is_no_matter_of_measured_times(seed: int) -> 
         return replace(profile, values=tuple(values), calls=tuple(calls))
 
     rehearsals = [again() for _ in range(8)]
-    smallest = {smallest_peak(each)[1].peak_bytes for each in rehearsals}
+    smallest = {find_smallest_peak(each)[1].peak_bytes for each in rehearsals}
     assert len(smallest) == 1
     for each in rehearsals:
         assert plan(each, min(smallest)).predicted.peak_bytes <= min(smallest)
@@ -195,8 +195,8 @@ def test_earlier_plans_change_nothing() -> None:
 
 
 def test_a_simulator_is_made_once_for_each_question() -> None:
-    assert simulator_of(TRANSFORMER, "cheap") is simulator_of(TRANSFORMER, "cheap")
-    assert simulator_of(TRANSFORMER, "cheap") is not simulator_of(TRANSFORMER, "all")
+    assert get_simulator(TRANSFORMER, "cheap") is get_simulator(TRANSFORMER, "cheap")
+    assert get_simulator(TRANSFORMER, "cheap") is not get_simulator(TRANSFORMER, "all")
 
 
 def test_the_smallest_peak_is_searched_for_once_for_all_objectives_and_margins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,11 +209,11 @@ def test_the_smallest_peak_is_searched_for_once_for_all_objectives_and_margins(m
 
     monkeypatch.setattr(GreedySearch, "search_smallest", search_smallest)
     profile = transformer(3, width=96)
-    by_time, by_flops = smallest_peak(profile)[1], smallest_peak(profile, "flops")[1]
+    by_time, by_flops = find_smallest_peak(profile)[1], find_smallest_peak(profile, "flops")[1]
     with_margin = replace(profile, static=replace(profile.static, margin=100))
-    assert by_time.peak_bytes == by_flops.peak_bytes == smallest_peak(with_margin)[1].peak_bytes - 100
+    assert by_time.peak_bytes == by_flops.peak_bytes == find_smallest_peak(with_margin)[1].peak_bytes - 100
     assert len(searches) == 1
-    assert smallest_peak(replace(profile, base_bytes=tuple(b + 1 for b in profile.base_bytes)))[1] != by_time
+    assert find_smallest_peak(replace(profile, base_bytes=tuple(b + 1 for b in profile.base_bytes)))[1] != by_time
     assert len(searches) == 2
 
 
@@ -260,8 +260,8 @@ def test_offloading_is_used_only_on_request() -> None:
     assert made.offload
     assert made.predicted.host_bytes > 0
     assert 0 < made.bound_ms <= made.predicted.extra_ms < plan(profile, "60%").predicted.extra_ms
-    least, without = smallest_peak(profile, offload=True)[1], smallest_peak(profile)[1]
-    assert least.peak_bytes < without.peak_bytes == smallest_peak(TRANSFORMER)[1].peak_bytes
+    least, without = find_smallest_peak(profile, offload=True)[1], find_smallest_peak(profile)[1]
+    assert least.peak_bytes < without.peak_bytes == find_smallest_peak(TRANSFORMER)[1].peak_bytes
     assert plan(TRANSFORMER, "60%", offload=True).decisions == plan(TRANSFORMER, "60%").decisions
 
 
@@ -370,7 +370,7 @@ def test_greedy_is_never_better_than_trying_everything(seed: int) -> None:
     profile = bruteforce.trimmed(random_profile(seed, 7), seed)
     assume(bruteforce.n_decisions(profile))
     outcomes = bruteforce.predictions(profile)
-    _, smallest = smallest_peak(profile, offload=True)
+    _, smallest = find_smallest_peak(profile, offload=True)
     assert smallest.peak_bytes >= min(outcome.peak_bytes for outcome in outcomes)
     made = plan(profile, smallest.peak_bytes, offload=True)
     least = min(outcome.extra_ms for outcome in outcomes if outcome.peak_bytes <= smallest.peak_bytes)
@@ -379,7 +379,7 @@ def test_greedy_is_never_better_than_trying_everything(seed: int) -> None:
 
 def test_larger_batches_get_the_smallest_peak_unless_the_plan_is_of_compiled_code() -> None:
     profile = chain(3)
-    smallest, _ = smallest_peak(profile)
+    smallest, _ = find_smallest_peak(profile)
     made = plan(profile, "80%")
     assert made.fallback is not None
     assert made.fallback.decisions == smallest

@@ -12,9 +12,9 @@ from lowtide.errors import Infeasible, LowtideError
 from lowtide.planner import plan, predict
 from lowtide.planner.records import Decisions, Profile, StepClocks
 from lowtide.planner.simulate.simulator import Simulator
-from lowtide.planner.simulate.two_clocks import NS_PER_MS, TwoClocks, ns_of, step_ns
+from lowtide.planner.simulate.two_clocks import NS_PER_MS, TwoClocks, compute_step_ns, round_to_ns
 from lowtide.planner.solve.lower_bound import lower_bound
-from lowtide.planner.solve.program_costs import _hand_over_positions
+from lowtide.planner.solve.program_costs import _choose_hand_over_positions
 from planner import bruteforce
 from planner.profiles import Tape, chain, random_decisions, random_profile
 
@@ -92,7 +92,7 @@ def test_a_launch_is_hidden_until_the_device_catches_up() -> None:
     assert clocks.plain_ns == 8 * NS_PER_MS
 
     def extra_ms(host: float, device: float) -> float:
-        return clocks.extra_ms(*(clocks.host * 0 + [0, 0, ns_of(ms)] for ms in (host, device)))
+        return clocks.extra_ms(*(clocks.host * 0 + [0, 0, round_to_ns(ms)] for ms in (host, device)))
 
     assert [extra_ms(host, 0.0) for host in (0.0, 3.0, 4.0, 6.0)] == [0.0, 0.0, 0.0, 2.0]
     assert [extra_ms(0.0, device) for device in (1.0, 2.0)] == [1.0, 2.0]
@@ -112,9 +112,9 @@ def test_the_time_is_that_of_the_two_recurrences_and_grows_with_each_part(
         done = max(done, launched) + d
     host = ones.host + [h for h, _ in parts]
     device = ones.device + [d for _, d in parts]
-    assert step_ns(host, device) == max(launched, done)
+    assert compute_step_ns(host, device) == max(launched, done)
     more = ones.host + data.draw(st.lists(st.integers(0, 9), min_size=len(parts), max_size=len(parts)))
-    assert step_ns(host + more, device) >= step_ns(host, device) <= step_ns(host, device + more)
+    assert compute_step_ns(host + more, device) >= compute_step_ns(host, device) <= compute_step_ns(host, device + more)
 
 
 @settings(max_examples=60)
@@ -195,7 +195,7 @@ def test_a_packed_slot_costs_its_hooks_and_so_do_the_kept_ones_beside_it() -> No
 def test_extra_time_is_bounded_from_all_on_the_device_to_all_on_the_host() -> None:
     index = Simulator(with_clocks(chain(4))).index
     assert index.clocks is not None
-    positions = _hand_over_positions(index.clocks, index.end)
+    positions = _choose_hand_over_positions(index.clocks, index.end)
     assert (positions[0], positions[-1]) == (0, index.end - 1)
 
 

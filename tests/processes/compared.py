@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lowtide import absent_processes, estimate, measure
-from lowtide._torch.tensors import parts_of, storage_id
+from lowtide._torch.tensors import find_parts, get_storage_id
 from processes.uncopied import uncopied
 
 N, RANKS, ROUNDS = 4, (0, 3), 4
@@ -190,8 +190,8 @@ def measured(case: str) -> tuple[int, int]:
     step(batch)
     step(batch)
     held = [*model.parameters(), batch, *(t for state in optimizer.state.values() for t in state.values())]
-    parts = [part for tensor in held for part in parts_of(tensor)]
-    n_static = sum({storage_id(part): part.untyped_storage().nbytes() for part in parts}.values())
+    parts = [part for tensor in held for part in find_parts(tensor)]
+    n_static = sum({get_storage_id(part): part.untyped_storage().nbytes() for part in parts}.values())
     if isinstance(model, DistributedDataParallel):  # its buckets, which C++ holds, are as large as all gradients
         n_static += sum(p.nbytes for p in model.parameters())
     with uncopied():

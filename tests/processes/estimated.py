@@ -9,15 +9,15 @@ from torch import Tensor, distributed, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import lowtide
-from lowtide._torch.tensors import parts_of, storage_id
+from lowtide._torch.tensors import find_parts, get_storage_id
 
 CLOSE = 0.001
 """Largest relative difference of an estimate from the step."""
 
 
 def static_bytes(tensors: list[Tensor]) -> int:
-    parts = [part for tensor in tensors for part in parts_of(tensor)]
-    return sum({storage_id(part): part.untyped_storage().nbytes() for part in parts}.values())
+    parts = [part for tensor in tensors for part in find_parts(tensor)]
+    return sum({get_storage_id(part): part.untyped_storage().nbytes() for part in parts}.values())
 
 
 def compare(rank: int, shard: Callable[[Any], None], of: Callable[..., Step] = step_of, **settings: Any) -> None:
@@ -42,7 +42,7 @@ def compare(rank: int, shard: Callable[[Any], None], of: Callable[..., Step] = s
 
 
 def parts(tensors: list[Tensor]) -> list[Tensor]:
-    return [part for tensor in tensors for part in parts_of(tensor)]
+    return [part for tensor in tensors for part in find_parts(tensor)]
 
 
 def estimates_what_is_sharded(rank: int) -> None:

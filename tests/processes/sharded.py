@@ -14,8 +14,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import lowtide
 from comparing import equal
-from lowtide._torch.distributed import n_collectives
-from lowtide._torch.fsdp import shard_groups
+from lowtide._torch.distributed import count_collectives
+from lowtide._torch.fsdp import find_shard_groups
 from parts import Mlp
 
 Step = Callable[[Tensor], Tensor]
@@ -95,10 +95,10 @@ def train(model: nn.Module, step: Step, rank: int) -> tuple[list[Tensor], int, i
     """Parameters after three steps, the peak of the last one and how many collective operations it took."""
     torch.manual_seed(10 + rank)
     for _ in range(3):
-        before = n_collectives()
+        before = count_collectives()
         with lowtide.measure() as memory:
             step(batch_of(rank))
-    return own_parts(model), memory.peak_bytes, n_collectives() - before
+    return own_parts(model), memory.peak_bytes, count_collectives() - before
 
 
 def smallest(profile: lowtide.Profile) -> int:
@@ -113,11 +113,11 @@ def compare(rank: int, shard: Callable[[Any], None], of: Callable[..., Step] = s
     plain, plain_peak, plain_sent = train(model, of(model, optimizer), rank)
     model, optimizer = build(shard)
     step, before = of(model, optimizer), own_parts(model)
-    sent = n_collectives()
+    sent = count_collectives()
     profile = lowtide.rehearse(model, step, batch_of(rank), optimizer=optimizer)
     budget = smallest(profile)
     fitted = lowtide.fit(model, step, batch_of(rank), budget=budget, optimizer=optimizer, profile=profile)
-    assert n_collectives() == sent, "a rehearsal waits for others"
+    assert count_collectives() == sent, "a rehearsal waits for others"
     assert fitted.verdict.identical
     assert fitted.verdict.differences is not None
     assert fitted.plan.predicted.peak_bytes == pytest.approx(fitted.verdict.measured_peak_bytes, rel=0.01)
@@ -180,16 +180,16 @@ def fits_tensor_parallel(rank: int) -> None:
 
     def trained(model: nn.Module, step: Step) -> tuple[list[Tensor], int]:
         for _ in range(3):
-            before = n_collectives()
+            before = count_collectives()
             step(batch)
-        return own_parts(model), n_collectives() - before
+        return own_parts(model), count_collectives() - before
 
     batch = torch.randn(8, 64, 64, generator=torch.Generator().manual_seed(rank))
     plain, sent = trained(*built())
     model, step = built()
-    parts, before = own_parts(model), n_collectives()
+    parts, before = own_parts(model), count_collectives()
     with lowtide.fit(model, step, batch, budget="97%") as fitted:
-        assert n_collectives() == before, "a rehearsal waits for others"
+        assert count_collectives() == before, "a rehearsal waits for others"
         assert equal(parts, own_parts(model))
         assert fitted.plan.recompute
         assert fitted.plan.predicted.peak_bytes == pytest.approx(fitted.verdict.measured_peak_bytes, rel=0.01)
@@ -240,7 +240,7 @@ def refuses(rank: int) -> None:
     model.set_requires_gradient_sync(False)
     model(input_ids=batch, labels=batch).loss.backward()
     refused(lambda: lowtide.rehearse(model, step_of(model, optimizer), batch), "earlier micro-batches")
-    assert all(group.has_unsent_gradients for group in shard_groups(model.transformer.h[0])), "they are lost"
+    assert all(group.has_unsent_gradients for group in find_shard_groups(model.transformer.h[0])), "they are lost"
     inner, optimizer = build(lambda model: None)
     model = FullyShardedDataParallel(inner, device_id=torch.device("cpu"))
     refused(lambda: lowtide.rehearse(model, step_of(model, optimizer), batch), "FSDP1")

@@ -11,7 +11,7 @@ from torch import distributed, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from lowtide._torch.distributed import n_collectives
+from lowtide._torch.distributed import count_collectives
 
 
 class Block(nn.Module):
@@ -51,7 +51,7 @@ for number in range(8):
     optimizer.step()
     optimizer.zero_grad()
 sums = [getattr(p, "_local_tensor", p).double().sum().item().hex() for p in model.parameters()]
-print(f"process {rank}: {n_collectives()} collectives, {sums}\n", end="")  # noqa: T201
+print(f"process {rank}: {count_collectives()} collectives, {sums}\n", end="")  # noqa: T201
 del loss
 distributed.barrier()
 distributed.destroy_process_group()

@@ -7,7 +7,7 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from budgets import within
-from lowtide.profiler.address_checks import OTHER_NODE, nodes_at, refuse_other_nodes
+from lowtide.profiler.address_checks import OTHER_NODE, map_addresses_to_nodes, refuse_other_nodes
 from lowtide.profiler.drafts import SlotDraft, ValueDraft
 
 WIDTH, ROWS = 512, 256
@@ -98,5 +98,5 @@ def test_of_several_nodes_at_an_address_the_larger_is_decided_about():
     slots = [slot("a#0:0", 0), slot("a#0:0", 1), slot("a#0:0", 2), slot("b#0:0", 0)]
     refuse_other_nodes(values, slots)
     assert [value.refused for value in values] == [None, OTHER_NODE, None]
-    assert nodes_at(values, slots) == {"a#0:0": "SiluBackward0"}
-    assert nodes_at(values, reversed(slots)) == {"a#0:0": "SiluBackward0"}
+    assert map_addresses_to_nodes(values, slots) == {"a#0:0": "SiluBackward0"}
+    assert map_addresses_to_nodes(values, reversed(slots)) == {"a#0:0": "SiluBackward0"}

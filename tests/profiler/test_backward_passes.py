@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import lowtide
 from budgets import within
-from lowtide.planner import smallest_peak
+from lowtide.planner import find_smallest_peak
 from lowtide.planner.records import Decisions, Profile
 from lowtide.planner.simulate.simulator import predict
 
@@ -125,7 +125,7 @@ def test_tensors_held_by_a_graph_of_gradients_are_not_freed_in_between():
         return loss.detach()
 
     profile = lowtide.rehearse(model, step, batch)
-    plan = lowtide.plan(profile, smallest_peak(profile)[1].peak_bytes)
+    plan = lowtide.plan(profile, find_smallest_peak(profile)[1].peak_bytes)
     verdict = lowtide.verify(model, step, batch, plan)
     assert verdict.identical
     assert verdict.measured_peak_bytes <= plan.predicted.peak_bytes

@@ -11,7 +11,7 @@ from torch.func import functional_call, grad, vmap
 
 import lowtide
 from lowtide.errors import RehearsalError
-from lowtide.memory.lbfgs_history import missing_history_bytes
+from lowtide.memory.lbfgs_history import predict_missing_history_bytes
 
 X = torch.randn(400, 16)
 
@@ -144,7 +144,7 @@ def test_the_history_of_l_bfgs_counts_from_the_beginning(search: str | None) -> 
         return optimizer.step(closure).detach()
 
     n_bytes = sum(p.nbytes for p in model.parameters())
-    most = missing_history_bytes(optimizer)
+    most = predict_missing_history_bytes(optimizer)
     assert most == n_bytes * (2 * 4 + (9 if search else 4)) + 2 * 4 * 4
     profile = lowtide.rehearse(model, step, X)
     assert profile.static.optimizer >= most
@@ -152,4 +152,4 @@ def test_the_history_of_l_bfgs_counts_from_the_beginning(search: str | None) -> 
         step(X)
     kept = [t for entry in optimizer.state.values() for pair in ("old_dirs", "old_stps") for t in entry[pair]]
     assert sum(t.nbytes for t in kept) == 2 * 4 * n_bytes
-    assert missing_history_bytes(optimizer) <= most - 2 * 4 * n_bytes
+    assert predict_missing_history_bytes(optimizer) <= most - 2 * 4 * n_bytes

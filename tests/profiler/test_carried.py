@@ -8,7 +8,7 @@ import lowtide
 from lowtide.planner.records import Decisions
 from lowtide.planner.simulate.simulator import predict
 from lowtide.runtime.engine import Engine
-from lowtide.runtime.plan_table import actions_for
+from lowtide.runtime.plan_table import parse_actions
 
 WIDTH, ROWS = 32, 128
 
@@ -43,7 +43,7 @@ def test_they_count_until_then(n_recomputed: int) -> None:
     norms = [a for a in dict.fromkeys(norms) if not any(s.is_input for s in profile.slots if s.address == a)]
     assert len(norms) == 3
     chosen = norms[3 - n_recomputed :]
-    engine = Engine(model, actions_for(dict.fromkeys(chosen, "NativeLayerNormBackward0"), []))
+    engine = Engine(model, parse_actions(dict.fromkeys(chosen, "NativeLayerNormBackward0"), []))
     engine.install()
     with lowtide.measure(model) as memory:
         step(x)

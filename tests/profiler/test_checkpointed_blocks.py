@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 from lowtide.errors import Infeasible
-from lowtide.planner import smallest_peak
+from lowtide.planner import find_smallest_peak
 from lowtide.planner.records import Profile
 from lowtide.script.rehearse_steps import StepRehearser
 from lowtide.units import format_bytes
@@ -62,7 +62,7 @@ def rehearse_as_a_script(model: nn.Module, step: Callable[[Tensor], Tensor], x: 
 @pytest.mark.parametrize("how", [False, True])
 def test_the_smallest_peak_without_is_in_notes_and_errors(how: bool) -> None:
     plain, model = network(None), network(how)
-    least = smallest_peak(lowtide.rehearse(plain, step_of(plain), X))[1].peak_bytes
+    least = find_smallest_peak(lowtide.rehearse(plain, step_of(plain), X))[1].peak_bytes
     profile = lowtide.rehearse(model, step_of(model), X)
     (note,) = [note for note in profile.notes if "checkpoint themselves" in note]
     assert "4 calls in 1, 2, 3, ..." in note

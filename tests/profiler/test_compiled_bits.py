@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowtide.profiler.compiled_bits import compiled_bits, scheduled_calls
+from lowtide.profiler.compiled_bits import compiled_bits, record_scheduled_calls
 
 
 @pytest.mark.parametrize("runs_backward", [False, True])
@@ -70,7 +70,7 @@ def test_outputs_that_the_step_does_not_hold_are_released_before_backward(n_held
         output.append(weakref.ref(logits))
         return {"loss": double(logits).sum(), "logits": logits}
 
-    assert scheduled_calls(model, call, ((x,), {}), Counter({32: n_held})) is not None
+    assert record_scheduled_calls(model, call, ((x,), {}), Counter({32: n_held})) is not None
     assert is_alive == 2 * [bool(n_held)]  # it runs once before it is recorded
     outcome = compiled_bits(model, call, ((x,), {}))
     assert outcome is not None

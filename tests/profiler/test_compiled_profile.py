@@ -13,7 +13,7 @@ from lowtide.memory.events import Event, EventStream, Free, Mark
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner.records import Decisions
 from lowtide.planner.simulate.simulator import predict
-from lowtide.profiler.compiled_profile import CALL, assembled, held_after_calls, peak_with_calls
+from lowtide.profiler.compiled_profile import CALL, assembled, compute_peak_with_calls, count_held_after_calls
 from lowtide.runtime.joint_slots import JointSlots
 
 
@@ -69,17 +69,19 @@ def test_recorded_memory_that_no_value_accounts_for_counts_only_where_the_peak_i
 
 def test_the_peak_with_other_compiled_calls_has_the_loss_of_the_step() -> None:
     plain = Timeline(STEP).peak_bytes
-    assert peak_with_calls(STEP, EventStream((*FORWARD, *BACKWARD))) == plain  # the gradient of the loss is the step's
+    assert (
+        compute_peak_with_calls(STEP, EventStream((*FORWARD, *BACKWARD))) == plain
+    )  # the gradient of the loss is the step's
     larger = (*FORWARD, *call(True, allocate(9, 5 * MANY)))
-    assert peak_with_calls(STEP, EventStream(larger)) == 3 * MANY + MASK + 6 * MANY - MANY
-    assert peak_with_calls(STEP, EventStream(FORWARD)) is None
+    assert compute_peak_with_calls(STEP, EventStream(larger)) == 3 * MANY + MASK + 6 * MANY - MANY
+    assert compute_peak_with_calls(STEP, EventStream(FORWARD)) is None
 
 
 def test_graphs_that_ran_in_earlier_steps_alone_do_not_hinder_a_comparison_of_calls() -> None:
     """A model of transformers is compiled again after its first call, which sets the kind of its problem or loss."""
     marks = iter([(where, 1, is_backward, ()) for is_backward in (False, True) for where in ("enter", "leave")])
     later = tuple(Mark(CALL, next(marks)) if isinstance(event, Mark) else event for event in STEP)
-    assert peak_with_calls(EventStream(later), STEP) == Timeline(STEP).peak_bytes
+    assert compute_peak_with_calls(EventStream(later), STEP) == Timeline(STEP).peak_bytes
 
 
 def test_a_batch_that_backward_frees_is_free_for_later_calls_although_the_trial_calls_hold_theirs() -> None:
@@ -90,14 +92,14 @@ def test_a_batch_that_backward_frees_is_free_for_later_calls_although_the_trial_
     once = [*FORWARD, *TANGENT, *kept, *rest]
     trial = EventStream((*FORWARD, *TANGENT, *BACKWARD))
     step = EventStream((*once, gradient, *FORWARD, *TANGENT, *BACKWARD))
-    assert peak_with_calls(step, trial) == Timeline(EventStream(once)).peak_bytes
+    assert compute_peak_with_calls(step, trial) == Timeline(EventStream(once)).peak_bytes
     held = EventStream((*FORWARD, *TANGENT, *BACKWARD, *rest, gradient, *FORWARD, *TANGENT, *BACKWARD))
     frees = EventStream(tuple(once))
-    assert peak_with_calls(held, frees) == Timeline(held).peak_bytes
+    assert compute_peak_with_calls(held, frees) == Timeline(held).peak_bytes
 
 
 def test_blocks_that_no_call_frees_are_held_by_the_step() -> None:
-    assert held_after_calls(STEP) == Counter({MANY: 2})  # the output, and what backward returns
+    assert count_held_after_calls(STEP) == Counter({MANY: 2})  # the output, and what backward returns
 
 
 def test_what_is_computed_again_is_not_held_and_costs_its_time() -> None:

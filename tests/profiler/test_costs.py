@@ -14,7 +14,7 @@ from budgets import step_of
 from lowtide._torch.backward import in_backward
 from lowtide.planner.records import Decisions
 from lowtide.planner.simulate.simulator import predict
-from lowtide.profiler.measure_call import FORMULAS, Flops, attention_flops
+from lowtide.profiler.measure_call import FORMULAS, Flops, count_attention_flops
 from lowtide.profiler.online import OnlineProfiler
 from lowtide.runtime.recipes import RECIPES
 
@@ -152,4 +152,4 @@ def test_flops_of_attention_are_those_of_all_its_heads():
 
 @pytest.mark.parametrize("shapes", [[(2, 6, 16, 8)] * 3, [(2, 6, 16, 8), (2, 6, 24, 8), (2, 6, 24, 12)]], ids=str)
 def test_flops_of_attention_are_those_that_torch_counts(shapes):
-    assert attention_flops(*map(torch.empty, shapes)) == sdpa_flop_count(*shapes)
+    assert count_attention_flops(*map(torch.empty, shapes)) == sdpa_flop_count(*shapes)

@@ -20,10 +20,10 @@ from lowtide._torch.cuda_history import drop_workspaces
 from lowtide._torch.modes import saved_tensor_hooks
 from lowtide.memory.cuda_recorder import CudaRecorder
 from lowtide.memory.memory_timeline import Timeline
-from lowtide.planner import smallest_peak
+from lowtide.planner import find_smallest_peak
 from lowtide.profiler.audit import Audit
 from lowtide.profiler.measure_call import identical
-from lowtide.profiler.preconditions import nondeterminism_notes
+from lowtide.profiler.preconditions import list_nondeterminism_notes
 from lowtide.runtime import inplace_gradients as in_place
 from lowtide.runtime.call_context import CallContext
 from lowtide.runtime.call_interceptor import CallInterceptor
@@ -80,7 +80,7 @@ def test_a_backward_inside_of_the_forward_may_run_in_another_thread():
     model.threaded = False  # a recording of a CPU does not follow Python's threads
     plain = step(batch)
     profile = lowtide.rehearse(model, step, batch)
-    made = lowtide.plan(profile, smallest_peak(profile)[1].peak_bytes + 1000)
+    made = lowtide.plan(profile, find_smallest_peak(profile)[1].peak_bytes + 1000)
     assert made.recompute
     audits = []
     for model.threaded in (False, True):
@@ -145,7 +145,7 @@ def language_model(device: str, dropout: float = 0.1) -> tuple[nn.Module, torch.
 
 def between(profile: lowtide.Profile, share: float) -> int:
     """Bytes, at `share` of the way from the smallest peak to the plain one."""
-    _, least = smallest_peak(profile)
+    _, least = find_smallest_peak(profile)
     return int(least.peak_bytes + share * (profile.measured_plain_peak_bytes - least.peak_bytes))
 
 
@@ -280,6 +280,6 @@ def test_convolutions_that_may_take_another_algorithm_in_backward_are_said(monke
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", benchmark)
     monkeypatch.setattr(torch.backends.cudnn, "deterministic", deterministic)
     model, gpu = nn.Sequential(nn.Conv2d(1, 1, 3)), torch.device("cuda:0")
-    assert len(nondeterminism_notes(model, gpu)) == said
-    assert not nondeterminism_notes(model, torch.device("cpu"))
-    assert not nondeterminism_notes(nn.Linear(1, 1), gpu)
+    assert len(list_nondeterminism_notes(model, gpu)) == said
+    assert not list_nondeterminism_notes(model, torch.device("cpu"))
+    assert not list_nondeterminism_notes(nn.Linear(1, 1), gpu)

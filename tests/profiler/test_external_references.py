@@ -4,7 +4,7 @@ import torch
 
 from lowtide._torch.tensors import WeakStorage
 from lowtide.profiler.external_references import RECENT, ExternalReferences
-from lowtide.runtime.saved_values import Handle, Value, value_without_grad_fn
+from lowtide.runtime.saved_values import Handle, Value, make_value_without_grad_fn
 
 
 def test_memory_is_released_when_only_saved_tensors_hold_it():
@@ -33,7 +33,7 @@ def test_freed_memory_is_not_reported_as_released():
 
 def test_parameters_are_not_watched():
     weight = torch.nn.Parameter(torch.randn(64, 64))
-    handle = Handle(value_without_grad_fn(weight), weight.t().detach())
+    handle = Handle(make_value_without_grad_fn(weight), weight.t().detach())
     holding = ExternalReferences()
     holding.watch(handle)
     del weight

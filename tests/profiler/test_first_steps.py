@@ -16,7 +16,7 @@ from lowtide.profiler.audit import Audit
 from lowtide.profiler.fsdp_units import FsdpUnits
 from lowtide.profiler.online import OnlineProfiler
 from lowtide.profiler.partial_reads import PIECES
-from lowtide.profiler.repeated_blocks import AuditedBlocks, freed_blocks
+from lowtide.profiler.repeated_blocks import AuditedBlocks, find_freed_blocks
 
 
 class UNet(nn.Module):
@@ -221,7 +221,7 @@ def test_first_steps_peak_as_low_as_checkpointing_every_child_that_has_children(
     torch.manual_seed(0)
     model, checkpointed, x = kind(), kind(), torch.randn(shape)
     checkpointed.load_state_dict(model.state_dict())
-    for block in freed_blocks(checkpointed):
+    for block in find_freed_blocks(checkpointed):
         block.forward = partial(checkpoint, block.forward, use_reentrant=False)
     least_bytes, expected = peak_and_gradients(checkpointed, x)
     assert max(first_peaks(model, x, expected)) <= most * least_bytes
@@ -314,11 +314,11 @@ def test_signs_of_activations_are_tried_without_another_activation():
 
 def test_blocks_are_found_in_lists_and_where_no_two_are_alike():
     model, listed = UNet(), Listed()
-    assert freed_blocks(model) == {model.down, model.middle, model.up}
-    assert freed_blocks(listed) == {wide for _, wide, _ in listed.layers}
-    assert freed_blocks(Flat()) == frozenset()
+    assert find_freed_blocks(model) == {model.down, model.middle, model.up}
+    assert find_freed_blocks(listed) == {wide for _, wide, _ in listed.layers}
+    assert find_freed_blocks(Flat()) == frozenset()
     wrapped = nn.Sequential(nn.Sequential(model), nn.Conv2d(2, 2, 1))
-    assert freed_blocks(wrapped) == freed_blocks(model)
+    assert find_freed_blocks(wrapped) == find_freed_blocks(model)
 
 
 @pytest.mark.parametrize("is_scripted", [False, True])
@@ -351,7 +351,7 @@ class Hourglass(nn.Module):
 def test_blocks_are_found_inside_a_child_that_is_most_of_the_model():
     torch.manual_seed(0)
     model, x = Hourglass(), torch.randn(4, 8, 64, 64)
-    assert freed_blocks(model) == {m for m in model.modules() if type(m) is nn.Sequential}
+    assert find_freed_blocks(model) == {m for m in model.modules() if type(m) is nn.Sequential}
     plain_bytes, expected = peak_and_gradients(model, x)
     assert max(first_peaks(model, x, expected)) <= 0.9 * plain_bytes
 

@@ -9,7 +9,7 @@ from lowtide.planner.address_nodes import MASK
 from lowtide.planner.records import Decisions, Profile
 from lowtide.planner.simulate.simulator import predict
 from lowtide.runtime.engine import Engine
-from lowtide.runtime.plan_table import actions_for
+from lowtide.runtime.plan_table import parse_actions
 from models import Case, build
 from runtime.test_leaks import level_after
 
@@ -28,7 +28,7 @@ def blocks(profile: Profile, cls: str) -> list[str]:
 
 
 def held(case: Case, recompute: dict[str, str], replay: list[str]) -> int:
-    engine = Engine(case.model, actions_for(recompute, replay))
+    engine = Engine(case.model, parse_actions(recompute, replay))
     engine.install()
     with CpuRecorder() as recorder:
         loss = case.model(**case.batch).loss

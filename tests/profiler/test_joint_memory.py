@@ -8,7 +8,13 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from joint_graphs import FEW, MANY, node
 from lowtide._torch.joint_graph import JointGraph, _resize
 from lowtide.memory.events import Allocate, Event, Free, Mark
-from lowtide.profiler.joint_memory import PRODUCT, backward_half, forward_half, scratch_of, unmodelled
+from lowtide.profiler.joint_memory import (
+    PRODUCT,
+    compute_backward_half,
+    compute_forward_half,
+    read_scratch_bytes,
+    unmodelled,
+)
 from lowtide.runtime.joint_slots import Recomputed
 
 NOTHING = Recomputed(frozenset(), frozenset())
@@ -31,12 +37,12 @@ def scaled() -> JointGraph:
 
 
 def test_a_kernel_writes_over_the_input_that_nothing_else_reads() -> None:
-    half = forward_half(scaled(), Recomputed(frozenset(), frozenset()))
+    half = compute_forward_half(scaled(), Recomputed(frozenset(), frozenset()))
     assert half.levels == (MANY, MANY, MANY, MANY + FEW, FEW)
 
 
 def test_a_kernel_with_two_outputs_writes_one_over_the_input_that_nothing_else_reads() -> None:
-    half = forward_half(scaled(), Recomputed(frozenset({2}), frozenset()))
+    half = compute_forward_half(scaled(), Recomputed(frozenset({2}), frozenset()))
     assert half.levels[:3] == (MANY, 2 * MANY, 2 * MANY)
     assert half.levels[-1] == MANY + FEW  # saved, and the output
 
@@ -57,10 +63,10 @@ def test_kernels_that_no_extern_kernel_separates_have_their_values_in_memory_tog
         [],
         "key",
     )
-    half = forward_half(graph, Recomputed(frozenset(), frozenset()))
+    half = compute_forward_half(graph, Recomputed(frozenset(), frozenset()))
     assert max(half.levels) == 4 * MANY + FEW  # both products, the first of them overwritten, and a larger result
     graph.is_on_cpu = False
-    half = forward_half(graph, Recomputed(frozenset(), frozenset()))
+    half = compute_forward_half(graph, Recomputed(frozenset(), frozenset()))
     assert max(half.levels) == 4 * MANY  # the first kernel has freed what it read
 
 
@@ -85,7 +91,7 @@ def activated() -> JointGraph:
 
 
 def test_a_recomputed_activation_is_freed_before_its_gradient_is_computed() -> None:
-    half = backward_half(activated(), Recomputed(frozenset({1}), frozenset({2})))
+    half = compute_backward_half(activated(), Recomputed(frozenset({1}), frozenset({2})))
     assert half.allocated_at[2] < half.allocated_at[5] < half.allocated_at[7]
     assert half.levels[-1] == 2 * FEW - 2 * MANY  # both inputs are gone
     assert max(half.levels) == MANY + FEW
@@ -105,7 +111,7 @@ def test_fused_arithmetic_waits_for_the_call_that_needs_its_result() -> None:
         [4],
         "key",
     )
-    half = backward_half(graph, Recomputed(frozenset(), frozenset()))
+    half = compute_backward_half(graph, Recomputed(frozenset(), frozenset()))
     assert half.levels == (MANY, 2 * MANY, MANY + FEW, FEW - MANY)
     assert half.allocated_at[3] < half.allocated_at[2]
 
@@ -128,7 +134,7 @@ def convolved() -> JointGraph:
 
 
 def test_all_results_of_a_call_are_in_memory_together_with_its_arguments() -> None:
-    half = backward_half(convolved(), Recomputed(frozenset(), frozenset()))
+    half = compute_backward_half(convolved(), Recomputed(frozenset(), frozenset()))
     assert half.levels == (MANY, 2 * MANY, MANY, MANY, MANY)  # the gradient of the output is gone
 
 
@@ -156,11 +162,11 @@ def test_products_of_16_bit_values_have_the_scratch_memory_that_they_were_measur
     attends = transient(1, FEW, "aten::_scaled_dot_product_flash_attention_for_cpu")
     second = product((FEW, MANY), *transient(2, 3 * MANY, "aten::mm"))
     first = product((MANY, FEW), *transient(3, MANY, "aten::mm"))
-    scratch = scratch_of(graph, NOTHING, ((*second, *attends, *attends, *first), ()))
+    scratch = read_scratch_bytes(graph, NOTHING, ((*second, *attends, *attends, *first), ()))
     assert scratch == {2: MANY, 3: 3 * MANY}
-    assert forward_half(graph, NOTHING, scratch).levels == (2 * MANY, 5 * MANY, 2 * MANY)
-    assert scratch_of(graph, NOTHING, (second, ())) == {3: 3 * MANY}
-    assert scratch_of(graph, NOTHING, (product((FEW, MANY)), ())) == {3: 0}
+    assert compute_forward_half(graph, NOTHING, scratch).levels == (2 * MANY, 5 * MANY, 2 * MANY)
+    assert read_scratch_bytes(graph, NOTHING, (second, ())) == {3: 3 * MANY}
+    assert read_scratch_bytes(graph, NOTHING, (product((FEW, MANY)), ())) == {3: 0}
 
 
 def added_up(*, half: bool) -> JointGraph:
@@ -186,14 +192,14 @@ def added_up(*, half: bool) -> JointGraph:
 @pytest.mark.parametrize(("half", "n_bytes"), [(True, 2 * MANY + MANY // 2), (False, 5 * MANY + MANY // 2)])
 def test_what_many_values_are_added_up_to_is_written_before_a_second_kernel_reads_it(half: bool, n_bytes: int) -> None:
     """With 16-bit values, products read the rounded sum. Without, a product would read the sum itself."""
-    levels = dict(zip((*range(2, 11), -1), backward_half(added_up(half=half), NOTHING).levels, strict=True))
+    levels = dict(zip((*range(2, 11), -1), compute_backward_half(added_up(half=half), NOTHING).levels, strict=True))
     assert levels[8] == n_bytes - MANY  # the gradient of the output is gone
 
 
 def test_a_sum_that_one_kernel_alone_reads_is_not_written() -> None:
     graph = added_up(half=True)
     graph.nodes[8].kind = "pointwise"  # no product is between the calls that read the sum
-    assert 6 not in backward_half(graph, NOTHING).allocated_at
+    assert 6 not in compute_backward_half(graph, NOTHING).allocated_at
 
 
 def test_a_gradient_of_other_precision_takes_the_place_of_its_product_at_once() -> None:
@@ -209,14 +215,14 @@ def test_a_gradient_of_other_precision_takes_the_place_of_its_product_at_once() 
         [3, 4],
         "key",
     )
-    half = backward_half(graph, NOTHING)
+    half = compute_backward_half(graph, NOTHING)
     assert half.order == (2, 3, 4)
     assert half.levels == (MANY, 3 * MANY, 3 * MANY, 2 * MANY)
 
 
 def test_recorded_memory_that_no_value_accounts_for_is_counted_where_it_was_recorded() -> None:
     """A copy after the first product, freed before the second, which has scratch memory."""
-    half = forward_half(scaled(), Recomputed(frozenset({1}), frozenset()))
+    half = compute_forward_half(scaled(), Recomputed(frozenset({1}), frozenset()))
     recorded = (
         Allocate(1, MANY, 4096, "mm"),
         Allocate(2, 3 * MANY, 8192, "copy"),

@@ -10,11 +10,11 @@ from torch.nn import functional as F
 
 import lowtide
 from lowtide.errors import Infeasible
-from lowtide.planner.planning import smallest_plan
+from lowtide.planner.planning import find_smallest_plan
 from lowtide.profiler.online import VARIES, OnlineProfiler
 from lowtide.profiler.random_work import HIGH, LOW, SEEDS, Draw, drawn_as, fullest
 from lowtide.profiler.step_kinds import take_turns
-from lowtide.runtime.plan_table import actions_for, with_like_blocks
+from lowtide.runtime.plan_table import parse_actions, with_like_blocks
 
 
 class Block(nn.Module):
@@ -118,7 +118,7 @@ def test_budgets_hold_in_other_draws_and_the_note_says_what_varied(name):
     assert profile.draws > 0
     assert any("drawn at random" in note for note in profile.notes)
     assert {call.id.split("#")[0] for call in profile.calls} >= {f"layers.{n}" for n in range(4)}
-    budget = (profile.measured_plain_peak_bytes + smallest_plan(profile).predicted.peak_bytes) // 2
+    budget = (profile.measured_plain_peak_bytes + find_smallest_plan(profile).predicted.peak_bytes) // 2
     with lowtide.fit(model, step, x, budget=budget, profile=profile) as fitted:
         static_bytes = fitted.profile.static.total - fitted.profile.static.margin - fitted.profile.static.gradients
         for _ in range(8):
@@ -328,7 +328,7 @@ def test_a_step_that_draws_until_a_number_fits_is_rehearsed(rate):
 def test_a_block_that_was_not_rehearsed_gets_what_another_of_its_class_and_container_got(container):
     model = Drawn(list)
     model.layers = container(model.layers)
-    table = actions_for({"layers.1.wide#0:0": "AddmmBackward0"}, ["layers.1#0"])
+    table = parse_actions({"layers.1.wide#0:0": "AddmmBackward0"}, ["layers.1#0"])
     found = with_like_blocks(model, table)
     assert set(found) == {f"layers.{n}{part}" for n in range(4) for part in ("", ".wide")}
     assert found["layers.3"][0].replay

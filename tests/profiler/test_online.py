@@ -10,7 +10,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 import lowtide
 from lowtide.memory.events import Recorder
-from lowtide.memory.measure import recorder_for
+from lowtide.memory.measure import make_recorder
 from lowtide.planner import predict
 from lowtide.planner.records import Decisions, Profile
 from lowtide.profiler.online import OnlineProfiler
@@ -75,9 +75,9 @@ def test_starting_the_recorder_is_not_part_of_a_steps_time(monkeypatch: pytest.M
 
     def slow_to_start(place: torch.device) -> Recorder:
         now[0] += 1000
-        return recorder_for(place)
+        return make_recorder(place)
 
-    monkeypatch.setattr("lowtide.profiler.training_step.recorder_for", slow_to_start)
+    monkeypatch.setattr("lowtide.profiler.training_step.make_recorder", slow_to_start)
     monkeypatch.setattr("lowtide.profiler.training_step.now_ms", lambda place: now[0])
     case = build("gpt2")
     observed = OnlineProfiler(case.model, plain=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.memory import entry_storages as entry
 from lowtide.planner.records import Profile
-from lowtide.profiler.other_memory import other_models
+from lowtide.profiler.other_memory import measure_other_models
 
 MANY = 200_000
 X = torch.randn(64, 32)
@@ -120,7 +120,7 @@ def test_other_models_are_listed_by_class_and_bytes() -> None:
     model, teacher = net(), Teacher(nn.Linear(64, 64), nn.BatchNorm1d(64))
     critics = [nn.Bilinear(4, 4, 4) for _ in range(2)]
     again = nn.ModuleList([model[0], nn.Linear(3, 3)])  # what is the model's counts there
-    found = other_models(model)
+    found = measure_other_models(model)
     tensors = [*teacher.parameters(), *teacher.buffers()]
     assert found["Teacher"] == sum(t.nbytes for t in tensors)
     assert found["2 of Bilinear"] == sum(p.nbytes for critic in critics for p in critic.parameters())
@@ -131,11 +131,11 @@ def test_other_models_are_listed_by_class_and_bytes() -> None:
 
 def test_another_model_of_the_same_class_is_told_from_the_model() -> None:
     model, average = Teacher(nn.Linear(8, 8)), Teacher(nn.Linear(8, 8))
-    assert other_models(model)["another Teacher"] == sum(p.nbytes for p in average.parameters())
+    assert measure_other_models(model)["another Teacher"] == sum(p.nbytes for p in average.parameters())
 
 
 def test_another_compiled_model_has_the_name_of_its_own_class() -> None:
     model, average = Teacher(nn.Linear(8, 8)), torch.compile(Teacher(nn.Linear(8, 8)), backend="eager")
     n_bytes = sum(p.nbytes for p in average.parameters())
-    assert other_models(model)["another Teacher"] == n_bytes
-    assert other_models(nn.Linear(8, 8))["2 of Teacher"] == 2 * n_bytes
+    assert measure_other_models(model)["another Teacher"] == n_bytes
+    assert measure_other_models(nn.Linear(8, 8))["2 of Teacher"] == 2 * n_bytes

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import lowtide
 from comparing import equal
 from lowtide.errors import RehearsalError, ReplayMismatch
-from lowtide.planner import smallest_peak
+from lowtide.planner import find_smallest_peak
 from lowtide.profiler.online import OnlineProfiler
 from lowtide.profiler.replay_trials import LEAKS
 from lowtide.state.side_effects import CHANGES
@@ -172,7 +172,7 @@ def test_a_block_that_begins_to_do_so_under_a_plan_is_said() -> None:
     model = Model("attribute")
     step = step_of(model)
     profile = lowtide.rehearse(model, step, BATCH)
-    made = lowtide.plan(profile, smallest_peak(profile)[1].peak_bytes)
+    made = lowtide.plan(profile, find_smallest_peak(profile)[1].peak_bytes)
     assert made.replay
     with lowtide.apply(model, made):
         step(BATCH)

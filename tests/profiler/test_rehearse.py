@@ -21,7 +21,7 @@ import lowtide
 from budgets import step_of, within
 from comparing import equal
 from lowtide.errors import RehearsalError
-from lowtide.planner import smallest_peak
+from lowtide.planner import find_smallest_peak
 from lowtide.planner.records import Decisions, Profile
 from lowtide.planner.simulate.simulator import predict
 from models import MODELS, Case, build, same, state
@@ -590,7 +590,7 @@ def test_a_gradient_may_go_through_a_model_that_is_frozen(what):
     model = Chain()
     step, batch = what(model)
     profile = lowtide.rehearse(model, step, batch)
-    verdict = lowtide.verify(model, step, batch, lowtide.plan(profile, smallest_peak(profile)[1].peak_bytes))
+    verdict = lowtide.verify(model, step, batch, lowtide.plan(profile, find_smallest_peak(profile)[1].peak_bytes))
     assert verdict.identical
     assert verdict.measured_peak_bytes <= verdict.predicted_peak_bytes < profile.measured_plain_peak_bytes
     peak_bytes = lowtide.estimate(model, step, batch).peak_bytes

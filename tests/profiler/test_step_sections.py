@@ -10,7 +10,7 @@ import lowtide
 from lowtide._torch.device_timing import Stopwatch, has_two_clocks
 from lowtide.profiler import step_sections
 from lowtide.profiler.slot_costs import slot_costs
-from lowtide.profiler.step_sections import Boundary, HostClock, TimedSections, boundaries, outer_modules
+from lowtide.profiler.step_sections import Boundary, HostClock, TimedSections, boundaries, list_outer_modules
 
 CPU = torch.device("cpu")
 
@@ -60,7 +60,7 @@ def test_nothing_stays_on_the_model_or_its_graph() -> None:
 
 def test_the_outer_modules_are_timed_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_sections, "MOST_MODULES", 3)
-    assert [path for path, _ in outer_modules(nn.Sequential(Block(), Block()))] == ["0", "1", "0.fc"]
+    assert [path for path, _ in list_outer_modules(nn.Sequential(Block(), Block()))] == ["0", "1", "0.fc"]
 
 
 def test_times_of_a_section_are_spread_over_its_positions_and_none_is_lost() -> None:
@@ -102,7 +102,7 @@ def test_a_model_with_compiled_parts_gets_no_hooks(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(step_sections, "has_two_clocks", lambda place: True)
     monkeypatch.setattr(step_sections, "anything_compiled", lambda: True)
     model = nn.Sequential(Block())
-    assert step_sections.timed_sections(model, None, None) is None  # type: ignore[arg-type]
+    assert step_sections.time_sections(model, None, None) is None  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: a CPU has no clock of its own")

@@ -37,7 +37,7 @@ def peaks(iteration: Callable[[], object], n: int = 3) -> list[int]:
     for _ in range(n):
         with CpuRecorder() as recorder:
             iteration()
-        found.append(recorder.beside_bytes(frozenset(), 0) + Timeline(recorder.stream).peak_bytes)
+        found.append(recorder.count_bytes_beside(frozenset(), 0) + Timeline(recorder.stream).peak_bytes)
     return found
 
 

@@ -6,7 +6,7 @@ from lowtide.planner import plan
 from lowtide.planner.budget_frontier import frontier
 from lowtide.planner.records import Plan, Profile
 from lowtide.report.finding import Finding
-from lowtide.report.run_record import GpuNeeds, Proof, RunRecord, record_of
+from lowtide.report.run_record import GpuNeeds, Proof, RunRecord, build_record
 from planner.profiles import transformer
 
 PROFILE: Profile = transformer(3, width=64 * 2**10)
@@ -51,5 +51,5 @@ def run(share: str | None = None) -> RunRecord:
         planned_ms=110.0,
         plain_ms=100.0,
     )
-    found = record_of("lowtide run --budget 65% train.py", profile=PROFILE, plan=made, proof=proof)
+    found = build_record("lowtide run --budget 65% train.py", profile=PROFILE, plan=made, proof=proof)
     return replace(found, frontier=FRONTIER)

@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 
-from lowtide.report.page import asset, run_page
+from lowtide.report.page import asset, render_run_page
 from lowtide.report.run_comparison import RunComparison
 from lowtide.report.run_record import RunRecord, Trained
 from report.runs import FINDINGS, NEED, run
@@ -87,7 +87,7 @@ def pages() -> dict[str, RunRecord | RunComparison]:
 def elements(kind: str) -> tuple[Element, ...]:
     shown = pages()[kind]
     reader = Reader()
-    reader.feed(shown.to_html() if isinstance(shown, RunComparison) else run_page(shown))
+    reader.feed(shown.to_html() if isinstance(shown, RunComparison) else render_run_page(shown))
     assert reader.open is reader.root, f"<{reader.open.name}> is not closed"
     return tuple(reader.root)
 

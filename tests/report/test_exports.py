@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from lowtide.errors import LowtideError
-from lowtide.report.exports import csv_of, github_annotations, perfetto_trace, sarif
+from lowtide.report.exports import format_csv, format_github_annotations, format_perfetto_trace, sarif
 from report.runs import FINDINGS, run
 
 RUN = run()
@@ -18,7 +18,7 @@ WATCHED = replace(RUN, findings=FINDINGS)
 def test_csv_has_every_moment_and_its_parts() -> None:
     assert RUN.before is not None
     assert RUN.after is not None
-    rows = [*csv.DictReader(csv_of(RUN).splitlines())]
+    rows = [*csv.DictReader(format_csv(RUN).splitlines())]
     assert len(rows) == len(RUN.before.at) + len(RUN.after.at)
     for name, memory in (("before", RUN.before), ("after", RUN.after)):
         peak = max((row for row in rows if row["step"] == name), key=lambda row: int(row["total"]))
@@ -29,7 +29,7 @@ def test_csv_has_every_moment_and_its_parts() -> None:
 
 def test_a_trace_has_memory_as_counters_and_the_peak_as_a_mark() -> None:
     assert RUN.after is not None
-    events = json.loads(perfetto_trace(RUN))["traceEvents"]
+    events = json.loads(format_perfetto_trace(RUN))["traceEvents"]
     counters = [e for e in events if e["ph"] == "C" and e["pid"] == 2]
     assert max(sum(e["args"].values()) for e in counters) == RUN.after.peak_bytes
     assert {e["name"] for e in events if e["ph"] == "X"} == {span.name for span in RUN.after.phases}
@@ -65,7 +65,7 @@ def test_sarif_names_a_file_by_its_uri() -> None:
 
 
 def test_findings_are_annotations_of_their_line() -> None:
-    assert github_annotations(WATCHED) == (
+    assert format_github_annotations(WATCHED) == (
         "::warning file=train.py,line=30,title=LT003 graph retained::118 MiB since step 2, held by variable <loss> of "
         "train(). Fix: drop it: del loss"
     )

@@ -17,7 +17,7 @@ from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner.budget_frontier import frontier
 from lowtide.planner.records import Static
 from lowtide.planner.serialization import Record
-from lowtide.report.step_memory import predicted_memory
+from lowtide.report.step_memory import predict_memory
 from lowtide.utils.rendering import LONGEST_REPR, Displayed
 from lowtide.utils.tables import Styled, Table
 from report.runs import PLAN, PROFILE, run
@@ -36,7 +36,7 @@ RECORDS: dict[str, Any] = {
     "profile": PROFILE,
     "plan": PLAN,
     "frontier": frontier(PROFILE, n_budgets=6),
-    "memory": predicted_memory(PROFILE),
+    "memory": predict_memory(PROFILE),
     "run": run(),
     "timeline": TIMELINE,
     "estimate": ESTIMATE,

@@ -10,10 +10,10 @@ import pytest
 from browsers import needs_axe, needs_browser, requested_urls, running_browser, show, violations
 from lowtide.memory.events import PHASE, Allocate, EventStream, Free, Mark
 from lowtide.memory.memory_timeline import Timeline
-from lowtide.report.page import run_page
+from lowtide.report.page import render_run_page
 from lowtide.report.run_comparison import RunComparison
 from lowtide.report.run_record import RunRecord
-from lowtide.report.step_memory import StepMemory, recorded_memory
+from lowtide.report.step_memory import StepMemory, read_recorded_memory
 from lowtide.units import format_bytes
 from report.runs import FINDINGS, run
 
@@ -32,7 +32,7 @@ def browser() -> Iterator[Any]:
 def page(browser: Any, tmp_path: Path) -> Any:
     """Open the page, 1100 pixels wide and light."""
     path = tmp_path / "report.html"
-    path.write_text(run_page(RUN), encoding="utf-8")
+    path.write_text(render_run_page(RUN), encoding="utf-8")
     show(browser, width=1100)
     browser.get_log("browser"), browser.get_log("performance")
     browser.get(path.as_uri())
@@ -140,7 +140,7 @@ def open_kind(page: Any, kind: str, folder: Path) -> None:
     path = folder / f"{kind}.html"
     if kind == "watched":
         watched = RunRecord(command="lowtide watch", versions={"lowtide": "1"}, findings=FINDINGS, n_steps=3)
-        path.write_text(run_page(watched), encoding="utf-8")
+        path.write_text(render_run_page(watched), encoding="utf-8")
     else:
         names = (f"first/{'long' * 20}.json", f"second/{'long' * 20}.json")
         RunComparison(RUN, run("90%"), names).to_html(path)
@@ -171,9 +171,9 @@ def test_the_changes_of_a_comparison_are_in_view_on_a_phone(page: Any, tmp_path:
 def test_no_name_of_a_phase_is_cut_off(page: Any, tmp_path: Path) -> None:
     names = ("forward", "backward", "optimizer")
     events = [event for name in names for event in (Mark(PHASE, name), *[Allocate(0, 9, 0, ""), Free(0, 9)] * 20)]
-    short = recorded_memory(Timeline(EventStream((*events[: 41 + 41 + 13],))), "measured")
+    short = read_recorded_memory(Timeline(EventStream((*events[: 41 + 41 + 13],))), "measured")
     path = tmp_path / "phases.html"
-    path.write_text(run_page(RunRecord(command="", versions={}, before=short)), encoding="utf-8")
+    path.write_text(render_run_page(RunRecord(command="", versions={}, before=short)), encoding="utf-8")
     page.get(path.as_uri())
     for width, shown_names in ((1100, names), (360, names[:2])):
         show(page, width=width)
@@ -189,7 +189,7 @@ def test_the_label_of_the_plan_covers_no_other_plan(page: Any, tmp_path: Path, w
     show(page, width=width)
     for share in ("45%", "55%", "65%", "80%", "95%"):
         path = tmp_path / "budget.html"
-        path.write_text(run_page(run(share)), encoding="utf-8")
+        path.write_text(render_run_page(run(share)), encoding="utf-8")
         page.get(path.as_uri())
         label, dots, plot = page.execute_script(
             "const box = (e) => { const b = e.getBoundingClientRect(); return [b.left, b.top, b.right, b.bottom]; };"

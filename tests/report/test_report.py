@@ -10,38 +10,38 @@ import lowtide
 from lowtide.api.fit_result import Fitted
 from lowtide.api.verify import Verdict
 from lowtide.estimator.batch_search import LargestBatch
-from lowtide.planner import plan, smallest_peak
+from lowtide.planner import find_smallest_peak, plan
 from lowtide.planner.budget_frontier import frontier
-from lowtide.report.run_record import record_of
-from lowtide.report.text_table import added_time, decisions, extra_time, operator_name
+from lowtide.report.run_record import build_record
+from lowtide.report.text_table import decisions, format_added_time, format_extra_time, operator_name
 from planner.profiles import chain, transformer
 
 
 def test_added_milliseconds_have_their_share_of_the_step() -> None:
-    assert added_time(12.5, 250) == "+12.5 ms a step (+5 %)"
-    assert added_time(12.5, 0) == "+12.5 ms a step"
+    assert format_added_time(12.5, 250) == "+12.5 ms a step (+5 %)"
+    assert format_added_time(12.5, 0) == "+12.5 ms a step"
 
 
 @pytest.mark.parametrize("step_ms", [100.0, 0.0])
 def test_where_no_share_can_be_given_the_text_says_how_to_get_it(step_ms: float) -> None:
     profile = replace(chain(6, inner=1), step_ms=step_ms)
     made = plan(profile, 191)
-    run = record_of("lowtide run", profile=profile, plan=made)
+    run = build_record("lowtide run", profile=profile, plan=made)
     for record in (profile, made, frontier(profile, n_budgets=3), run):
         assert ("`lowtide rehearse --plain` times it" in str(record)) == (not step_ms)
 
 
 def test_extra_time_is_printed_with_its_bound() -> None:
     made = replace(plan(chain(6, inner=1), 191), bound_ms=2.84)  # 3 ms of 100
-    assert extra_time(made) == ", +3 % time predicted, bound +2.8 %"
+    assert format_extra_time(made) == ", +3 % time predicted, bound +2.8 %"
 
 
 def test_a_plan_that_keeps_everything_has_no_bound() -> None:
-    assert extra_time(plan(transformer(2), "100%")) == ", +0 % time predicted"
+    assert format_extra_time(plan(transformer(2), "100%")) == ", +0 % time predicted"
 
 
 def test_without_a_time_of_the_step_nothing_is_said() -> None:
-    assert extra_time(replace(plan(transformer(2), "70%"), step_ms=0.0)) == ""
+    assert format_extra_time(replace(plan(transformer(2), "70%"), step_ms=0.0)) == ""
 
 
 def test_operators_whose_operands_are_noted_have_their_own_name() -> None:
@@ -108,7 +108,7 @@ def test_the_next_size_is_shown_apart_from_the_available_memory() -> None:
 
 def test_peaks_that_plans_reach_are_printed_as_budgets_that_are_enough() -> None:
     profile = transformer(2)
-    _, least = smallest_peak(profile)
+    _, least = find_smallest_peak(profile)
     (line,) = (line for line in str(profile).splitlines() if line.startswith("smallest peak: "))
     row = str(lowtide.frontier(profile, n_budgets=4)).splitlines()[1]
     for said in (line.removeprefix("smallest peak: ").partition(" (")[0], " ".join(row.split()[:2])):

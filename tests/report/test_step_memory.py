@@ -9,22 +9,22 @@ import pytest
 from lowtide.memory import events
 from lowtide.memory.events import PHASE, Allocate, Event, EventStream, Free, Label, Mark
 from lowtide.memory.memory_timeline import Timeline
-from lowtide.planner import smallest_peak
+from lowtide.planner import find_smallest_peak
 from lowtide.planner.records import Decisions, Profile, Static
 from lowtide.planner.simulate.simulator import predict
 from lowtide.report.page import asset
 from lowtide.report.page import memory as picture
 from lowtide.report.pictures import legend, slug
-from lowtide.report.run_text import peak_sentence
-from lowtide.report.step_memory import CATEGORIES, MOST_MOMENTS, NAMED, predicted_memory, recorded_memory
+from lowtide.report.run_text import describe_peak
+from lowtide.report.step_memory import CATEGORIES, MOST_MOMENTS, NAMED, predict_memory, read_recorded_memory
 from planner.profiles import chain, random_profile, transformer
 
 
 @pytest.mark.parametrize("profile", [chain(6), transformer(4), *(random_profile(seed, 40) for seed in range(4))])
 @pytest.mark.parametrize("how", ["plain", "smallest"])
 def test_parts_of_a_predicted_step_are_those_of_the_planner(profile: Profile, how: str) -> None:
-    decisions = Decisions() if how == "plain" else smallest_peak(profile)[0]
-    expected, found = predict(profile, decisions), predicted_memory(profile, decisions)
+    decisions = Decisions() if how == "plain" else find_smallest_peak(profile)[0]
+    expected, found = predict(profile, decisions), predict_memory(profile, decisions)
     assert found.peak_bytes == expected.peak_bytes
     assert found.at[found.peak_moment] == expected.peak_position
     parts = {name.replace("optimizer", "optimizer state"): n for name, n in expected.parts.items() if n}
@@ -36,7 +36,7 @@ def test_a_long_predicted_step_keeps_its_peak() -> None:
     assert len(profile.base_bytes) > 2 * MOST_MOMENTS
     can = {slot.address for slot in profile.slots if not slot.is_input and profile.values[slot.value].recipe}
     decisions = Decisions(recompute=frozenset(sorted(can)[::2]))
-    found = predicted_memory(profile, decisions)
+    found = predict_memory(profile, decisions)
     assert len(found.at) <= MOST_MOMENTS + 4
     assert found.peak_bytes == predict(profile, decisions).peak_bytes
     assert [span.name for span in found.phases] == [
@@ -63,7 +63,7 @@ def drawn(n: int, seed: int = 0) -> EventStream:
 
 def test_a_long_recording_loses_no_peak() -> None:
     timeline = Timeline(drawn(20_000), {3: Label("activations", "h.0.act")})
-    found = recorded_memory(timeline, "measured")
+    found = read_recorded_memory(timeline, "measured")
     assert found.peak_bytes == timeline.peak_bytes
     assert found.at[found.peak_moment] == timeline.peak_index
     for moment, total in zip(found.at, found.totals, strict=True):
@@ -77,7 +77,7 @@ def test_a_long_recording_loses_no_peak() -> None:
 
 def test_the_largest_tensors_are_named_at_each_moment() -> None:
     timeline = Timeline(drawn(3_000))
-    found = recorded_memory(timeline, "measured")
+    found = read_recorded_memory(timeline, "measured")
     for moment in (0, 100, found.peak_moment, len(found.at) - 1):
         expected = [block.bytes for block in timeline.alive_at(found.at[moment])[:NAMED]]
         assert [tensor.bytes for tensor in found.tensors_at(moment)] == expected
@@ -86,22 +86,22 @@ def test_the_largest_tensors_are_named_at_each_moment() -> None:
 def test_memory_from_before_is_below_what_the_step_adds() -> None:
     stream = EventStream((Allocate(1, 100, 1, "a"), Free(-1, 40), Allocate(2, 60, 2, "b")))
     static = Static(parameters=500, gradients=30, optimizer=70)
-    found = recorded_memory(Timeline(stream), "estimated", static)
+    found = read_recorded_memory(Timeline(stream), "estimated", static)
     assert found.totals == (700, 660, 720)
     assert found.parts_at(2) == {"parameters": 500, "optimizer state": 60, "temporaries": 160}
-    over_entry = recorded_memory(Timeline(stream), "measured")
+    over_entry = read_recorded_memory(Timeline(stream), "measured")
     assert over_entry.totals == (100, 60, 120)
     assert over_entry.floor_bytes == -40
     *parts, total = map(int, re.findall(r'data-bytes="(-?\d+)"', legend(over_entry, 2, over_entry.bytes)))
     assert (sum(parts), total) == (120, 120)
     assert 'style="width:100.0%"' in legend(over_entry, 2, over_entry.bytes)  # of 160 bytes, not of 120
-    assert ": 160 B of temporaries, less 40 B that was there at entry and is freed." in peak_sentence(over_entry)
+    assert ": 160 B of temporaries, less 40 B that was there at entry and is freed." in describe_peak(over_entry)
 
 
 @pytest.mark.parametrize("category", events.CATEGORIES)
 def test_memory_of_each_category_is_shown(category: events.Category) -> None:
     stream = EventStream((Allocate(1, 64, 0, "x"), Free(1, 64)))
-    assert recorded_memory(Timeline(stream, {1: Label(category)}), "estimated").parts_at(0) == {category: 64}
+    assert read_recorded_memory(Timeline(stream, {1: Label(category)}), "estimated").parts_at(0) == {category: 64}
 
 
 @pytest.mark.parametrize("category", CATEGORIES)
@@ -114,12 +114,12 @@ def test_each_category_has_its_colour(category: str) -> None:
 def test_the_label_of_the_budget_is_on_the_side_without_the_peak(first_bytes: int, is_right: bool) -> None:
     """Labels of a peak and of a budget close to it are drawn at the same height."""
     stream = EventStream((Allocate(1, first_bytes, 1, "a"), Free(1, first_bytes), Allocate(2, 50, 2, "b")))
-    page = picture(recorded_memory(Timeline(stream), "measured"), None, 95)
+    page = picture(read_recorded_memory(Timeline(stream), "measured"), None, 95)
     assert ('class="lt-budget-name is-right"' in page) == is_right
 
 
 def test_a_recording_without_events_is_shown() -> None:
-    found = recorded_memory(Timeline(EventStream(())), "measured")
+    found = read_recorded_memory(Timeline(EventStream(())), "measured")
     assert found.peak_bytes == 0
     assert "all together" in picture(found, None)
 
@@ -128,7 +128,7 @@ def test_a_recording_without_events_is_shown() -> None:
 def test_a_million_events_take_less_than_a_gibibyte() -> None:
     timeline = Timeline(drawn(1_000_000))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = recorded_memory(timeline, "measured")
+    found = read_recorded_memory(timeline, "measured")
     html = picture(found, None)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
     assert found.peak_bytes == timeline.peak_bytes

@@ -16,7 +16,7 @@ from lowtide.runtime.recompute import Recompute, certain
 from lowtide.runtime.recompute_builder import Builder, ParameterOwners
 from lowtide.runtime.saved_values import Handle, Value, register, registered, unpack
 from lowtide.runtime.tensor_writers import ReliedOn
-from lowtide.runtime.view_geometry import base_node_and_view
+from lowtide.runtime.view_geometry import find_base_node_and_view
 
 
 class Everything:
@@ -25,14 +25,14 @@ class Everything:
     def __init__(self, values: weakref.WeakSet[Value]) -> None:
         self.values, self.held = values, []
 
-    def site_of_numbers(self) -> CaptureSite:
+    def get_site_of_numbers(self) -> CaptureSite:
         return CaptureSite("")
 
     def unrecorded(self, operand: Tensor) -> tuple[CaptureSite, Value | None]:
         self.held.append(Value(operand.detach()))
         return CaptureSite("", len(self.held)), self.held[-1]
 
-    def sized_by_contents(self, operator: str) -> None:
+    def report_sized_by_contents(self, operator: str) -> None:
         """Sizes are of no interest here."""
 
 
@@ -72,7 +72,7 @@ class Dropping:
         self._hooks.__exit__(kind, error, trace)
 
     def pack(self, tensor: Tensor) -> Handle:
-        base, node, output, view = base_node_and_view(tensor)
+        base, node, output, view = find_base_node_and_view(tensor)
         name = "" if node is None else node.name()
         value = None if node is None else registered(node, output)
         if value is not None and not certain(value):

@@ -14,12 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.planner.address_nodes import MASK
 from lowtide.runtime.engine import Engine
-from lowtide.runtime.plan_table import Decision, actions_for
+from lowtide.runtime.plan_table import Decision, parse_actions
 from lowtide.runtime.recipes import CannotRecompute
 from lowtide.runtime.recompute_builder import Builder
 from lowtide.runtime.saved_tensor_packer import SavedTensorPacker
 from lowtide.runtime.saved_values import Value
-from lowtide.runtime.view_geometry import base_node_and_view
+from lowtide.runtime.view_geometry import find_base_node_and_view
 from parts import Block
 
 WAYS = ("keep", "recompute", "replay", "nest", "both")
@@ -44,7 +44,7 @@ class RecomputesAll(SavedTensorPacker):
     """Tries a recipe for every saved tensor, and to keep the bits of every mask outside replays."""
 
     def hold(self, tensor, decision, frame, scope):
-        node = base_node_and_view(tensor)[1]
+        node = find_base_node_and_view(tensor)[1]
         name = node.name() if node is not None else MASK if frame is None else ""
         return super().hold(tensor, Decision(name, ""), frame, scope)
 
@@ -64,7 +64,7 @@ def engine(model: nn.Module, way: str, blocks: type[nn.Module] | tuple[type[nn.M
     tops = [path for path, module in model.named_modules() if isinstance(module, blocks) and path]
     inside = [path for path, _ in model.named_modules() if any(path.startswith(f"{top}.") for top in tops)]
     chosen = {"replay": tops, "nest": tops + inside, "both": tops + inside}.get(way, [])
-    actions = actions_for({}, [f"{path}#{number}" for path in chosen for number in range(16)])
+    actions = parse_actions({}, [f"{path}#{number}" for path in chosen for number in range(16)])
     return (recomputing_all if way in ("recompute", "both") else Engine)(model, actions)
 
 

@@ -10,7 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.runtime.advance import Advance
 from lowtide.runtime.engine import Engine
-from lowtide.runtime.plan_table import actions_for
+from lowtide.runtime.plan_table import parse_actions
 from lowtide.runtime.saved_values import Value
 from parts import Language
 from runtime.plans import (
@@ -28,7 +28,7 @@ BLOCKS = [f"blocks.{n}#0" for n in range(6)]
 
 
 def in_force(model: nn.Module, replay: Iterable[str], advance: Iterable[str]) -> AbstractContextManager[Engine]:
-    return installed(Engine(model, actions_for({}, replay, advance)))
+    return installed(Engine(model, parse_actions({}, replay, advance)))
 
 
 def results_of(blocks: Iterable[nn.Module]) -> list[StorageWeakRef]:
@@ -129,7 +129,7 @@ def test_arguments_of_an_advanced_call_are_recomputed():
 
     plain = outcome(model, step)
     results.clear()
-    engine = Engine(model, actions_for({"1#0@0": "GeluBackward0"}, (), ["1#0"]))
+    engine = Engine(model, parse_actions({"1#0@0": "GeluBackward0"}, (), ["1#0"]))
     engine.install()
     try:
         loss = model(x).sum()

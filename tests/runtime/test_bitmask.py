@@ -18,7 +18,7 @@ from lowtide.profiler.measure_call import identical
 from lowtide.runtime import bitmask as masks
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.partial_saves import PACKINGS, packed
-from lowtide.runtime.plan_table import actions_for
+from lowtide.runtime.plan_table import parse_actions
 from lowtide.runtime.recipes import CannotRecompute
 from lowtide.runtime.recipes.masking import single
 from models import build
@@ -114,7 +114,7 @@ class Counted:
             self.number += 1
             return real(**constants)
 
-        monkeypatch.setitem(PACKINGS, MASK, (replace(masks.FROM_BITS, function=counting), masks.bits_of))
+        monkeypatch.setitem(PACKINGS, MASK, (replace(masks.FROM_BITS, function=counting), masks.pack_mask))
 
 
 @pytest.fixture
@@ -141,7 +141,7 @@ def test_masks_are_kept_as_bits(name, way, made):
     decisions = every_mask(rehearsed(model, step))
     assert len(decisions) == expected
     plain = outcome(model, step)
-    engine = Engine(model, actions_for(decisions, []))
+    engine = Engine(model, parse_actions(decisions, []))
     engine.install()
     made.number = 0
     assert not differences(plain, outcome(model, step))
@@ -164,7 +164,7 @@ def test_every_mask_of_a_model(name, made):
         return loss
 
     plain = outcome(case.model, step)
-    engine = Engine(case.model, actions_for(decisions, []))
+    engine = Engine(case.model, parse_actions(decisions, []))
     engine.install()
     made.number = 0
     assert not differences(plain, outcome(case.model, step))
@@ -175,7 +175,7 @@ def test_every_mask_of_a_model(name, made):
 def planned(inner: nn.Module, decisions: dict[str, str]) -> tuple[nn.Module, Engine]:
     torch.manual_seed(0)
     model = Model(inner).train()
-    engine = Engine(model, actions_for(decisions, []))
+    engine = Engine(model, parse_actions(decisions, []))
     engine.install()
     return model, engine
 
@@ -231,7 +231,7 @@ def test_a_step_that_is_not_as_the_rehearsed_one_is_kept_and_that_is_said(inner)
 def test_in_a_batch_that_is_too_small_a_mask_is_kept_and_nothing_is_said(recwarn):
     model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Linear(64, 64))
     profile = lowtide.rehearse(model, lambda x: model(x).sum().backward(), torch.ones(64, 64))
-    engine = Engine(model, actions_for(every_mask(profile), []))
+    engine = Engine(model, parse_actions(every_mask(profile), []))
     engine.install()
     model(torch.ones(7, 64)).sum().backward()
     engine.remove()
@@ -285,7 +285,7 @@ def test_signs_of_what_is_no_number_and_of_both_zeros(dtype: torch.dtype) -> Non
         odd += [nan, -nan, -0.0, tiny(dtype), -tiny(dtype), inf, -inf]
     values = torch.tensor(odd, dtype=dtype).repeat(2000)
     expected = torch.tensor([0.0 if each <= 0 else 1.0 for each in values.tolist()], dtype=dtype)
-    assert torch.equal(masks.mask_of(**masks.signs_of(values)), expected)
+    assert torch.equal(masks.mask_of(**masks.pack_signs(values)), expected)
     if dtype.is_floating_point:
         relu = values.clone().requires_grad_()
         relu.relu().sum().backward()
@@ -368,7 +368,7 @@ def test_tensors_that_are_no_masks_are_kept():
 def test_an_inspected_tensor_can_be_resized_as_before(dtype):
     mask, activation = torch.ones(5000, dtype=dtype), torch.randn(5000)
     packed(MASK, mask)
-    masks.signs_of(activation)
+    masks.pack_signs(activation)
     for tensor in (mask, activation):
         tensor.resize_(10_000)
 
@@ -383,7 +383,7 @@ def test_booleans_on_a_device():
 def test_packing_signs_allocates_the_bits_and_nothing_else() -> None:
     x = torch.randn(2**21)
     with lowtide.measure() as measured:
-        bits = masks.signs_of(x)["bits"]
+        bits = masks.pack_signs(x)["bits"]
     assert measured.peak_bytes == bits.nbytes == 2**18
 
 

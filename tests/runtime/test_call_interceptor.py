@@ -12,7 +12,7 @@ from lowtide._torch.modules import CALL
 from lowtide.planner.address_nodes import NOTED
 from lowtide.runtime.call_interceptor import CallInterceptor, OuterInterceptor, pass_on
 from lowtide.runtime.engine import Engine
-from lowtide.runtime.plan_table import actions_for
+from lowtide.runtime.plan_table import parse_actions
 
 X = torch.ones(2, 4)
 
@@ -101,7 +101,7 @@ class KeepsAllOfTwo(Engine):
 
 def test_a_plan_that_runs_in_another_thread_meanwhile_finds_them() -> None:
     model = Model()
-    engine = KeepsAllOfTwo(model.train(), {}, actions_for({}, ["part#0"]))
+    engine = KeepsAllOfTwo(model.train(), {}, parse_actions({}, ["part#0"]))
     engine.install()
     own, seen = in_front(model.part), list[object]()
 
@@ -193,7 +193,7 @@ RECOMPUTED = {"blocks.0#0:1": "ExpBackward0"}
 @pytest.fixture
 def stack() -> Iterator[tuple[Stack, Engine]]:
     model = Stack()
-    engine = Engine(model.train(), actions_for(RECOMPUTED, []))
+    engine = Engine(model.train(), parse_actions(RECOMPUTED, []))
     engine.install()
     yield model, engine
     engine.remove()
@@ -258,7 +258,7 @@ def test_they_are_back_in_a_call_that_no_run_has_learnt(stack: tuple[Stack, Engi
 def test_calls_of_captured_operands_and_replays_keep_those_of_all_their_modules() -> None:
     for recompute, replay in (({"blocks#0:7": f"AddBackward0{NOTED}"}, []), ({}, ["blocks#0"])):
         model = Stack()
-        engine = Engine(model.train(), actions_for(recompute, replay))
+        engine = Engine(model.train(), parse_actions(recompute, replay))
         engine.install()
         seen = names_out(model)
         gradients(model)

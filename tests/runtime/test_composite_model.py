@@ -3,7 +3,7 @@
 import pytest
 from torch import nn
 
-from lowtide.runtime.composite_model import CompositeModel, join_models, name_of
+from lowtide.runtime.composite_model import CompositeModel, find_name, join_models
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -18,4 +18,4 @@ def test_models_beside_each_other_become_parts_of_one() -> None:
     model = join_models([generator, critic, generator[0]])
     assert type(model) is CompositeModel
     assert [*model.children()] == [generator, critic]
-    assert name_of(model) == "Sequential and Linear"
+    assert find_name(model) == "Sequential and Linear"

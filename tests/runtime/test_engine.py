@@ -22,11 +22,11 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from comparing import equal
 from lowtide._torch.modes import saved_tensor_hooks
-from lowtide._torch.modules import CALL, original_call
+from lowtide._torch.modules import CALL, get_original_call
 from lowtide.planner.records import Profile
 from lowtide.runtime.call_interceptor import CallInterceptor
 from lowtide.runtime.engine import Engine
-from lowtide.runtime.plan_table import actions_for
+from lowtide.runtime.plan_table import parse_actions
 from parts import VOCABULARY, WIDTH, Language
 from runtime.plans import WAYS, Ops, count_packs, differences, engine, in_force, outcome
 from zoo import ZOO
@@ -101,7 +101,7 @@ def test_loss_gradients_buffers_and_random_numbers_are_those_of_the_plain_step(n
     assert any(name.startswith("gradient") for name in plain)
     assert differences(plain, run()) == []  # else the step itself is not deterministic
     for kind, plan in PLANS.items():
-        engine = Engine(model, actions_for(*plan(profile)))
+        engine = Engine(model, parse_actions(*plan(profile)))
         engine.install()
         try:
             assert differences(plain, run()) == [], kind
@@ -252,7 +252,7 @@ def test_module_compile_is_asked_inside_and_restored():
 
     def compiled(*args, **kwargs):
         calls.append(args)
-        return original_call(model.blocks[1])(*args, **kwargs)
+        return get_original_call(model.blocks[1])(*args, **kwargs)
 
     ids = torch.zeros(2, 8, dtype=torch.long)
     plain = outcome(model, lambda: model(ids).sum().backward())
@@ -468,7 +468,7 @@ def test_unexpected_tensors_are_kept_and_reported_once():
     model, ids = Language(layers=2), torch.zeros(2, 8, dtype=torch.long)
     plain = outcome(model, lambda: model(ids).sum().backward())
     addresses = ["blocks.0#0:0", "blocks.1.mlp.0#0:0", "norm#0:1"]
-    engine = Engine(model, actions_for(dict.fromkeys(addresses, "CosBackward0"), ()))
+    engine = Engine(model, parse_actions(dict.fromkeys(addresses, "CosBackward0"), ()))
     engine.install()
     with pytest.warns(UserWarning, match="saves different tensors than the rehearsed step") as said:
         planned = [outcome(model, lambda: model(ids).sum().backward()) for _ in range(2)]
@@ -511,7 +511,7 @@ def test_nothing_is_planned_of_what_only_a_replay_would_hold():
     refused = {slot.address: profile.values[slot.value].refused for slot in profile.slots}
     assert refused["then.0.linear#0:0"] == "it is computed from an argument of a call that nothing else holds"
     plain = outcome(model, lambda: model(x).sum().backward())
-    engine = Engine(model, actions_for(*PLANS["all recipes"](profile)))
+    engine = Engine(model, parse_actions(*PLANS["all recipes"](profile)))
     engine.install()
     planned = outcome(model, lambda: model(x).sum().backward())
     engine.remove()
@@ -547,7 +547,7 @@ def test_the_input_of_a_replayed_block_is_recomputed_from_what_another_one_was_g
     assert recompute["blocks.1#0@0"] == "MulBackward0"
     assert replay == [f"blocks.{n}#0" for n in range(3)]
     plain = outcome(model, lambda: model(x).sum().backward())
-    engine = Engine(model, actions_for(recompute, replay))
+    engine = Engine(model, parse_actions(recompute, replay))
     engine.install()
     planned = outcome(model, lambda: model(x).sum().backward())
     engine.remove()
@@ -678,7 +678,7 @@ def test_any_plan_on_any_network(draws, seed):
         partial(drawn, seed=seed),
         partial(drawn, seed=seed + 1),
     ):
-        engine = Engine(model, actions_for(*plan(profile)))
+        engine = Engine(model, parse_actions(*plan(profile)))
         engine.install()
         try:
             assert differences(plain, outcome(model, step)) == []

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from lowtide.errors import StalePlan
-from lowtide.runtime.fingerprint import check_made_for, device_of, fingerprint, place_of
+from lowtide.runtime.fingerprint import check_made_for, device_of, find_device, fingerprint
 from lowtide.runtime.static_memory import static_bytes
 
 
@@ -13,7 +13,7 @@ def test_only_what_is_on_the_models_device_counts() -> None:
     """A batch that the step itself moves to the device is not there yet. Here "meta" is the host."""
     model = nn.Linear(4, 4)
     here, there = torch.ones(3, 4), torch.ones(3, 4, device="meta")
-    assert (device_of(model), place_of(model)) == ("cpu", torch.device("cpu"))
+    assert (device_of(model), find_device(model)) == ("cpu", torch.device("cpu"))
     static, addresses = static_bytes(model, (here, there), ())
     assert static.inputs == here.nbytes
     assert static.total == here.nbytes + 20 * 4

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from lowtide.runtime.fsdp_scopes import check_is_whole, units_in
+from lowtide.runtime.fsdp_scopes import check_is_whole, find_units
 
 
 class Sharded(FSDPModule, nn.Linear):
@@ -14,9 +14,9 @@ class Sharded(FSDPModule, nn.Linear):
 
 def test_units_are_the_sharded_modules() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    assert units_in(model.modules()) == []
+    assert find_units(model.modules()) == []
     model[1].__class__ = Sharded
-    assert units_in(model.modules()) == [model[1]]
+    assert find_units(model.modules()) == [model[1]]
 
 
 def test_a_parameter_without_memory_is_not_whole() -> None:

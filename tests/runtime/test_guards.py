@@ -11,7 +11,15 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, register_optimiz
 
 from lowtide.planner.records import Decided, Fingerprint, Plan, Prediction
 from lowtide.runtime.engine import Engine
-from lowtide.runtime.guards import LOOKS, STATE_LOOKS, UNSEEN, PlanGuard, more_state, remove_expired, watch_bypass
+from lowtide.runtime.guards import (
+    LOOKS,
+    STATE_LOOKS,
+    UNSEEN,
+    PlanGuard,
+    remove_expired,
+    watch_bypass,
+    watch_state_growth,
+)
 from runtime.plans import installed
 
 PREDICTED = Prediction(peak_bytes=600, peak_position=0, held_bytes=0, extra_ms=1, extra_flops=0, parts={"optimizer": 0})
@@ -149,7 +157,7 @@ def test_state_that_the_plan_does_not_count_is_reported_after_the_first_updates(
     model: nn.Module, at: int, n_messages: int
 ) -> None:
     said: list[str] = []
-    hook = more_state(model, PLAN, said.append)
+    hook = watch_state_growth(model, PLAN, said.append)
     optimizer, other = Growing([*model.parameters()], at), Growing([nn.Parameter(torch.ones(1))], 1)
     for _ in range(2 * STATE_LOOKS):
         other.step()
@@ -162,7 +170,7 @@ def test_state_that_the_plan_does_not_count_is_reported_after_the_first_updates(
 def test_state_that_the_plan_counts_is_no_reason_to_warn(model: nn.Module) -> None:
     said: list[str] = []
     counted = replace(PLAN, plain=replace(PREDICTED, parts={"optimizer": 400}))
-    hook = more_state(model, counted, said.append)
+    hook = watch_state_growth(model, counted, said.append)
     Growing([*model.parameters()], 1).step()
     hook.remove()
     assert said == []
@@ -223,7 +231,7 @@ def test_a_model_that_is_freed_while_hooks_run_leaves_them_until_they_can_be_rem
     trained(torch.ones(1, 2)).sum().backward()
     optimizer.step()
     collects = register_optimizer_step_post_hook(collect)
-    more_state(freed, PLAN, lambda what: None)
+    watch_state_growth(freed, PLAN, lambda what: None)
     del freed
     optimizer.step()
     collects.remove()

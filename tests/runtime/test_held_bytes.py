@@ -14,7 +14,7 @@ from torch import nn
 from lowtide.memory.cpu_recorder import CpuRecorder
 from lowtide.runtime.saved_values import Value
 from runtime.dropping import Dropping, cheap, no_attention, nothing
-from runtime.plans import Choosy, Ops, actions_for, recomputing_all
+from runtime.plans import Choosy, Ops, parse_actions, recomputing_all
 from runtime.test_leaks import level_after
 
 transformers = pytest.importorskip("transformers")
@@ -99,7 +99,7 @@ def test_recipes_alone(build: Callable[[], nn.Module], drops: Callable[[Value], 
 def step(model: nn.Module, drops: Callable[[Value], bool], replay: list[str]) -> tuple[int, int]:
     """Bytes held after forward, and how many matrix products the backward takes. One sequence: bytes go with them."""
     ids = torch.randint(0, 8000, (1, 256))
-    engine = recomputing_all(model.train(), actions_for({}, replay))
+    engine = recomputing_all(model.train(), parse_actions({}, replay))
     engine.packer.builder = Choosy(drops, engine.packer.builder)
     engine.install()
     with CpuRecorder() as recorder:

@@ -22,12 +22,12 @@ from comparing import equal
 from lowtide._torch.privateuse1 import GATED_KEY, OVERRIDE_KEY, is_replaced, remove_kernels
 from lowtide.memory.cpu_recorder import CpuRecorder
 from lowtide.memory.memory_timeline import Timeline
-from lowtide.planner import smallest_peak
+from lowtide.planner import find_smallest_peak
 from lowtide.runtime import inplace_gradients as in_place
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.inplace_gradients import InPlacePermission
 from lowtide.runtime.inplace_kernels import OPERATORS, _pieces
-from lowtide.runtime.plan_table import actions_for
+from lowtide.runtime.plan_table import parse_actions
 from lowtide.runtime.saved_values import native
 from lowtide.runtime.static_memory import static_bytes
 from runtime.plans import installed
@@ -779,7 +779,7 @@ def test_two_models_each_with_a_plan_of_its_own() -> None:
 def test_runs_whose_backward_comes_in_another_order_all_write_in_place(order: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 64))
-    with installed(Engine(model, actions_for({}, []), in_place=[{"GeluBackward0": in_place.MIN_BYTES}])):
+    with installed(Engine(model, parse_actions({}, []), in_place=[{"GeluBackward0": in_place.MIN_BYTES}])):
         losses = [(model(torch.randn(64, 8)) * n).square().mean() for n in range(3)]
         assert [writes_in_place(losses[n]) for n in order] == [1, 1, 1]
         together = model(torch.randn(64, 8)).mean() + model(torch.randn(64, 8)).mean()
@@ -828,7 +828,7 @@ def test_large_norms_are_done_in_pieces_where_that_pays() -> None:
     assert set(slow.nodes) == {"NativeBatchNormBackward0"}
     assert "ReluBackward0" in free.nodes
     assert free.extra_ms == 0
-    _, least = smallest_peak(profile)
+    _, least = find_smallest_peak(profile)
     with lowtide.fit(model, step, x, budget=least.peak_bytes, profile=profile) as fitted:
         assert "NativeBatchNormBackward0" in fitted.plan.in_place
         assert fitted.verdict.measured_peak_bytes <= least.peak_bytes
@@ -888,7 +888,7 @@ def test_gradients_that_are_too_small_pass_compiled_hooks_without_python(monkeyp
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1)), torch.randn(4, 4)
     engine = Engine(model, {}, in_place=[{"ReluBackward0": 4096}])
     called: list[str] = []
-    monkeypatch.setattr(in_place, "_permission_to_write", lambda name, args: called.append(name))
+    monkeypatch.setattr(in_place, "_find_permission_to_write", lambda name, args: called.append(name))
     engine.install()
     model(x).sum().backward()
     assert called == []

@@ -4,7 +4,7 @@ import pytest
 
 from joint_graphs import MANY, block, classified, embedded, loss_head, masked, node, normalised, over_tokens, residual
 from lowtide._torch.joint_graph import JointGraph
-from lowtide.profiler.joint_memory import backward_half, forward_half
+from lowtide.profiler.joint_memory import compute_backward_half, compute_forward_half
 from lowtide.runtime.joint_slots import JointSlots
 
 PLAIN = frozenset({3, 5})
@@ -143,7 +143,7 @@ def test_saved_values_live_from_the_end_of_forward_to_their_last_read() -> None:
     joint = masked()
     slots = JointSlots(joint, PLAIN)
     plain = slots.as_torch()
-    forward, backward = forward_half(joint, plain), backward_half(joint, plain)
+    forward, backward = compute_forward_half(joint, plain), compute_backward_half(joint, plain)
     saved_bytes = MANY + MANY // 4
     assert forward.levels[-1] == saved_bytes + MANY  # and the output
     assert backward.levels[-1] == MANY - saved_bytes - MANY  # the gradient came, what was saved and the tangent went

@@ -18,7 +18,7 @@ from lowtide.runtime.call_context import MOST_KNOWN
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.known_modules import KnownModules
 from lowtide.runtime.module_attributes import Attributes
-from lowtide.runtime.plan_table import actions_for
+from lowtide.runtime.plan_table import parse_actions
 from lowtide.runtime.tensor_writers import Overwritten
 from runtime.plans import differences, outcome
 
@@ -71,7 +71,7 @@ def leave() -> Iterator[None]:
 
 def in_force(model: Model, steps: int = 3) -> Engine:
     """Put an engine that replays the part in force, and take `steps` steps."""
-    ENGINES.append(engine := Engine(model.train(), actions_for({}, ["part#0"])))
+    ENGINES.append(engine := Engine(model.train(), parse_actions({}, ["part#0"])))
     engine.install()
     for _ in range(steps):
         model(X).backward()

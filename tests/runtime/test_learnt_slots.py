@@ -10,10 +10,10 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from lowtide._torch.nodes import saved_slots
+from lowtide._torch.nodes import find_saved_slots
 from lowtide.planner.address_nodes import NOTED
 from lowtide.runtime.engine import Engine
-from lowtide.runtime.plan_table import actions_for
+from lowtide.runtime.plan_table import parse_actions
 from lowtide.runtime.saved_values import Handle, unpack
 from parts import WIDTH
 from runtime.plans import Ops, differences, outcome
@@ -49,7 +49,7 @@ X = torch.linspace(-1, 1, 4 * WIDTH).view(4, WIDTH)
 
 
 def planned(model: nn.Module, recompute: dict[str, str], replay: list[str] | None = None) -> Engine:
-    engine = Engine(model, actions_for(recompute, replay or []))
+    engine = Engine(model, parse_actions(recompute, replay or []))
     engine.messages.tell = lambda what: None
     engine.install()
     return engine
@@ -67,7 +67,7 @@ def packed(loss: torch.Tensor) -> list[object]:
                 yield node
                 pending += [edge[0] for edge in node.next_functions]
 
-    slots = (slot for node in nodes() for _, slot in saved_slots(node))
+    slots = (slot for node in nodes() for _, slot in find_saved_slots(node))
     return [slot.data for slot in slots if slot.unpack_hook is unpack]
 
 

@@ -9,11 +9,11 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, prune, weight_norm
 
 import lowtide
-from lowtide.planner import smallest_peak
+from lowtide.planner import find_smallest_peak
 from lowtide.planner.records import Plan
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.module_changes import AsPlanned
-from lowtide.runtime.plan_table import actions_for
+from lowtide.runtime.plan_table import parse_actions
 
 WIDTH = 32
 
@@ -52,7 +52,7 @@ def plan(given: Tensor) -> Plan:
     """The plan with the smallest peak: it runs blocks again."""
     model = made()
     profile = lowtide.rehearse(model, lambda x: taken(model, x), given)
-    found = lowtide.plan(profile, smallest_peak(profile)[1].peak_bytes)
+    found = lowtide.plan(profile, find_smallest_peak(profile)[1].peak_bytes)
     assert "1#0" in found.replay
     return found
 
@@ -171,7 +171,7 @@ def test_other_parameters_and_buffers_are_named() -> None:
 
 def test_a_pruned_weight_that_moves_a_planned_tensor_is_reported() -> None:
     model, x = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)), torch.randn(64, WIDTH)
-    engine = Engine(model, actions_for({"2#0:0": "TanhBackward0"}, ()))
+    engine = Engine(model, parse_actions({"2#0:0": "TanhBackward0"}, ()))
     engine.install()
     try:
         prune.l1_unstructured(model[2], "weight", 0.3)  # its mask is now the first tensor that the call saves

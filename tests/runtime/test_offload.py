@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.offload import COPIERS, Offloaded, OffloadedStorage
-from lowtide.runtime.plan_table import actions_for
+from lowtide.runtime.plan_table import parse_actions
 from lowtide.runtime.saved_values import Value
 from parts import Language
 from runtime.cpu_copier import CPU, CpuCopier
@@ -43,7 +43,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def in_force(
     model: nn.Module, offloaded: Iterable[str], replay: Iterable[str] = (), advance: Iterable[str] = ()
 ) -> AbstractContextManager[Engine]:
-    return installed(Engine(model, actions_for({}, replay, advance, offloaded)))
+    return installed(Engine(model, parse_actions({}, replay, advance, offloaded)))
 
 
 class Chain(nn.Module):

@@ -9,11 +9,11 @@ from torch import nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 import lowtide
-from lowtide.planner import predict, smallest_peak
+from lowtide.planner import find_smallest_peak, predict
 from lowtide.planner.address_nodes import NOTED
 from lowtide.planner.records import Decisions, Profile
 from lowtide.runtime.engine import Engine
-from lowtide.runtime.plan_table import actions_for
+from lowtide.runtime.plan_table import parse_actions
 from models import build
 from runtime.plans import differences, outcome
 
@@ -104,7 +104,7 @@ def rehearsed(model: nn.Module) -> Profile:
 
 def check_other_numbers(model: nn.Module, profile: Profile) -> None:
     """The plan gives the plain bits in steps with other numbers than in the rehearsal."""
-    engine = Engine(model, actions_for(recomputed(profile), []))
+    engine = Engine(model, parse_actions(recomputed(profile), []))
     for number in (0.7, 0.1, 1e-9, -3.0):
         model.inner.number = number
         plain = outcome(model, step_of(model))
@@ -129,7 +129,7 @@ def test_values_with_uncaptured_operands_are_kept(name):
     model = Model(KEPT[name]).train()
     profile = rehearsed(model)
     assert not found(profile)
-    engine = Engine(model, actions_for(recomputed(profile), []))
+    engine = Engine(model, parse_actions(recomputed(profile), []))
     plain = outcome(model, step_of(model))
     engine.install()
     assert not differences(plain, outcome(model, step_of(model)))
@@ -150,7 +150,7 @@ def test_a_tensor_of_one_element_may_change_between_forward_and_backward():
     decisions = recomputed(rehearsed(model))
     assert any(NOTED in node for node in decisions.values())
     plain = outcome(model, step)
-    engine = Engine(model, actions_for(decisions, []))
+    engine = Engine(model, parse_actions(decisions, []))
     engine.install()
     assert not differences(plain, outcome(model, step))
     engine.remove()
@@ -163,7 +163,7 @@ def test_a_number_that_becomes_a_tensor_is_kept_and_that_is_said():
     decisions = recomputed(rehearsed(model))
     model.inner.number = torch.linspace(0, 1, WIDTH)
     plain = outcome(model, step_of(model))
-    engine = Engine(model, actions_for(decisions, []))
+    engine = Engine(model, parse_actions(decisions, []))
     engine.install()
     with pytest.warns(UserWarning, match="saves different tensors than the rehearsed step"):
         assert not differences(plain, outcome(model, step_of(model)))
@@ -228,7 +228,7 @@ def test_nor_what_is_made_of_that():
     torch.manual_seed(0)
     model = nn.Sequential(AddsToThat(), AddsToThat())
     profile = rehearsed(model)
-    plan = lowtide.plan(profile, smallest_peak(profile)[1].peak_bytes)
+    plan = lowtide.plan(profile, find_smallest_peak(profile)[1].peak_bytes)
     verdict = lowtide.verify(model, lambda batch: step_of(model)(batch).detach(), {"x": x()}, plan)
     assert verdict.identical
     assert not verdict.drifted
@@ -242,7 +242,7 @@ def test_operators_are_watched_only_in_the_calls_that_need_it():
         seen.append((module, _get_current_function_mode() is not None))
 
     model = nn.Sequential(Model(WITH_NUMBERS["added"]), nn.Tanh()).train()
-    engine = Engine(model, actions_for(recomputed(rehearsed(model)), []))
+    engine = Engine(model, parse_actions(recomputed(rehearsed(model)), []))
     hooks = [module.register_forward_pre_hook(watch) for module in model.modules()]
     engine.install()
     outcome(model, step_of(model))
@@ -255,7 +255,7 @@ def test_operators_are_watched_only_in_the_calls_that_need_it():
 def test_an_exception_ends_the_watch():
     torch.manual_seed(0)
     model = Model(WITH_NUMBERS["added"]).train()
-    engine = Engine(model, actions_for(recomputed(rehearsed(model)), []))
+    engine = Engine(model, parse_actions(recomputed(rehearsed(model)), []))
     engine.install()
     model.inner.number = "no number"
     with pytest.raises(TypeError):
@@ -342,7 +342,7 @@ def test_causal_attention_goes_without_its_scores():
     model = Model(lambda x, number: attend(x, is_causal=True)).train()
     profile = rehearsed(model)
     assert f"SafeSoftmaxBackward0{NOTED}" in found(profile)  # no tensor is held for that
-    engine = Engine(model, actions_for(recomputed(profile), []))
+    engine = Engine(model, parse_actions(recomputed(profile), []))
     plain = outcome(model, step_of(model))
     engine.install()
     assert not differences(plain, outcome(model, step_of(model)))
@@ -408,7 +408,7 @@ def test_an_operand_that_is_overwritten_is_not_looked_at_again(change):
     product = next(value for value in profile.values if value.node.startswith("SubBackward0"))
     assert (product.recipe is None) == (why is not None)
     assert why is None or why in product.refused
-    engine = Engine(model, actions_for(recomputed(profile), []))
+    engine = Engine(model, parse_actions(recomputed(profile), []))
     before = copy.deepcopy(model.state_dict())
     plain = outcome(model, step_of(model))
     model.load_state_dict(before)

@@ -9,12 +9,12 @@ from torch.nn import functional as F
 
 import lowtide
 from lowtide.memory.cpu_recorder import CpuRecorder
-from lowtide.planner import smallest_peak
+from lowtide.planner import find_smallest_peak
 from lowtide.planner.address_nodes import SHAPE, SIGNS
 from lowtide.profiler.measure_call import identical
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.partial_saves import READS_SHAPE, packed
-from lowtide.runtime.plan_table import actions_for
+from lowtide.runtime.plan_table import parse_actions
 from lowtide.runtime.recipes import CannotRecompute
 from runtime.plans import differences, outcome, step_of
 from runtime.test_leaks import level_after
@@ -63,7 +63,7 @@ def test_a_pooled_relu_is_held_as_bits(inplace, layout):
     assert packings(profile) == {
         "1#0:0": SIGNS, "2#0:0": SHAPE, "5#0:0": SIGNS, "6#0:0": SHAPE, "8#0:0": SIGNS, "9#0:0": SHAPE
     }  # fmt: skip
-    plan = lowtide.plan(profile, smallest_peak(profile)[1].peak_bytes)
+    plan = lowtide.plan(profile, find_smallest_peak(profile)[1].peak_bytes)
     assert {plan.recompute[address] for address in ("1#0:0", "2#0:0")} == {SIGNS, SHAPE}
     verdict = lowtide.verify(model, step, x, plan)
     assert verdict.identical
@@ -76,7 +76,7 @@ def test_it_takes_a_32nd():
     result = 4 * 16 * 32 * 32 * 4
     held = []
     for recompute in ({}, {"1#0:0": SIGNS, "2#0:0": SHAPE}):
-        engine = Engine(model, actions_for(recompute, ()))
+        engine = Engine(model, parse_actions(recompute, ()))
         engine.install()
         with CpuRecorder() as recorder:
             loss = model(x).sum()
@@ -131,7 +131,7 @@ def test_saved_for_its_shape_in_the_call_that_saves_it_for_more(case):
     step = step_of(model)
     profile = lowtide.rehearse(model, step, x)
     assert packings(profile) == {f"{n}{address}": node for n in range(2) for address, node in expected.items()}
-    plan = lowtide.plan(profile, smallest_peak(profile)[1].peak_bytes)
+    plan = lowtide.plan(profile, find_smallest_peak(profile)[1].peak_bytes)
     verdict = lowtide.verify(model, step, x, plan)
     assert verdict.identical
     assert not verdict.drifted
@@ -148,7 +148,7 @@ def test_no_recompute_uses_a_tensor_that_nothing_holds():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         profile = lowtide.rehearse(model, step, x)
-        plan = lowtide.plan(profile, smallest_peak(profile)[1].peak_bytes)
+        plan = lowtide.plan(profile, find_smallest_peak(profile)[1].peak_bytes)
         verdict = lowtide.verify(model, step, x, plan)
     assert verdict.identical
     assert verdict.measured_peak_bytes == plan.predicted.peak_bytes
@@ -169,7 +169,7 @@ def test_nothing_is_made_of_what_takes_a_number_to_make():
     model, x = Shifted(), torch.randn(64, 64)
     step = step_of(model)
     profile = lowtide.rehearse(model, step, x)
-    plan = lowtide.plan(profile, smallest_peak(profile)[1].peak_bytes)
+    plan = lowtide.plan(profile, find_smallest_peak(profile)[1].peak_bytes)
     verdict = lowtide.verify(model, step, x, plan)
     assert not verdict.drifted
     assert verdict.measured_peak_bytes == plan.predicted.peak_bytes
@@ -196,7 +196,7 @@ def test_every_number_has_the_sign_that_backward_sees(odd):
         relu(leaf).backward(given)
         return leaf.grad
 
-    plain, (packed_away, engine) = outcome(relu, run), under(relu, actions_for({"#0:0": SIGNS}, ()), run)
+    plain, (packed_away, engine) = outcome(relu, run), under(relu, parse_actions({"#0:0": SIGNS}, ()), run)
     assert not engine.packer.drifted
     assert identical(plain["result"], packed_away["result"])
 
@@ -222,7 +222,7 @@ def test_readers_of_a_released_relu_result_recompute_it():
     assert not packings(profile)
     plain = outcome(model, run)
     with pytest.warns(UserWarning, match="saves different tensors than the rehearsed step"):
-        planned, engine = under(model, actions_for({"1#0:1": SIGNS}, ()), run)
+        planned, engine = under(model, parse_actions({"1#0:1": SIGNS}, ()), run)
     assert engine.packer.drifted == {"1#0:1"}
     assert not differences(plain, planned)
 
@@ -264,7 +264,7 @@ def test_the_shape_is_enough(node, last):
         result.square().sum().backward()
         return leaf.grad
 
-    plain, (shape_only, engine) = outcome(pool, run), under(pool, actions_for({"#0:0": SHAPE}, ()), run)
+    plain, (shape_only, engine) = outcome(pool, run), under(pool, parse_actions({"#0:0": SHAPE}, ()), run)
     assert not engine.packer.drifted
     assert identical(plain["result"], shape_only["result"])
 
@@ -274,7 +274,7 @@ def test_the_shape_is_enough(node, last):
 def test_the_result_of_a_pool_is_not_recomputed_from_a_shape(node, before):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), POOLS[node][0], nn.Conv2d(8, 4, 3))
-    actions = actions_for({**before, "2#0:0": SHAPE, "3#0:0": node}, ())
+    actions = parse_actions({**before, "2#0:0": SHAPE, "3#0:0": node}, ())
 
     def run():
         return model(images()).square().sum().backward()
@@ -301,7 +301,7 @@ def test_nor_before_the_call_is_over():
 
     profile = lowtide.rehearse(model, step, images())
     assert packings(profile) == {"1#0:0": SIGNS, "1#0:1": SHAPE}
-    plan = lowtide.plan(profile, smallest_peak(profile)[1].peak_bytes)
+    plan = lowtide.plan(profile, find_smallest_peak(profile)[1].peak_bytes)
     verdict = lowtide.verify(model, step, images(), plan)
     assert verdict.identical
     assert not verdict.drifted
@@ -329,7 +329,7 @@ def test_another_reader_than_the_planned_one_gets_the_values():
             return x.relu() if self.positive else x.tanh()
 
     model = nn.Sequential(nn.Conv2d(3, 16, 3), Relu(), Changes())
-    actions = actions_for({"1#0:0": SIGNS, "2#0:0": SHAPE}, ())
+    actions = parse_actions({"1#0:0": SIGNS, "2#0:0": SHAPE}, ())
 
     def run():
         return model(images()).sum().backward()
@@ -349,7 +349,7 @@ def test_a_graph_that_is_kept_and_differentiated_again():
     model = nn.Sequential(
         nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.AvgPool2d(2)
     )
-    actions = actions_for({"1#0:0": SIGNS, "2#0:0": SHAPE, "4#0:0": SIGNS, "5#0:0": SHAPE}, ())
+    actions = parse_actions({"1#0:0": SIGNS, "2#0:0": SHAPE, "4#0:0": SIGNS, "5#0:0": SHAPE}, ())
 
     def twice():
         loss = model(images()).square().sum()
@@ -378,6 +378,6 @@ def test_inside_of_a_replayed_block():
 
     plain = outcome(model, run)
     for recompute in ({}, {"0.1#0:0": SIGNS}, {"0.2#0:0": SHAPE}, {"0.1#0:0": SIGNS, "0.2#0:0": SHAPE}):
-        planned, engine = under(model, actions_for(recompute, ("0#0",)), run)
+        planned, engine = under(model, parse_actions(recompute, ("0#0",)), run)
         assert not engine.packer.drifted
         assert not differences(plain, planned)

@@ -9,8 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.planner.records import Decided, Plan
-from lowtide.runtime.call_shapes import Shapes, elements, no_larger, shapes_in, shapes_of, within
-from lowtide.runtime.planned_engine import PlannedEngine, elements_that_fit, most_elements, shared_implementations
+from lowtide.runtime.call_shapes import Shapes, elements, list_shapes, no_larger, parse_shapes, within
+from lowtide.runtime.planned_engine import (
+    PlannedEngine,
+    estimate_fitting_elements,
+    find_most_elements,
+    find_shared_implementations,
+)
 from runtime.plans import installed
 from runtime.test_guards import PLAN
 
@@ -71,17 +76,17 @@ def test_calls_of_a_part_are_reported_with_their_arguments() -> None:
 
 
 def test_the_largest_of_all_rehearsed_calls_counts() -> None:
-    assert most_elements(replace(PLAN, input_shapes=("[4, 6] float32, [4] int64", "[5, 2] float32"))) == 28
-    assert most_elements(replace(PLAN, input_shapes=())) == inf
+    assert find_most_elements(replace(PLAN, input_shapes=("[4, 6] float32, [4] int64", "[5, 2] float32"))) == 28
+    assert find_most_elements(replace(PLAN, input_shapes=())) == inf
 
 
 def test_calls_need_no_plan_up_to_the_elements_whose_activations_fit_beside_the_rest() -> None:
     plain = replace(PLAN.plain, peak_bytes=1000, held_bytes=600)
     plan = replace(for_rows(4), plain=plain, budget_bytes=700)
-    assert elements_that_fit(plan) == 12  # 300 of 600 bytes, so half of 24 elements
-    assert elements_that_fit(replace(plan, budget_for="reserved")) == 0
-    assert elements_that_fit(replace(plan, input_shapes=())) == 0
-    assert elements_that_fit(replace(plan, plain=replace(plain, held_bytes=0))) == 0
+    assert estimate_fitting_elements(plan) == 12  # 300 of 600 bytes, so half of 24 elements
+    assert estimate_fitting_elements(replace(plan, budget_for="reserved")) == 0
+    assert estimate_fitting_elements(replace(plan, input_shapes=())) == 0
+    assert estimate_fitting_elements(replace(plan, plain=replace(plain, held_bytes=0))) == 0
     engine = PlannedEngine(nn.Linear(6, 6), replace(plan, fallback=FALLBACK))
     assert [engine.has_room(0, n_elements) for n_elements in (0, 1, 12, 13)] == [False, True, True, False]
     assert not engine.has_room(1, 1)  # the fallback
@@ -90,9 +95,9 @@ def test_calls_need_no_plan_up_to_the_elements_whose_activations_fit_beside_the_
 def test_an_implementation_is_used_where_all_plans_name_it() -> None:
     named = replace(PLAN, implementations={"NativeBatchNormBackward0": "from statistics", "Odd": "from statistics"})
     other = replace(PLAN, implementations={"NativeBatchNormBackward0": "another"})
-    assert shared_implementations([]) == {}
-    assert shared_implementations([named, other]) == shared_implementations([named, PLAN]) == {}
-    assert "Odd" not in shared_implementations([named])
+    assert find_shared_implementations([]) == {}
+    assert find_shared_implementations([named, other]) == find_shared_implementations([named, PLAN]) == {}
+    assert "Odd" not in find_shared_implementations([named])
 
 
 @pytest.mark.parametrize(
@@ -117,7 +122,7 @@ def test_calls_are_compared_by_each_dimension_or_by_their_elements(
 
 def test_shapes_are_those_of_all_tensors_but_numbers() -> None:
     x, mask = torch.ones(2, 3), torch.ones(2)
-    assert shapes_of((x, torch.tensor(5)), {"mask": mask}) == ((2, 3), (2,))
-    assert shapes_in("[8, 1024] int64, [8] float32") == ((8, 1024), (8,))
+    assert list_shapes((x, torch.tensor(5)), {"mask": mask}) == ((2, 3), (2,))
+    assert parse_shapes("[8, 1024] int64, [8] float32") == ((8, 1024), (8,))
     assert elements(((2, 3), (2,))) == 8
     assert elements(()) == 0

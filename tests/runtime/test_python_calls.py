@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import torch
-from overhead import COUNT, FOUR, Calls, Chain, Numbers, Short, gpt2, python_calls, resnet, step_of
+from overhead import COUNT, FOUR, Calls, Chain, Numbers, Short, count_python_calls, gpt2, resnet, step_of
 from torch import nn
 
 from lowtide.planner.address_nodes import NOTED
 from lowtide.runtime import saved_values
 from lowtide.runtime.engine import Engine
-from lowtide.runtime.plan_table import actions_for
+from lowtide.runtime.plan_table import parse_actions
 
 PER_STEP = 100
 """Calls of a planned step, however large the model is."""
@@ -19,11 +19,11 @@ PER_STEP = 100
 
 def calls(model: nn.Module, step: Callable[[], object], decided: dict[str, str], **more: Any) -> tuple[int, int]:
     """Return the Python calls of a step without a plan, and of one after the plan's first."""
-    n_plain = python_calls(step)
-    engine = Engine(model, actions_for(decided, more.get("replay", [])), in_place=[more.get("in_place", {})])
+    n_plain = count_python_calls(step)
+    engine = Engine(model, parse_actions(decided, more.get("replay", [])), in_place=[more.get("in_place", {})])
     engine.install()
     step()
-    n_planned = python_calls(step)
+    n_planned = count_python_calls(step)
     assert not engine.packer.drifted
     engine.remove()
     return n_plain, n_planned

@@ -10,7 +10,7 @@ from torch import nn
 
 from lowtide.planner.address_nodes import NOTED
 from lowtide.runtime.engine import Engine
-from lowtide.runtime.plan_table import actions_for
+from lowtide.runtime.plan_table import parse_actions
 from lowtide.runtime.recipes import RECIPES
 from lowtide.runtime.recompute import Recompute, certain
 from lowtide.runtime.recompute_builder import Builder
@@ -45,7 +45,7 @@ DECIDED = {
 
 
 def planned(model: nn.Module, decided: dict[str, str]) -> Engine:
-    engine = Engine(model, actions_for(decided, []))
+    engine = Engine(model, parse_actions(decided, []))
     engine.messages.tell = lambda what: None
     engine.install()
     return engine

@@ -34,7 +34,7 @@ from lowtide.planner.records import Decisions
 from lowtide.planner.simulate.simulator import predict
 from lowtide.runtime import host_rng
 from lowtide.runtime.engine import Engine
-from lowtide.runtime.plan_table import actions_for
+from lowtide.runtime.plan_table import parse_actions
 from lowtide.runtime.replay import ReplayFrame
 from parts import Block, Language, convolution
 from runtime.plans import Ops, differences, in_force, outcome
@@ -1127,7 +1127,7 @@ def test_an_outer_replay_frees_the_arguments_of_the_inner_ones():
     for part in parts:
         part.register_forward_hook(lambda m, args, out: alive.append(weakref.ref(out)))
     plain = outcome(model, lambda: model(X).sum().backward())
-    made = Engine(model, actions_for({}, ["1#0", *[f"1.{n}#0" for n in range(5)]]))
+    made = Engine(model, parse_actions({}, ["1#0", *[f"1.{n}#0" for n in range(5)]]))
     made.install()
     try:
         assert differences(plain, outcome(model, lambda: model(X).sum().backward())) == []
@@ -1174,7 +1174,7 @@ def test_a_plan_in_which_only_some_calls_are_replayed():
 
     model = nn.Sequential(nn.Linear(4, 4), Twice(), Twice())
     plain = outcome(model, lambda: model(X).sum().backward())
-    made = Engine(model, actions_for({}, ["1#0", "1.inner#1", "1.inner#4", "1.inner#5", "2#0"]))
+    made = Engine(model, parse_actions({}, ["1#0", "1.inner#1", "1.inner#4", "1.inner#5", "2#0"]))
     made.install()
     try:
         assert differences(plain, outcome(model, lambda: model(X).sum().backward())) == []

@@ -15,7 +15,7 @@ from lowtide.planner.address_nodes import INDICES
 from lowtide.planner.records import Decisions
 from lowtide.runtime.partial_saves import packed
 from lowtide.runtime.recipes import CannotRecompute
-from lowtide.runtime.small_integers import offsets_of
+from lowtide.runtime.small_integers import pack_indices
 
 STEM = (4, 8, 56, 56)
 """The result of a ResNet's stem, whose pooling has windows of 3 x 3 in planes of 112 x 112."""
@@ -26,7 +26,7 @@ def indices(shape: tuple[int, ...], **options: int) -> Tensor:
 
 
 def held_bytes(tensor: Tensor) -> int:
-    bits = offsets_of(tensor)["bits"]
+    bits = pack_indices(tensor)["bits"]
     assert isinstance(bits, Tensor)
     return bits.untyped_storage().nbytes()
 
@@ -41,7 +41,7 @@ def test_a_resnets_stem_keeps_one_byte_for_each_index_and_four_for_each_point() 
 def test_packing_allocates_the_packed_bytes_alone_on_a_cpu() -> None:
     found = indices((4, 8, 112, 112), stride=2, padding=1)
     with lowtide.measure() as memory:
-        offsets = offsets_of(found)
+        offsets = pack_indices(found)
     assert memory.peak_bytes == offsets["bits"].nbytes
 
 
@@ -85,7 +85,7 @@ def test_indices_come_back_with_their_bits_and_strides(shape: tuple[int, ...], l
 )
 def test_other_tensors_are_kept(tensor: Tensor) -> None:
     with pytest.raises(CannotRecompute):
-        offsets_of(tensor)
+        pack_indices(tensor)
 
 
 def test_a_step_keeps_its_indices_small_with_the_same_bits_and_the_predicted_peak() -> None:

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import nn
 
-from lowtide._torch.optim import parameters_of
-from lowtide.runtime.live_optimizers import is_of, listed, optimizers_of, state_bytes
-from lowtide.runtime.static_memory import _bucket_bytes, static_bytes
+from lowtide._torch.optim import list_parameters
+from lowtide.runtime.live_optimizers import find_optimizers, is_of, listed, state_bytes
+from lowtide.runtime.static_memory import _count_bucket_bytes, static_bytes
 
 
 class Model(nn.Module):
@@ -57,7 +57,7 @@ def test_buckets_hold_the_gradients_that_are_sent_unless_these_are_views_of_them
     model["frozen"].requires_grad_(False)
     model["ours"].grad = torch.ones(16)
     wrapper = SimpleNamespace(module=model, parameters_to_ignore={"own"}, gradient_as_bucket_view=are_views)
-    assert _bucket_bytes(wrapper) == n_bytes  # type: ignore[arg-type]
+    assert _count_bucket_bytes(wrapper) == n_bytes  # type: ignore[arg-type]
 
 
 def test_optimizers_are_found_by_the_parameters_that_they_update() -> None:
@@ -65,21 +65,21 @@ def test_optimizers_are_found_by_the_parameters_that_they_update() -> None:
     mine, others = torch.optim.SGD([model.one.bias]), torch.optim.SGD(other.parameters())
     assert is_of(model, mine)
     assert not is_of(model, others)
-    assert optimizers_of(model) == optimizers_of(model, others) == [mine]
+    assert find_optimizers(model) == find_optimizers(model, others) == [mine]
     assert (listed(None), listed(mine), listed((mine, others))) == ([], [mine], [mine, others])
-    assert [id(p) for p in parameters_of(mine)] == [id(model.one.bias)]
-    assert parameters_of(torch.optim.Optimizer.__new__(torch.optim.Optimizer)) == []
+    assert [id(p) for p in list_parameters(mine)] == [id(model.one.bias)]
+    assert list_parameters(torch.optim.Optimizer.__new__(torch.optim.Optimizer)) == []
 
 
 def test_garbage_is_collected_only_if_an_unknown_optimizer_is_found() -> None:
     model = Model()
     mine, n_collections = torch.optim.SGD(model.parameters()), _n_full_collections()
-    assert optimizers_of(model, mine) == [mine]
+    assert find_optimizers(model, mine) == [mine]
     assert _n_full_collections() == n_collections
     unused = torch.optim.SGD(model.parameters())
     unused.itself = unused  # type: ignore[attr-defined]
     del unused
-    assert optimizers_of(model, mine) == [mine]
+    assert find_optimizers(model, mine) == [mine]
     assert _n_full_collections() > n_collections
 
 

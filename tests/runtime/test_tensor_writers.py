@@ -11,12 +11,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowtide
-from lowtide._torch.inplace_functions import inplace_functions, list_functions
-from lowtide.planner import smallest_peak
+from lowtide._torch.inplace_functions import inplace_functions, list_foreach_functions
+from lowtide.planner import find_smallest_peak
 from lowtide.runtime import inplace_methods
 from lowtide.runtime import tensor_writers as writers
 from lowtide.runtime.engine import Engine
-from lowtide.runtime.plan_table import actions_for
+from lowtide.runtime.plan_table import parse_actions
 from runtime.diagonal_params import diagonal_params
 from runtime.plans import installed
 
@@ -79,7 +79,7 @@ def with_smallest_peak(model: nn.Module, batch: list[Tensor]) -> lowtide.Plan:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         profile = lowtide.rehearse(model, step, batch)
-    return lowtide.plan(profile, smallest_peak(profile)[1].peak_bytes)
+    return lowtide.plan(profile, find_smallest_peak(profile)[1].peak_bytes)
 
 
 def same(some: list[Tensor], others: list[Tensor]) -> bool:
@@ -368,7 +368,7 @@ def test_a_hidden_write_to_a_saved_buffer_changes_what_backward_reads_and_not_wh
         return results
 
     model, said = Scaled(), list[str]()
-    engine = Engine(model, actions_for({"#0:2": "TanhBackward0"}, ()))
+    engine = Engine(model, parse_actions({"#0:2": "TanhBackward0"}, ()))
     engine.messages.tell = said.append
     with installed(engine):
         assert same(gradients(model), gradients(Scaled()))
@@ -430,7 +430,7 @@ def test_a_block_that_writes_to_a_large_buffer_in_later_steps_only_is_run_again_
 
     model = make()
     profile = lowtide.rehearse(model, step, ROWS)
-    plan = lowtide.plan(profile, smallest_peak(profile)[1].peak_bytes)
+    plan = lowtide.plan(profile, find_smallest_peak(profile)[1].peak_bytes)
     assert plan.replay
     planned, said = make(), list[str]()
     with lowtide.apply(planned, plan, say=said.append):
@@ -440,7 +440,7 @@ def test_a_block_that_writes_to_a_large_buffer_in_later_steps_only_is_run_again_
 
 def test_methods_of_tensors_are_torchs_own_without_a_plan() -> None:
     def functions() -> dict[object, object]:
-        places = [*inplace_functions(), *((torch, name) for name in list_functions())]
+        places = [*inplace_functions(), *((torch, name) for name in list_foreach_functions())]
         functions = {(owner.__name__, name): getattr(owner, name) for owner, name in places}
         return {**vars(Tensor), **functions, **vars(torch.UntypedStorage), "swap": torch.utils.swap_tensors}
 

@@ -10,7 +10,7 @@ from transformers.activations import NewGELUActivation
 import lowtide
 from lowtide.memory.cpu_recorder import CpuRecorder
 from lowtide.memory.memory_timeline import Timeline
-from lowtide.planner import smallest_peak
+from lowtide.planner import find_smallest_peak
 from lowtide.runtime.recompute import Recompute
 from runtime.plans import differences, in_force, outcome, step_of
 
@@ -27,7 +27,7 @@ class Applied(nn.Module):
 
 
 def fitted(profile):
-    return lowtide.plan(profile, smallest_peak(profile)[1].peak_bytes)
+    return lowtide.plan(profile, find_smallest_peak(profile)[1].peak_bytes)
 
 
 @pytest.fixture

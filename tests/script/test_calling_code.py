@@ -8,12 +8,12 @@ from typing import NoReturn
 import torch
 from torch import nn
 
-from lowtide.script.calling_code import caller_optimizers, caller_variables
+from lowtide.script.calling_code import find_caller_optimizers, find_caller_variables
 
 
 def test_variables_are_found_from_the_inside_out() -> None:
     inner = "here"
-    found = list(caller_variables())
+    found = list(find_caller_variables())
     assert any(value is inner for value in found)
 
 
@@ -23,7 +23,7 @@ def test_optimizers_are_found_in_objects_of_the_programs() -> None:
             self.optimizer = torch.optim.SGD(nn.Linear(2, 2).parameters())
 
         def step(self) -> list[torch.optim.Optimizer]:
-            return caller_optimizers()
+            return find_caller_optimizers()
 
     trainer = Trainer()
     assert any(found is trainer.optimizer for found in trainer.step())
@@ -34,7 +34,7 @@ def test_inspected_objects_are_not_kept_alive() -> None:
     try:
         tensor = torch.ones(4)
         gone = weakref.ref(tensor)
-        caller_optimizers()
+        find_caller_optimizers()
         tensor = None
         assert gone() is None
     finally:
@@ -62,6 +62,6 @@ def test_nothing_of_what_is_at_hand_is_run() -> None:
     output, outputs = Output(), Outputs()
     output["optimizer"] = optimizer
     outputs.append(torch.optim.Adam(nn.Linear(2, 2).parameters()))
-    found = caller_optimizers()
+    found = find_caller_optimizers()
     assert any(each is optimizer for each in found)
     assert any(isinstance(each, torch.optim.Adam) for each in found)

@@ -19,10 +19,10 @@ from lowtide._torch.inductor import kernels_left_out
 from lowtide.api.compiled_fit import FORECAST
 from lowtide.errors import RehearsalError
 from lowtide.profiler.compiled_bits import compiled_bits
-from lowtide.profiler.compiled_steps import on_parts_only
+from lowtide.profiler.compiled_steps import note_partly_compiled
 from lowtide.report.text_table import decisions
-from lowtide.script.compiled_checks import CompiledChecks, addresses_with_other_bits
-from lowtide.script.compiled_functions import trained_modules
+from lowtide.script.compiled_checks import CompiledChecks, find_addresses_with_other_bits
+from lowtide.script.compiled_functions import find_trained_modules
 from lowtide.script.rehearse_steps import WHOLE_IN_PROCESSES
 from lowtide.script.run_verdict import COMPARED
 
@@ -253,7 +253,7 @@ def test_results_that_differ_from_run_to_run_are_not_compared_and_the_others_are
     assert checks.compare(made, plain, model, varying, batch) == {}
     assert checks.proof == COMPARED + "; it is not deterministic in its gradients"
     assert checks.compare(made, plain, model, biased, batch) == {"gradients": ("bias (0)",)}
-    assert addresses_with_other_bits(made, plain, model, biased, batch) == tuple(made.recompute)
+    assert find_addresses_with_other_bits(made, plain, model, biased, batch) == tuple(made.recompute)
 
 
 def test_layers_of_torch_are_planned_as_eager_ones_if_compile_leaves_them_alone(
@@ -279,10 +279,10 @@ def test_a_container_of_torch_that_compiles_only_a_part_of_its_layers_is_named()
             return x.sin()
 
     container = nn.Sequential(nn.Linear(4, 4), Own())
-    assert on_parts_only(container) == ()
-    assert on_parts_only(cast("nn.Module", torch.compile(container))) == ()
+    assert note_partly_compiled(container) == ()
+    assert note_partly_compiled(cast("nn.Module", torch.compile(container))) == ()
     container.compile(backend="eager")
-    notes = on_parts_only(nn.ModuleList([container]))
+    notes = note_partly_compiled(nn.ModuleList([container]))
     if torch.__version__ < "2.15":  # from then on torch compiles its own layers too
         (note,) = notes
         assert note.startswith("Sequential.compile() compiles only the modules of other classes than torch's own")
@@ -481,8 +481,8 @@ def test_the_models_that_a_compiled_function_trains_are_found_by_name() -> None:
     def of_its_argument(net: nn.Module, x: Tensor) -> Tensor:
         return net(x)
 
-    assert trained_modules(step, (torch.ones(1),), {}) == [model]
-    assert trained_modules(of_its_argument, (model,), {"x": torch.ones(1)}) == [model]
+    assert find_trained_modules(step, (torch.ones(1),), {}) == [model]
+    assert find_trained_modules(of_its_argument, (model,), {"x": torch.ones(1)}) == [model]
 
 
 def for_each_size(model: nn.Module) -> Callable[[Tensor], Tensor]:

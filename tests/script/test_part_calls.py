@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from lowtide.memory.entry_storages import bytes_of, existing_tensors
+from lowtide.memory.entry_storages import bytes_of, find_existing_tensors
 from lowtide.memory.events import Allocate
-from lowtide.memory.measure import recorder_for
+from lowtide.memory.measure import make_recorder
 from lowtide.runtime.composite_model import CompositeModel
 from lowtide.script.part_calls import PartCalls
 
@@ -15,8 +15,8 @@ def test_each_different_call_is_made_again_with_equal_arguments_and_the_same_fro
     model = CompositeModel([maker, judge])
     calls = PartCalls(model)
     x, drawn = torch.randn(2, 8)[:, ::2], torch.randn(2, 4, requires_grad=True)
-    n_bytes = sum(bytes_of(existing_tensors()).values())
-    with recorder_for(torch.device("cpu")) as recorder:
+    n_bytes = sum(bytes_of(find_existing_tensors()).values())
+    with make_recorder(torch.device("cpu")) as recorder:
         for _ in range(2):
             calls.add(maker, ((x,), {}))
             calls.add(judge, ((), {"input": drawn}))
@@ -24,7 +24,7 @@ def test_each_different_call_is_made_again_with_equal_arguments_and_the_same_fro
         calls.add(judge, ((), {"input": drawn}))
     judge.requires_grad_(True)
     assert not [event for event in recorder.stream.events if type(event) is Allocate]
-    assert sum(bytes_of(existing_tensors()).values()) == n_bytes
+    assert sum(bytes_of(find_existing_tensors()).values()) == n_bytes
     x_bits, drawn_bits = x.clone(), drawn.detach().clone()
     x.zero_()
     made = calls.made()

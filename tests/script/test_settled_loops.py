@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from overhead import mlp, python_calls, settled
+from overhead import count_python_calls, mlp, settled
 from torch import nn
 
 import lowtide
@@ -17,11 +17,11 @@ UNPLANNED = 4
 
 
 def added(step: Callable[[], object], **settings: Any) -> int:
-    n_plain = python_calls(step)
+    n_plain = count_python_calls(step)
     run = settled(step, **settings)
-    n_inside = python_calls(step)
+    n_inside = count_python_calls(step)
     run.leave()
-    assert python_calls(step) == n_plain
+    assert count_python_calls(step) == n_plain
     return n_inside - n_plain
 
 

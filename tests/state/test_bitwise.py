@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from lowtide.state.bitwise import PIECE, _integers, _weighted_sum, content_hash, identical
+from lowtide.state.bitwise import PIECE, _integers, _sum_weighted, content_hash, identical
 
 DTYPES = [
     *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.float8_e4m3fn),
@@ -21,7 +21,7 @@ def content(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 Number = Callable[[torch.Tensor], int]
 
 ON_EACH_DEVICE = pytest.mark.parametrize(
-    "content_hash", [content_hash, lambda tensor: _weighted_sum(_integers(tensor))]
+    "content_hash", [content_hash, lambda tensor: _sum_weighted(_integers(tensor))]
 )
 """As on a CPU, and as on a GPU."""
 
@@ -82,7 +82,7 @@ def test_nothing_large_is_copied() -> None:
 
     for tensor in (torch.randn(2**22), torch.randn(2048, 2048).t(), torch.randn(4, 64, 128, 128).permute(0, 2, 3, 1)):
         with measure() as memory:
-            _weighted_sum(_integers(tensor))
+            _sum_weighted(_integers(tensor))
         assert memory.peak_bytes <= 32 * PIECE
 
 

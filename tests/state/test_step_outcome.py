@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowtide.state.step_outcome import Outcome, varying_results
+from lowtide.state.step_outcome import Outcome, find_varying_results
 
 ALL = {"loss": ("0",), "gradients": ("bias (0)", "weight (0)"), "parameters": ("bias", "weight")}
 
@@ -46,6 +46,6 @@ def test_results_that_vary_are_known_by_name_with_those_computed_from_them(
         return loss.detach() + (next(numbers) if varies == "loss" else 0)
 
     plain = Outcome.of(model, step, torch.ones(2, 4))
-    assert varying_results(plain, {}, lambda: pytest.fail("repeated in vain")) == {}
-    assert varying_results(plain, ALL, lambda: Outcome.of(model, step, torch.ones(2, 4))) == expected
+    assert find_varying_results(plain, {}, lambda: pytest.fail("repeated in vain")) == {}
+    assert find_varying_results(plain, ALL, lambda: Outcome.of(model, step, torch.ones(2, 4))) == expected
     assert n_runs == (2 if varies == "loss" else 6)

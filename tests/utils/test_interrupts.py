@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import lowtide
 from conftest import RunPython
-from interrupting import Interrupting, places_of
+from interrupting import Interrupting, find_places
 from lowtide import cli
 from lowtide._torch import patching as _standins
 from lowtide._torch.modes import saved_tensor_hooks
@@ -114,7 +114,7 @@ def check_interrupted(run: Callable[[], object], undo: Callable[[], object], n: 
     other.fit().remove()
     gc.collect()
     gc.freeze()  # neither counts in the budget of the other one
-    for number, (place, time_) in enumerate(places_of(run, seed, n), 1):
+    for number, (place, time_) in enumerate(find_places(run, seed, n), 1):
         where = f"seed {seed}: {place[0].co_filename}:{place[1]}, time {time_}"
         with contextlib.suppress(KeyboardInterrupt):
             with Interrupting((place, time_)):

@@ -95,8 +95,8 @@ def test_a_finder_looks_only_at_the_end_of_the_oldest_generation(monkeypatch: py
         looked_at.append(len(everything))
         return find_in(everything, classes)
 
-    find_in = live_objects_module._of_classes
-    monkeypatch.setattr(live_objects_module, "_of_classes", of_classes)
+    find_in = live_objects_module._select_instances
+    monkeypatch.setattr(live_objects_module, "_select_instances", of_classes)
     gc.unfreeze()
     monkeypatch.setattr(live_objects_module, "_ANCHOR", gc.get_objects(generation=2)[0])
     try:

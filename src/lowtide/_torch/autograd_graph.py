@@ -26,9 +26,9 @@ def producer(tensor: Tensor) -> Node | None:
         return None
 
 
-def nodes_behind(tensors: Iterable[Tensor]) -> list[Node]:
+def find_nodes_behind(tensors: Iterable[Tensor]) -> list[Node]:
     """Return the nodes that computed `tensors`, then all nodes that these lead to, gradient accumulators included."""
-    return nodes_from(node for tensor in tensors if (node := producer(tensor)) is not None)
+    return collect_nodes(node for tensor in tensors if (node := producer(tensor)) is not None)
 
 
 def walk(roots: Iterable[Node], without: Container[Node] = ()) -> Iterator[Node]:
@@ -43,7 +43,7 @@ def walk(roots: Iterable[Node], without: Container[Node] = ()) -> Iterator[Node]
                 nodes.append(upstream)
 
 
-def nodes_from(roots: Iterable[Node]) -> list[Node]:
+def collect_nodes(roots: Iterable[Node]) -> list[Node]:
     """Return `roots`, then all nodes that they lead to, each once."""
     return list(walk(roots))
 
@@ -102,9 +102,9 @@ def is_numbered(node: Node) -> bool:
 def leaves_of(nodes: Iterable[Node]) -> Iterator[Tensor]:
     """Yield the leaves that `nodes` themselves pass gradients to; a leaf may occur several times."""
     upstream = (function for node in nodes for function, _ in node.next_functions)
-    return (variable_of(function) for function in upstream if function is not None and is_leaf(function))
+    return (get_variable(function) for function in upstream if function is not None and is_leaf(function))
 
 
-def variable_of(function: Node) -> Tensor:
+def get_variable(function: Node) -> Tensor:
     """Return the leaf whose gradient `function` accumulates."""
     return cast("Tensor", function.variable)  # type: ignore[attr-defined]

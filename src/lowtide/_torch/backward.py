@@ -40,7 +40,7 @@ def in_backward() -> bool:
     return backward_number() != -1
 
 
-def running_node_number() -> int:
+def get_running_node_number() -> int:
     """Return the `sequence_number` of the node that backward runs in this thread, or -1. Relies on internals of torch
     2.13, present since 2.1.
     """
@@ -52,7 +52,7 @@ ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
 """Kind of the node that accumulates a leaf's gradient. Read in torch 2.13; present since 1.0."""
 
 
-def running_node() -> Node | None:
+def get_running_node() -> Node | None:
     """Return the node whose backward runs in this thread, or None. Relies on internals of torch 2.13, present since
     2.1.
     """
@@ -60,19 +60,19 @@ def running_node() -> Node | None:
     return node
 
 
-def running_node_name() -> str:
+def get_running_node_name() -> str:
     """Return the kind of the running node, such as `GeluBackward0`; empty if no node is running. Relies on
     internals of torch 2.13, present since 2.1.
     """
-    node = running_node()
+    node = get_running_node()
     return "" if node is None else node.name()
 
 
-def running_function() -> type | None:
+def get_running_function() -> type | None:
     """Return the `torch.autograd.Function` whose backward runs in this thread, or None. Relies on internals of torch
     2.13, present since 2.1.
     """
-    return getattr(running_node(), "_forward_cls", None)
+    return getattr(get_running_node(), "_forward_cls", None)
 
 
 ENGINE = "_engine_run_backward"

@@ -26,7 +26,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
     Wrappers in the module's attribute CALL are passed over, by their attribute `before`. Relies on internals of torch
     2.13, present since 2.2.
     """
-    return _compiled_front(module) is not None
+    return _find_compiled_front(module) is not None
 
 
 def has_compiled_modules(model: torch.nn.Module) -> bool:
@@ -38,12 +38,12 @@ def is_compiled_by_inductor(module: torch.nn.Module) -> bool:
     """Return True if inductor compiles the module, and no CUDA graphs replay it. Relies on internals of torch 2.13,
     present since 2.2.
     """
-    front = _compiled_front(module)
+    front = _find_compiled_front(module)
     settings: Any = None if front is None else front.get_compiler_config()
     return bool(settings) and not settings.get("triton.cudagraphs", False)
 
 
-def _compiled_front(module: torch.nn.Module) -> Any:
+def _find_compiled_front(module: torch.nn.Module) -> Any:
     """Return the object that runs the module's compiled code, or None."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported here: that takes a second
     if dynamo is not None and isinstance(module, dynamo.OptimizedModule):

@@ -21,7 +21,7 @@ PROFILERS: tuple[type, ...] = (torch.autograd.profiler.profile, torch.profiler.p
 """Classes of torch's profilers; the second one uses the first. Read in torch 2.13."""
 
 
-def profiler_running() -> bool:
+def is_profiler_running() -> bool:
     """Return True if any of torch's profilers is recording, in any thread. Relies on internals of torch 2.13."""
     return bool(torch._C._autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled)
 
@@ -46,7 +46,7 @@ def stop_profiler() -> None:
     torch._C._autograd._disable_profiler()
 
 
-def profiler_roots(profile: torch.autograd.profiler.profile) -> list[Any]:
+def get_profiler_roots(profile: torch.autograd.profiler.profile) -> list[Any]:
     """Return the outermost events of a stopped profiler, which have `.name`, `.start_time_ns` and `.children`.
 
     An ALLOCATION has `.extra_fields.ptr`, `.alloc_size` (negative for a free) and `.device`. The size of a free is that

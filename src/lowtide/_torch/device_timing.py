@@ -64,7 +64,7 @@ def occupy(milliseconds: float) -> None:
     torch.cuda._sleep(int(milliseconds * CYCLES_PER_MS))  # type: ignore[no-untyped-call]
 
 
-def timing_event() -> torch.cuda.Event:
+def make_timing_event() -> torch.cuda.Event:
     """Return a new CUDA event that records its time."""
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call,no-any-return,unused-ignore]
 
@@ -91,7 +91,7 @@ class Stopwatch:
     def start(self, *, ahead_ms: float = 0.2) -> None:
         """Start, and keep the device busy for `ahead_ms`: long enough for the host to launch the work."""
         if self._has_two_clocks:
-            self._first, self._last = timing_event(), timing_event()
+            self._first, self._last = make_timing_event(), make_timing_event()
             occupy(ahead_ms)
             self._first.record()
             self._began = time.perf_counter() * 1000

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 
 from lowtide._torch.fake_modes import is_fake, is_own, without_function_modes, without_modes
-from lowtide._torch.tensors import parts_of
+from lowtide._torch.tensors import find_parts
 from lowtide.utils.frames import module_name
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ _COLLECTIVES = (
 """Methods of a process group that take part in a collective: those that this torch has. Read in torch 2.13."""
 
 
-def n_collectives() -> int:
+def count_collectives() -> int:
     """Return the number of collectives that this process has started, over all process groups. Relies on internals of
     torch 2.13, present since 1.10.
     """
@@ -45,7 +45,7 @@ _n_local = [0]
 """Number of collectives that this process has computed alone."""
 
 
-def n_local_collectives() -> int:
+def count_local_collectives() -> int:
     """Return the number of collectives that this process has computed alone so far, inside `collectives_alone`."""
     return _n_local[0]
 
@@ -126,8 +126,9 @@ _ALONE: dict[str, Callable[..., Any]] = {
 
 @contextlib.contextmanager
 def simulated_collectives_counted() -> Iterator[None]:
-    """Let `n_collectives` also count collectives of simulated groups inside this `with` block. Relies on internals of
-    torch 2.13.
+    """Let `count_collectives` also count collectives of simulated groups inside this `with` block.
+
+    Relies on internals of torch 2.13.
     """
 
     def counting(collective: Callable[..., Any]) -> Callable[..., Any]:
@@ -145,7 +146,7 @@ def simulated_collectives_counted() -> Iterator[None]:
         yield
 
 
-def ddp_wrappers(modules: Iterable[Any]) -> list[torch.nn.parallel.DistributedDataParallel]:
+def find_ddp_wrappers(modules: Iterable[Any]) -> list[torch.nn.parallel.DistributedDataParallel]:
     """Return the modules that are DDP wrappers.
 
     DDP is an ABC, so `isinstance` would hash the class of each module, and a metaclass may make its classes unhashable.
@@ -180,7 +181,7 @@ since 1.10.
 """
 
 
-def sent_parameters(
+def find_sent_parameters(
     wrapper: torch.nn.parallel.DistributedDataParallel,
 ) -> tuple[list[torch.nn.Parameter], list[bool]]:
     """Return the parameters whose gradients DDP reduces, and for each of them True if its gradient is sparse. Relies on
@@ -193,7 +194,7 @@ _buckets: dict[int, weakref.ref[torch.Tensor]] = {}
 """Buckets that a hook of Lowtide's has seen, by their ids."""
 
 
-def own_gradients(bucket: Any) -> torch.futures.Future[torch.Tensor]:
+def keep_own_gradients(bucket: Any) -> torch.futures.Future[torch.Tensor]:
     """Return the gradients in `bucket` unchanged as a completed future: a communication hook for DDP that sends
     nothing.
 
@@ -210,14 +211,15 @@ def _forget(number: int, _: object) -> None:
     _buckets.pop(number, None)
 
 
-def seen_buckets() -> list[torch.Tensor]:
-    """Return the tensors of those DDP buckets that `own_gradients` has received and that are alive. No other bucket has
-    a Python object.
+def find_seen_buckets() -> list[torch.Tensor]:
+    """Return the tensors of those DDP buckets that `keep_own_gradients` has received and that are alive.
+
+    No other bucket has a Python object.
     """
     return [bucket for reference in [*_buckets.values()] if (bucket := reference()) is not None]
 
 
-def bucket_limits(wrapper: torch.nn.parallel.DistributedDataParallel) -> tuple[list[int], list[int]]:
+def compute_bucket_limits(wrapper: torch.nn.parallel.DistributedDataParallel) -> tuple[list[int], list[int]]:
     """Return the largest sizes of DDP's buckets in bytes, in two lists: for the first forward, and from the second one
     on.
 
@@ -236,7 +238,7 @@ def bucket_limits(wrapper: torch.nn.parallel.DistributedDataParallel) -> tuple[l
     return first, then or [config.first_bucket_bytes_cap, config.bucket_bytes_cap]
 
 
-def communication_hooks(
+def find_communication_hooks(
     wrapper: torch.nn.parallel.DistributedDataParallel,
 ) -> tuple[list[str], list[torch.dtype]]:
     """Return information about the hooks by which `wrapper` sends gradients: the names of those that are not torch's
@@ -281,12 +283,12 @@ def is_wrapping(kind: type[Any]) -> bool:
     return wrapping
 
 
-def own_part(tensor: torch.Tensor) -> torch.Tensor:
+def get_own_part(tensor: torch.Tensor) -> torch.Tensor:
     """Return this process's part of a distributed tensor; return any other tensor unchanged."""
-    return next(parts_of(tensor)) if is_wrapping(type(tensor)) else tensor
+    return next(find_parts(tensor)) if is_wrapping(type(tensor)) else tensor
 
 
-def functional_collectives() -> Any:
+def import_functional_collectives() -> Any:
     """Return torch's module of collectives that return new tensors. Relies on internals of torch 2.13, present since
     2.0.
     """
@@ -295,7 +297,7 @@ def functional_collectives() -> Any:
     return _functional_collectives
 
 
-def distributed_like(tensor: Any, local: torch.Tensor) -> Any:
+def make_distributed_like(tensor: Any, local: torch.Tensor) -> Any:
     """Return a leaf of the class of `tensor` (a DTensor, or a collective's result to be waited for) with `local` as
     this process's part. Relies on internals of torch 2.13, present since 2.4.
     """
@@ -315,7 +317,7 @@ def start_absent_processes(start: Callable[..., None], rank: int, size: int) -> 
     start("fake", rank=rank, world_size=size, store=FakeStore())
 
 
-def keeping_own_state() -> tuple[Any, str, Callable[..., None]]:
+def build_own_state_patch() -> tuple[Any, str, Callable[..., None]]:
     """Return a replacement for the function that broadcasts rank 0's state dict, as (owner, name, function).
 
     On ranks other than 0 the replacement receives nothing: it keeps the process's own state, and gives memory to
@@ -388,7 +390,7 @@ def sharding_without_modes(contents: Callable[[torch.Tensor], torch.Tensor | Non
             shapes = _without_modes(getattr(ShardingPropagator, name))
             stack.enter_context(patch.object(ShardingPropagator, name, shapes))
             name = "propagate_op_sharding_non_cached"
-            propagate = _once_for_like_tensors(getattr(ShardingPropagator, name))
+            propagate = _run_once_for_like_tensors(getattr(ShardingPropagator, name))
             stack.enter_context(patch.object(ShardingPropagator, name, propagate))
         yield
 
@@ -397,7 +399,7 @@ _OVER_LISTS = ("aten::_foreach_", "aten::_amp_foreach_", "aten::_fused_")
 """Beginnings of the names of operators that treat the tensors of their lists one by one. Read in torch 2.13."""
 
 
-def _once_for_like_tensors(propagate: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+def _run_once_for_like_tensors(propagate: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """Return a version of DTensor's `propagate` that runs once for all tensors of a list that have equal metadata.
 
     An optimizer's lists hold all parameters, and torch's time grows with the square of their number. Relies on
@@ -461,7 +463,7 @@ def meshes_on(device_type: str) -> Iterator[None]:
         yield
 
 
-def ring_attention() -> tuple[Any, tuple[str, ...]] | None:
+def find_ring_attention() -> tuple[Any, tuple[str, ...]] | None:
     """Return the module of context parallel, and the names of its functions that begin and run attention.
 
     Returns None if the module is not imported. Relies on internals of torch 2.13.
@@ -473,7 +475,7 @@ def ring_attention() -> tuple[Any, tuple[str, ...]] | None:
     return module, tuple(name for name in names if hasattr(module, name))
 
 
-def symmetric_memory() -> Iterator[tuple[Any, str]]:
+def find_symmetric_memory() -> Iterator[tuple[Any, str]]:
     """Yield the functions, as owner and name, that begin to use symmetric memory, if this torch has them. Relies on
     internals of torch 2.13.
     """

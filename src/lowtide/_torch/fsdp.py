@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 
 from lowtide._torch.fake_modes import is_fake
-from lowtide._torch.tensors import fakes_have_addresses, storage_id
+from lowtide._torch.tensors import fakes_have_addresses, get_storage_id
 
 Purpose = Literal["gathered parameters", "communication buffers", "gradients"]
 """Purpose of memory that FSDP2 allocates."""
@@ -144,7 +144,7 @@ class ShardGroup:
                 whole.grad = None
 
 
-def shard_groups(module: Any) -> list[ShardGroup]:
+def find_shard_groups(module: Any) -> list[ShardGroup]:
     """Return the groups of parameters of a module that `fully_shard` was called on; up to torch 2.11, there is only
     one. Relies on internals of torch 2.13.
     """
@@ -301,7 +301,9 @@ def observe_resizes(on_resize: Callable[[torch.UntypedStorage], None], devices: 
     def padded_once(self: Any) -> None:
         parameter = getattr(self._module_info.module, self._module_info.param_name)
         shard, padded = parameter._local_tensor, self._sharded_param_data
-        is_padded = parameter is self.sharded_param and is_fake(shard) and storage_id(shard) == storage_id(padded)
+        is_padded = (
+            parameter is self.sharded_param and is_fake(shard) and get_storage_id(shard) == get_storage_id(padded)
+        )
         if not is_padded:
             reset(self)
 
@@ -313,7 +315,7 @@ def observe_resizes(on_resize: Callable[[torch.UntypedStorage], None], devices: 
         yield
 
 
-def devices_of_states(module: Any, device: torch.device) -> Iterator[tuple[Any, str, Any]]:
+def list_device_attributes(module: Any, device: torch.device) -> Iterator[tuple[Any, str, Any]]:
     """Yield the attributes to change to run a sharded module on `device`: (owner, name, value). Relies on internals of
     torch 2.13.
     """

@@ -67,7 +67,7 @@ bool is_none(PyObject* it) { return it == nullptr || it == Py_None; }
 
 #define NAMES(X)                                                                                                      \
   X(scope) X(frame) X(observer) X(needed) X(ordinal) X(learnt) X(held) X(actions) X(recompute) X(path) X(packer)         \
-  X(versions) X(address) X(node) X(builder) X(owners) X(relied_on) X(of_leaf)          \
+  X(versions) X(address) X(node) X(builder) X(owners) X(relied_on) X(hold_leaf)          \
   X(unless) X(data) X(unpack_hook) X(function) X(into) X(operands) X(make)       \
   X(shape) X(dtype) X(count) X(values) X(_expected) X(out) X(_frame)         \
   X(_inside_another) X(_operator) X(_is_complete) X(_place) X(_last) X(_wanted) X(_at) X(_holds) X(fresh) X(handed_over) \
@@ -98,7 +98,7 @@ struct Recompute {
   char has_passed;
 };
 
-Value* value_of(Handle* handle) { return reinterpret_cast<Value*>(handle->value); }
+Value* find_value(Handle* handle) { return reinterpret_cast<Value*>(handle->value); }
 const at::Tensor& unwrapped(PyObject* tensor) { return THPVariable_Unpack(tensor); }
 long long version_of(PyObject* tensor) { return static_cast<long long>(unwrapped(tensor)._version()); }
 void set(PyObject*& field, PyObject* owned) {
@@ -132,7 +132,7 @@ int handle_traverse(Handle* self, visitproc visit, void* arg) {
 }
 int handle_clear(Handle* self) {
   if (self->value != nullptr) {
-    Value* value = value_of(self);
+    Value* value = find_value(self);
     value->readers -= 1;
     if (self->last_backward != NEVER && self->last_backward == value->last_backward) {
       value->reads -= 1;
@@ -187,7 +187,7 @@ int handle_init(Handle* self, PyObject* args, PyObject* kwargs) {
   set(self->value, Py_NewRef(value));
   set(self->view, is_none(view) ? nullptr : Py_NewRef(view));
   self->last_backward = NEVER;
-  value_of(self)->readers += 1;
+  find_value(self)->readers += 1;
   return 0;
 }
 void fill(
@@ -204,7 +204,7 @@ void fill(
   if (goes_into) {
     for (Py_ssize_t n = 0; n < PyTuple_GET_SIZE(operands); ++n) {
       PyObject* each = PyTuple_GET_ITEM(operands, n);
-      if (each != Py_None) self->has_passed |= value_of(reinterpret_cast<Handle*>(each))->is_intermediate;
+      if (each != Py_None) self->has_passed |= find_value(reinterpret_cast<Handle*>(each))->is_intermediate;
     }
   }
 }
@@ -236,7 +236,7 @@ Ref new_handle(PyObject* value, PyObject* view) {
   self->value = Py_NewRef(value);
   self->view = is_none(view) ? nullptr : Py_NewRef(view);
   self->last_backward = NEVER;
-  value_of(self)->readers += 1;
+  find_value(self)->readers += 1;
   return Ref(reinterpret_cast<PyObject*>(self));
 }
 
@@ -303,7 +303,7 @@ Ref run_recipe(Recompute* self, Value* value) {
   for (Py_ssize_t n = 0; is_common && n < count; ++n) {
     PyObject* each = PyTuple_GET_ITEM(self->operands, n);
     if (each == Py_None) continue;
-    Value* held = value_of(reinterpret_cast<Handle*>(each));
+    Value* held = find_value(reinterpret_cast<Handle*>(each));
     is_common = !(is_none(held->maker) && !is_none(held->tensor) && version_of(held->tensor) != held->version);
   }
   if (!is_common)
@@ -328,7 +328,7 @@ Ref run_recipe(Recompute* self, Value* value) {
     for (Py_ssize_t n = 0; n < count; ++n) {
       Handle* handle = reinterpret_cast<Handle*>(PyTuple_GET_ITEM(self->operands, n));
       if (arguments[n] == Py_None || !is_none(handle->view)) continue;
-      Value* held = value_of(handle);
+      Value* held = find_value(handle);
       if (!held->is_intermediate || held->readers != 1 || !is_none(held->tensor) || !can_hold_result(arguments[n], arguments)) continue;
       set(self->over, Py_NewRef(handle->value));
       if (PyDict_SetItem(constants.it, s_out, arguments[n])) throw python_error();
@@ -400,7 +400,7 @@ Ref materialized(Value* value) {
     for (Py_ssize_t n = 0; n < PyTuple_GET_SIZE(operands); ++n) {
       if (PyTuple_GET_ITEM(operands, n) == Py_None) continue;
       Handle* operand = reinterpret_cast<Handle*>(PyTuple_GET_ITEM(operands, n));
-      Value* held = value_of(operand);
+      Value* held = find_value(operand);
       if (operand->last_backward != NEVER) {  // as `Handle.wait`
         if (operand->last_backward == held->last_backward) held->reads -= 1;
         operand->last_backward = NEVER;
@@ -415,7 +415,7 @@ Ref materialized(Value* value) {
 }
 
 Ref read(Handle* handle) {
-  Value* value = value_of(handle);
+  Value* value = find_value(handle);
   Ref tensor = borrowed(is_none(value->tensor) ? nullptr : value->tensor);
   if (!is_none(value->maker)) {
     if (!tensor) tensor = materialized(value);
@@ -495,7 +495,7 @@ at::Tensor whole(PyObject* wrapped) {
   return is_same ? base : at::Tensor();
 }
 
-// The captured operand of a node; nothing if there is none, or its value was freed: `captured_operand`. Adds its site.
+// The captured operand of a node; nothing if there is none, or its value was freed: `find_captured_operand`. Adds its site.
 Ref captured(Node& node, PyObject* name, Ref& sites) {
   PyObject* known = PyDict_GetItem(metadata(node), lent_noted_key);
   PyObject* found = known == nullptr ? nullptr : PyDict_GetItem(known, name);
@@ -530,8 +530,8 @@ bool is_plain(PyObject* tensor) {
   return THPVariable_CheckExact(tensor) && unwrapped(tensor).layout() == at::kStrided;
 }
 
-// `ReliedOn.of_leaf`
-Ref of_leaf(PyObject* relied_on, PyObject* leaf) {
+// `ReliedOn.hold_leaf`
+Ref hold_leaf(PyObject* relied_on, PyObject* leaf) {
   if (is_plain(leaf) && !PyDict_Size(lent_overwritten)) {
     Ref detached = checked(THPVariable_Wrap(unwrapped(leaf).detach()));
     Ref value = new_value(detached.it, nullptr, NO_NODE);
@@ -542,7 +542,7 @@ Ref of_leaf(PyObject* relied_on, PyObject* leaf) {
   return checked(PyObject_CallMethodOneArg(relied_on, s_of_leaf, leaf));
 }
 
-// `ReliedOn.of_slot` of a tensor; nothing where Python has to look more closely
+// `ReliedOn.hold_slot` of a tensor; nothing where Python has to look more closely
 Ref of_tensor(PyObject* relied_on, PyObject* saved) {
   if (!is_plain(saved) || PyDict_Size(lent_overwritten)) return Ref();
   const at::Tensor& tensor = unwrapped(saved);
@@ -561,8 +561,8 @@ Ref in_slot(PyObject* builder, PyObject* node, PyObject* name) {
   Ref data = attribute(slot.it, s_data), operand;
   if (Py_TYPE(data.it) == reinterpret_cast<PyTypeObject*>(lent_Handle)) {
     Handle* handle = reinterpret_cast<Handle*>(data.it);
-    if (value_of(handle)->is_partial) return Ref();
-    if (value_of(handle)->output != NO_NODE) return new_handle(handle->value, handle->view);
+    if (find_value(handle)->is_partial) return Ref();
+    if (find_value(handle)->output != NO_NODE) return new_handle(handle->value, handle->view);
   } else if (THPVariable_Check(data.it) && is_none(attribute(slot.it, s_unpack_hook).it)) {
     place = checked(PyUnicode_Concat(lent_saved, name));
     Ref tensor(PyObject_GetAttr(node, place.it));
@@ -653,7 +653,7 @@ Ref follow(
             PyErr_Clear();
             return Ref();
           }
-          Ref held = of_leaf(relied_on_by(builder).it, leaf.it);
+          Ref held = hold_leaf(relied_on_by(builder).it, leaf.it);
           operand = new_handle(held.it, nullptr);
         } else {
           PyObject* further = PyTuple_GET_ITEM(turn, 4);
@@ -943,7 +943,7 @@ PyObject* binds(PyObject*, PyObject* args) {
   return PyBool_FromLong(at == count);
 }
 
-// `_modes_in_python` of compute_modes.py
+// `_read_modes_in_python` of compute_modes.py
 PyObject* modes(PyObject*, PyObject* kinds) {
   HANDLE_TH_ERRORS
   const at::Context& context = at::globalContext();

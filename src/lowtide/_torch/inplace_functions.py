@@ -31,7 +31,7 @@ def inplace_functions() -> list[tuple[Any, str]]:
     return [*((owner, name) for owner, name in names if name not in _OTHERS), *((torch._VF, n) for n in _OF_VF)]
 
 
-def list_functions() -> list[str]:
+def list_foreach_functions() -> list[str]:
     """Return the names of torch's functions that write to each tensor of a list."""
     return [name for name in dir(torch) if name.startswith("_foreach_") and name.endswith("_")]
 

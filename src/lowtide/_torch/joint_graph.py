@@ -183,7 +183,7 @@ def partitioned(
     def chosen(graph: fx.Graph, info: Any, memory_budget: float = 1) -> list[fx.Node]:
         plain: list[fx.Node] = stock(graph, info, memory_budget=memory_budget)
         with _unguarded(gm):
-            joint = _joint_graph(gm, info, settings["num_fwd_outputs"])
+            joint = _build_joint_graph(gm, info, settings["num_fwd_outputs"])
         nodes = [node for node in gm.graph.nodes if node.op != "output"]
         index = {node: i for i, node in enumerate(nodes)}
         before = frozenset(index[node] for node in plain)
@@ -248,7 +248,7 @@ def _unguarded(gm: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if size is None else size.node.shape_env.suppress_guards()
 
 
-def _joint_graph(gm: fx.GraphModule, info: Any, num_fwd_outputs: int) -> JointGraph:
+def _build_joint_graph(gm: fx.GraphModule, info: Any, num_fwd_outputs: int) -> JointGraph:
     partitioners: Any = importlib.import_module("torch._functorch.partitioners")
     forward, backward, _, _ = partitioners._extract_fwd_bwd_outputs(gm, num_fwd_outputs=num_fwd_outputs)
     operators = partitioners.get_default_op_list()
@@ -261,7 +261,7 @@ def _joint_graph(gm: fx.GraphModule, info: Any, num_fwd_outputs: int) -> JointGr
     sizes: set[int] = set()
     """Indices of symbolic sizes and of values computed from them."""
     digest = hashlib.blake2b(digest_size=8)
-    after_tangents = _after_tangents(gm, info, partitioners)
+    after_tangents = _find_backward_nodes(gm, info, partitioners)
     before_convolutions = _before_convolutions(gm, after_tangents)
     for node in gm.graph.nodes:
         if node.op == "output":
@@ -300,7 +300,7 @@ def _joint_graph(gm: fx.GraphModule, info: Any, num_fwd_outputs: int) -> JointGr
     return JointGraph(nodes, outputs, gradients, digest.hexdigest(), _resize(gm), is_on_cpu)
 
 
-def _after_tangents(gm: fx.GraphModule, info: Any, partitioners: Any) -> Collection[fx.Node]:
+def _find_backward_nodes(gm: fx.GraphModule, info: Any, partitioners: Any) -> Collection[fx.Node]:
     """Return the nodes that can only be computed in backward. Relies on internals of torch 2.13; in 2.10 `info` does
     not hold these nodes.
     """

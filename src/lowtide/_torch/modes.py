@@ -20,7 +20,7 @@ def without_subclasses() -> Any:
     return torch._C.DisableTorchFunctionSubclass()
 
 
-def accelerator_type() -> str:
+def get_accelerator_type() -> str:
     """Return the device type of this machine's accelerator, "cpu" if it has none. Relies on internals of torch 2.13."""
     return str(torch._C._get_accelerator().type)
 

@@ -86,7 +86,7 @@ CALL_CODE = torch.nn.Module._call_impl.__code__
 """Code of the frame that calls a module's hooks and forward. Read in torch 2.13."""
 
 
-def original_call(module: torch.nn.Module) -> Callable[..., Any]:
+def get_original_call(module: torch.nn.Module) -> Callable[..., Any]:
     """Return the module's original `_call_impl` (hooks and forward), bypassing `_compiled_call_impl`. Relies on
     internals of torch 2.13.
     """

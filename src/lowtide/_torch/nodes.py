@@ -19,12 +19,12 @@ a use.
 """
 
 
-def output_metadata(node: Node, output: int) -> Any:
+def get_output_metadata(node: Node, output: int) -> Any:
     """Return the `.shape`, `.dtype` and `.device` of a node's forward output. Relies on internals of torch 2.13."""
     return node._input_metadata[output]
 
 
-def packet_of(func: Any) -> Any:
+def get_packet(func: Any) -> Any:
     """Return the operator to which an overload belongs; dispatch modes get overloads. Relies on internals of torch
     2.13, present since 1.12.
     """
@@ -49,12 +49,12 @@ present since 1.9.
 
 
 RAW_SAVED = "_raw_saved_"
-"""Prefix of a node's attributes for the slots of saved tensors: see `saved_slot`. Read in torch 2.13; present since
+"""Prefix of a node's attributes for the slots of saved tensors: see `get_saved_slot`. Read in torch 2.13; present since
 1.9.
 """
 
 
-def saved_slot(node: Node, attribute: str) -> Any:
+def get_saved_slot(node: Node, attribute: str) -> Any:
     """Return the slot or slots of the saved tensors in `attribute`; None for constants. Runs no hook. Relies on
     internals of torch 2.13.
 
@@ -67,7 +67,7 @@ def has_yet_to_save(node: Node, attribute: str) -> bool:
     """Return True if `node` has not yet saved the tensor in `attribute`; False if the tensor was freed. Relies on
     internals of torch 2.13.
     """
-    slot = saved_slot(node, attribute)
+    slot = get_saved_slot(node, attribute)
     if slot is None or slot.data is not None or slot.unpack_hook is not None:
         return False
     try:
@@ -76,11 +76,11 @@ def has_yet_to_save(node: Node, attribute: str) -> bool:
         return False
 
 
-def saved_slots(node: Node) -> Iterator[tuple[str, Any]]:
-    """Yield name and slot (see `saved_slot`) of each tensor that `node` has saved; runs no unpack hook. Relies on
+def find_saved_slots(node: Node) -> Iterator[tuple[str, Any]]:
+    """Yield name and slot (see `get_saved_slot`) of each tensor that `node` has saved; runs no unpack hook. Relies on
     internals of torch 2.13.
     """
-    for name in _raw_saved_names(type(node)):
+    for name in _list_raw_saved_names(type(node)):
         try:
             saved = getattr(node, name)
         except RuntimeError:  # a custom Function whose saved tensors were freed
@@ -96,16 +96,16 @@ def raw_saved(node: Node) -> Iterator[Any]:
     """Yield the tensors that `node` has saved, or pack hooks' results; runs no unpack hook. Relies on internals of
     torch 2.13.
     """
-    for _, slot in saved_slots(node):
+    for _, slot in find_saved_slots(node):
         yield slot.data
 
 
 def n_slots(node: Node) -> int:
     """Return the number of tensors that nodes of this kind can save. Relies on internals of torch 2.13."""
-    return len(_raw_saved_names(type(node)))
+    return len(_list_raw_saved_names(type(node)))
 
 
-def _raw_saved_names(node_class: type) -> tuple[str, ...]:
+def _list_raw_saved_names(node_class: type) -> tuple[str, ...]:
     names = _names_of.get(node_class)
     if names is None:
         names = _names_of[node_class] = tuple(name for name in dir(node_class) if name.startswith("_raw_saved_"))

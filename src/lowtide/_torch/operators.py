@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 
-def tensor_arguments(op: str) -> tuple[tuple[str, ...], ...]:
+def list_tensor_arguments(op: str) -> tuple[tuple[str, ...], ...]:
     """Return the names of tensor arguments for each overload of `aten.<op>`; empty for an unknown op. Relies on
     internals of torch 2.13.
     """
@@ -35,7 +35,7 @@ def draws(operator: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in operator.tags
 
 
-def written_by(operator: Any) -> tuple[int | str, ...]:
+def find_written_arguments(operator: Any) -> tuple[int | str, ...]:
     """Return the arguments that an operator writes to: positions, or names if keyword-only. Relies on internals of
     torch 2.13, present since 1.8.
     """

@@ -10,12 +10,12 @@ import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype, _has_foreach_support
 
 
-def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+def list_parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """Return the tensors that the optimizer updates; none while it is being constructed."""
     return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
 
 
-def step_without_hooks(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
+def find_unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
     """Return the optimizer's own `step`, which runs no step hooks. In torch 2.13 a wrapper of `step` has the attribute
     `hooked`.
     """
@@ -41,7 +41,7 @@ def clipped(names: Mapping[str, Any]) -> list[torch.Tensor]:
     return list(names["grads"])
 
 
-def norm_of(gradient: torch.Tensor, norm_type: float, foreach: bool | None) -> torch.Tensor:
+def compute_norm(gradient: torch.Tensor, norm_type: float, foreach: bool | None) -> torch.Tensor:
     """Return the norm of one gradient, computed by the operator that `clip_grad_norm_` uses for a list of gradients.
     Relies on internals of torch 2.13, present since 2.1.
     """
@@ -60,7 +60,7 @@ def as_grouped(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     return [tensor for (group,), _ in groups.values() for tensor in group if tensor is not None]
 
 
-def scaler_stages(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
+def read_scaler_stages(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
     """Return the stage (unscaled or stepped) that each optimizer has reached since the last `update()`, by its id; the
     scaler's state_dict leaves it out. Relies on internals of torch 2.13.
     """
@@ -68,6 +68,6 @@ def scaler_stages(scaler: torch.amp.GradScaler) -> dict[int, dict[str, Any]]:
 
 
 def set_scaler_stages(scaler: torch.amp.GradScaler, stages: dict[int, dict[str, Any]]) -> None:
-    """Restore stages that `scaler_stages` returned. Relies on internals of torch 2.13."""
+    """Restore stages that `read_scaler_stages` returned. Relies on internals of torch 2.13."""
     scaler._per_optimizer_states.clear()
     scaler._per_optimizer_states.update({key: {**state} for key, state in stages.items()})

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lowtide._torch.backward import in_backward
 from lowtide._torch.compiled_code import called_between_graphs, is_compiling_here, not_compiled_alone
-from lowtide._torch.optim import parameters_of
+from lowtide._torch.optim import list_parameters
 
 Make = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Function that returns a replacement for its argument, which the replacement calls."""
@@ -114,7 +114,7 @@ def this_thread_only(
     @called_between_graphs
     def run_hook(optimizer: Optimizer, *args: Any) -> None:
         is_counted = threading.get_ident() == thread or in_backward()
-        if is_counted or any(is_ours(p) for p in parameters_of(optimizer)):
+        if is_counted or any(is_ours(p) for p in list_parameters(optimizer)):
             hook(optimizer, *args)
 
     return run_hook

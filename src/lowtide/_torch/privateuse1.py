@@ -25,7 +25,7 @@ since 2.9.
 """
 
 
-def device_place() -> str | None:
+def find_device_place() -> str | None:
     """Return the name of the registered PrivateUse1 device, or None. Relies on internals of torch 2.13, present since
     2.1.
     """

@@ -43,7 +43,7 @@ def reads_attribute(function: Any, types: Any) -> bool:
 _READER: Any = type(vars(torch._C.TensorBase)["grad"].__get__)
 
 
-def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def find_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield the tensors that own the memory of `tensor`: the parts inside a sparse or other wrapper, else itself."""
     layout = tensor.layout
     if layout is torch.sparse_coo:
@@ -55,7 +55,7 @@ def parts_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     elif hasattr(tensor, "__tensor_flatten__"):
         for name in tensor.__tensor_flatten__()[0]:
             if isinstance(part := getattr(tensor, name), torch.Tensor):  # a DTensor names its mesh, too
-                yield from parts_of(part)
+                yield from find_parts(part)
     elif tensor.is_nested:  # in the strided layout, whose sizes cannot be read
         yield tensor.values()
     else:
@@ -67,7 +67,7 @@ def set_version(tensor: torch.Tensor, version: int) -> None:
     torch._C._autograd._unsafe_set_version_counter((tensor,), (version,))
 
 
-def storage_number(storage: torch.UntypedStorage) -> int:
+def get_storage_number(storage: torch.UntypedStorage) -> int:
     """Return a number that identifies a storage while it is alive, whichever Python object wraps it. Relies on
     internals of torch 2.13.
     """
@@ -82,7 +82,7 @@ def fakes_have_addresses() -> Iterator[None]:
     address = torch.UntypedStorage.data_ptr
 
     def addressed(storage: torch.UntypedStorage) -> int:
-        return storage_number(storage) if storage.device.type == "meta" else address(storage)
+        return get_storage_number(storage) if storage.device.type == "meta" else address(storage)
 
     with patch.object(torch.UntypedStorage, "data_ptr", addressed):
         yield
@@ -91,15 +91,16 @@ def fakes_have_addresses() -> Iterator[None]:
 STORAGE: Callable[[torch.Tensor], torch.UntypedStorage] = operator.methodcaller("untyped_storage")
 """Return a tensor's storage. Raises NO_STORAGE for a tensor without one."""
 STORAGE_NUMBER: Callable[[torch.UntypedStorage], int] = operator.attrgetter("_cdata")
-"""Return the number of a storage, like `storage_number`, but without a call of a Python function. Relies on internals
-of torch 2.13.
+"""Return the number of a storage, like `get_storage_number`, but without a call of a Python function.
+
+Relies on internals of torch 2.13.
 """
 NO_STORAGE = RuntimeError
 """Exception that sparse tensors raise when they are asked for their storage: a NotImplementedError. Read in torch 2.13.
 """
 
 
-def storage_id(tensor: torch.Tensor) -> int:
+def get_storage_id(tensor: torch.Tensor) -> int:
     """Return a number that identifies a tensor's storage during its lifetime; 0 without a storage. Relies on internals
     of torch 2.13.
     """
@@ -111,7 +112,7 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 def is_same_memory(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Return True if two tensors have the same shape, storage and offset."""
-    if one.shape != other.shape or not storage_id(one) or storage_id(one) != storage_id(other):
+    if one.shape != other.shape or not get_storage_id(one) or get_storage_id(one) != get_storage_id(other):
         return False
     return one.storage_offset() == other.storage_offset()
 

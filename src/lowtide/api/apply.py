@@ -19,13 +19,13 @@ from lowtide.profiler.preconditions import check_is_module
 from lowtide.profiler.replay_check import ReplayChecker
 from lowtide.runtime.call_interceptor import owners
 from lowtide.runtime.fingerprint import check_made_for
-from lowtide.runtime.guards import Changed, PlanGuard, more_state, watch_bypass
+from lowtide.runtime.guards import Changed, PlanGuard, watch_bypass, watch_state_growth
 from lowtide.runtime.known_calls import KnownCalls
 from lowtide.runtime.live_optimizers import Optimizers
 from lowtide.runtime.planned_engine import PlannedEngine
-from lowtide.utils.interrupts import delay_interrupts, removed_if_interrupted
+from lowtide.utils.interrupts import delay_interrupts, remove_if_interrupted
 from lowtide.utils.removable import Removable
-from lowtide.utils.rendering import Displayed, short_repr
+from lowtide.utils.rendering import Displayed, format_repr
 
 if TYPE_CHECKING:
     from lowtide.runtime.joint_slots import JointSlots
@@ -36,7 +36,7 @@ plan.
 """
 
 
-def plans_on(module: nn.Module) -> Iterator[object]:
+def find_plan_holders(module: nn.Module) -> Iterator[object]:
     """Yield the object of each plan in force on `module`, such as an Applied."""
     yield from owners(module)
     if module in _traced:
@@ -94,7 +94,7 @@ class Applied(Removable, Displayed):
                 else:  # compiled functions trace the model's calls, so no wrapper may surround them
                     _traced[model] = self
                     undo.callback(_forget, weakref.ref(model))  # a weak reference: `self` must not keep the model alive
-                undo.callback(more_state(model, plan, say, has_more_state).remove)
+                undo.callback(watch_state_growth(model, plan, say, has_more_state).remove)
                 self._undo = undo.pop_all()
             return
         self._engine = PlannedEngine(model, *plans)
@@ -111,7 +111,7 @@ class Applied(Removable, Displayed):
             undo.callback(lookout.remove)
             self._engine.of_a_part = lookout.look
             undo.callback(enable_plan_levers(plan, model, optimizer).remove)
-            undo.callback(more_state(model, plan, say, has_more_state).remove)
+            undo.callback(watch_state_growth(model, plan, say, has_more_state).remove)
             if self._engine.does_anything:
                 undo.callback(self._engine.remove)
                 self._engine.install()
@@ -186,7 +186,7 @@ class Applied(Removable, Displayed):
         return partition_by(partitioner, of=weakly, reuse=False)
 
     def __repr__(self) -> str:
-        return short_repr(type(self).__name__, repr(self.plan))
+        return format_repr(type(self).__name__, repr(self.plan))
 
     def __str__(self) -> str:
         return str(self.plan)
@@ -201,7 +201,7 @@ def warn(what: str) -> None:
     warnings.warn(what, stacklevel=2)
 
 
-@removed_if_interrupted
+@remove_if_interrupted
 def apply(model: nn.Module, plan: Plan, *, optimizer: Optimizers = None, say: Callable[[str], None] = warn) -> Applied:
     """Put a plan in force on `model`, until `.remove()` or the end of a `with` block.
 

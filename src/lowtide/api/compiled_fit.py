@@ -8,16 +8,16 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from functools import partial
 
-from lowtide.api.differing_bits import REFUSED, differing_addresses, with_kept
-from lowtide.api.plan_attempts import forecast_plan, list_differences, plan_for, prove, with_choice, with_excess
-from lowtide.api.verify import Verdict, compare_with_plain, scheduled_peak
+from lowtide.api.differing_bits import REFUSED, find_differing_addresses, with_kept
+from lowtide.api.plan_attempts import list_differences, plan_by_forecast, plan_for, prove, with_choice, with_excess
+from lowtide.api.verify import Verdict, compare_with_plain, measure_scheduled_peak
 from lowtide.errors import Infeasible, RehearsalError
 from lowtide.levers.lever import StepContext
 from lowtide.levers.selection import Choice
-from lowtide.planner.planning import forecast_peak, smallest_plan, with_peak
+from lowtide.planner.planning import find_smallest_plan, forecast_peak, with_peak
 from lowtide.planner.records import Decisions, Plan, Profile
 from lowtide.report.text_table import listed
-from lowtide.runtime.fingerprint import place_of
+from lowtide.runtime.fingerprint import find_device
 from lowtide.units import format_bytes
 from lowtide.utils.amounts import BudgetFor
 
@@ -48,17 +48,17 @@ def fit_compiled(site: StepContext, choice: Choice, plan: Plan, budget_for: Budg
         if verdict.identical or (best is not None and best.predicted.peak_bytes <= plan.budget_bytes):
             break
         if kept or not last.recompute:
-            raise RehearsalError(_compiled_differs(site, last))
-        kept = differing_addresses(tuple(last.recompute), partial(_is_identical, site, last))
+            raise RehearsalError(_explain_compiled_difference(site, last))
+        kept = find_differing_addresses(tuple(last.recompute), partial(_is_identical, site, last))
         choice = replace(choice, profile=with_kept(choice.profile, kept))
         try:
             plan = replace(plan_for(choice, plan.budget_bytes, plan.budget_bytes, offload=False), budget_for=budget_for)
             plan = _scheduled(site, choice, plan)
         except Infeasible as why:
-            raise RehearsalError(_compiled_differs(site, last, why.smallest_peak_bytes)) from why
+            raise RehearsalError(_explain_compiled_difference(site, last, why.smallest_peak_bytes)) from why
     assert best is not None  # bits were those of the plain step
     if best.predicted.peak_bytes > plan.budget_bytes:
-        raise compiled_over(choice, best, f"plans that were compiled and measured: {len(proofs)}")
+        raise build_compiled_infeasible(choice, best, f"plans that were compiled and measured: {len(proofs)}")
     if len(proofs) > 1:
         best = replace(best, notes=(*best.notes, f"{len(proofs)} plans were compiled and measured"))
     if kept:
@@ -77,7 +77,7 @@ def _proven(site: StepContext, choice: Choice, plan: Plan) -> tuple[Plan | None,
         proofs.append((tried, verdict))
         return verdict.measured_peak_bytes if verdict.identical else None
 
-    _, best = cheapest_within(choice, plan, peak_of, COMPILED_REPAIRS)
+    _, best = find_cheapest_within(choice, plan, peak_of, COMPILED_REPAIRS)
     return best, proofs
 
 
@@ -87,12 +87,14 @@ def _scheduled(site: StepContext, choice: Choice, plan: Plan) -> Plan:
     This works only on a CPU and for a budget of requested bytes; otherwise `plan` is returned. Raises Infeasible if no
     plan is within the budget.
     """
-    if plan.decisions == Decisions() or plan.budget_for != "requested" or place_of(site.model).type != "cpu":
+    if plan.decisions == Decisions() or plan.budget_for != "requested" or find_device(site.model).type != "cpu":
         return plan
-    peak_of = partial(scheduled_peak, site.model, site.step, site.batch, optimizer=site.optimizer)
-    n_scheduled, best = cheapest_within(choice, plan, peak_of, SCHEDULED)
+    peak_of = partial(measure_scheduled_peak, site.model, site.step, site.batch, optimizer=site.optimizer)
+    n_scheduled, best = find_cheapest_within(choice, plan, peak_of, SCHEDULED)
     if best is not None and best.predicted.peak_bytes > plan.budget_bytes:
-        raise compiled_over(choice, best, f"plans that were scheduled by inductor and measured: {n_scheduled}")
+        raise build_compiled_infeasible(
+            choice, best, f"plans that were scheduled by inductor and measured: {n_scheduled}"
+        )
     return best or plan
 
 
@@ -103,7 +105,7 @@ def _is_identical(site: StepContext, plan: Plan, addresses: Collection[str]) -> 
     return prove(site, replace(plan, recompute={at: plan.recompute[at] for at in addresses})).identical
 
 
-def cheapest_within(
+def find_cheapest_within(
     choice: Choice, plan: Plan, peak_of: Callable[[Plan], int | None], most: int
 ) -> tuple[int, Plan | None]:
     """Measure at most `most` plans; return how many were tried, and the cheapest plan within the budget.
@@ -146,24 +148,24 @@ def _candidates(profile: Profile, plan: Plan, peak_bytes: int, best: Plan, *, is
     budget_bytes, forecast_bytes = plan.budget_bytes, forecast_peak(profile, plan)
     is_over = best.predicted.peak_bytes > budget_bytes
     if is_over and is_last:
-        yield smallest_plan(profile)
-    yield _planned_or_smallest(with_excess(profile, peak_bytes - forecast_bytes), budget_bytes)
+        yield find_smallest_plan(profile)
+    yield _plan_or_find_smallest(with_excess(profile, peak_bytes - forecast_bytes), budget_bytes)
     if not is_over:
         return
     if peak_bytes > forecast_bytes:  # forecasts of other plans may be off by less
-        yield _planned_or_smallest(profile, (forecast_bytes + peak_bytes) // 2)
+        yield _plan_or_find_smallest(profile, (forecast_bytes + peak_bytes) // 2)
     if best.predicted.peak_bytes <= (1 + CLOSE) * budget_bytes:
         for share in (CLOSE / 2, CLOSE):
-            yield _planned_or_smallest(profile, int(forecast_bytes * (1 + share)))
-    yield smallest_plan(profile)
+            yield _plan_or_find_smallest(profile, int(forecast_bytes * (1 + share)))
+    yield find_smallest_plan(profile)
 
 
-def _planned_or_smallest(profile: Profile, aim_bytes: int) -> Plan:
+def _plan_or_find_smallest(profile: Profile, aim_bytes: int) -> Plan:
     """Return a plan whose forecast peak is at most `aim_bytes`, or the plan with the smallest peak if there is none."""
     try:
-        return forecast_plan(profile, aim_bytes)
+        return plan_by_forecast(profile, aim_bytes)
     except Infeasible:
-        return smallest_plan(profile)
+        return find_smallest_plan(profile)
 
 
 def _rank(measured: Plan) -> tuple[bool, float]:
@@ -183,7 +185,7 @@ def as_measured(plan: Plan, peak_bytes: int) -> Plan:
     return replace(plan, predicted=with_peak(plan.predicted, peak_bytes), notes=(*plan.notes, note))
 
 
-def compiled_over(choice: Choice, lowest: Plan, tried: str) -> Infeasible:
+def build_compiled_infeasible(choice: Choice, lowest: Plan, tried: str) -> Infeasible:
     """Build the error for a budget that no compiled plan keeps.
 
     `lowest` is the plan with the smallest measured peak; `tried` is a note that says how many plans were tried.
@@ -196,7 +198,7 @@ def compiled_over(choice: Choice, lowest: Plan, tried: str) -> Infeasible:
     )
 
 
-def _compiled_differs(site: StepContext, plan: Plan, smallest_bytes: int | None = None) -> str:
+def _explain_compiled_difference(site: StepContext, plan: Plan, smallest_bytes: int | None = None) -> str:
     """Explain why no plan is in force: under `plan`, results of compiled code differ in bits from the plain step's.
 
     `smallest_bytes` is the smallest peak of plans that keep the bits, if known.

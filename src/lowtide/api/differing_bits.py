@@ -17,7 +17,7 @@ REFUSED = "recomputed, it would change bits of compiled code"
 """Reason that a plan states for keeping a value whose recompute changes bits."""
 
 
-def differing_addresses(
+def find_differing_addresses(
     addresses: Collection[str], is_identical: Callable[[tuple[str, ...]], bool], trials: int = TRIALS
 ) -> tuple[str, ...]:
     """Bisect `addresses` to find the value that changes result bits when it is recomputed; return the remaining

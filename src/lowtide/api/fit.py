@@ -14,29 +14,29 @@ from lowtide.api.apply import apply
 from lowtide.api.compiled_fit import fit_compiled
 from lowtide.api.fit_result import Fitted, FittedSizes
 from lowtide.api.fitted import check_has_no_plan
-from lowtide.api.plan_attempts import REPAIRS, list_differences, over_budget, plan_for, prove, with_choice
-from lowtide.api.shape_buckets.fit_buckets import buckets_for
+from lowtide.api.plan_attempts import REPAIRS, build_over_budget, list_differences, plan_for, prove, with_choice
+from lowtide.api.shape_buckets.fit_buckets import make_buckets
 from lowtide.api.shape_buckets.shape_range import Range
 from lowtide.api.verify import Verdict, compare_with_plain
 from lowtide.errors import Infeasible, LowtideError, RehearsalError, StalePlan
-from lowtide.levers import DEFAULT, LEVERS, lever_named
+from lowtide.levers import DEFAULT, LEVERS, find_lever
 from lowtide.levers.lever import StepContext
-from lowtide.levers.selection import Choice, choose, optimizer_of, suggest_levers
+from lowtide.levers.selection import Choice, choose, find_optimizer, suggest_levers
 from lowtide.memory.device_budget import check_on_device, on_device
 from lowtide.planner import plan
 from lowtide.planner.inplace_savings import without_in_place
-from lowtide.planner.planning import cheapest, plain_peak_bytes, smallest_plan, unplanned_step
+from lowtide.planner.planning import cheapest, find_smallest_plan, plain_peak_bytes, predict_unplanned_step
 from lowtide.planner.records import Plan, Profile
 from lowtide.profiler import REPLAYED_WHOLE, rehearse
 from lowtide.profiler.preconditions import is_planned_by_its_compiler
 from lowtide.report.text_table import listed
-from lowtide.runtime.fingerprint import check_made_for, device_of, place_of
+from lowtide.runtime.fingerprint import check_made_for, device_of, find_device
 from lowtide.runtime.live_optimizers import Optimizers
 from lowtide.state.reachable_objects import observe_changes
 from lowtide.state.step_arguments import accept_batch
 from lowtide.state.watched_process import check_not_watched
 from lowtide.utils.amounts import BudgetFor, parse_budget
-from lowtide.utils.interrupts import removed_if_interrupted
+from lowtide.utils.interrupts import remove_if_interrupted
 from lowtide.utils.messages import tell
 from lowtide.utils.progress import showing
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-@removed_if_interrupted
+@remove_if_interrupted
 def fit(
     model: nn.Module,
     step: Callable[..., Any],
@@ -159,10 +159,10 @@ def _fit(
     in_place: bool,
     shapes: Any,
 ) -> Fitted:
-    check_on_device(budget, place_of(model), budget_for)
-    budget = on_device(budget, place_of(model), tell)
+    check_on_device(budget, find_device(model), budget_for)
+    budget = on_device(budget, find_device(model), tell)
     levers = (levers,) if isinstance(levers, str) else levers
-    kinds = [lever_named(name) for name in levers]
+    kinds = [find_lever(name) for name in levers]
     if isinstance(shapes, str) and shapes != "auto":
         raise LowtideError(f'shapes takes "auto" or a batch that is smaller than `batch`; found {shapes!r}.')
     has_changes = bool(set(levers) - set(DEFAULT)) or offload
@@ -198,11 +198,11 @@ def _fit(
         sizes = Range(batch, None if isinstance(shapes, str) else shapes)
         return _fit_sizes(model, step, sizes, budget, budget_for, optimizer, profile)
     if optimizer is None and any(kind.wants_optimizer for kind in kinds):
-        optimizer = optimizer_of(model, step, batch)
+        optimizer = find_optimizer(model, step, batch)
     inside = bool(profile.graphs)
     site = StepContext(model, step, batch, optimizer, in_place=profile.allows_in_place, inside_blocks=inside)
     if not inside:
-        return _measured_within(site, *_first(site, profile, budget, levers, offload), offload, budget_for)
+        return _fit_measured(site, *_first(site, profile, budget, levers, offload), offload, budget_for)
     whole = partial(rehearse, model, step, batch, optimizer=optimizer, in_place=in_place, inside_blocks=False)
     return _fit_blocks(site, profile, budget, levers, budget_for, whole if may_replay else None)
 
@@ -238,10 +238,10 @@ def _fit_blocks(
         whole = rehearse_whole()
     whole = replace(whole, notes=(*whole.notes, note))
     site = replace(site, in_place=whole.allows_in_place, inside_blocks=False)
-    return _measured_within(site, *_first(site, whole, budget, levers, offload=False), False, budget_for)
+    return _fit_measured(site, *_first(site, whole, budget, levers, offload=False), False, budget_for)
 
 
-def _measured_within(site: StepContext, choice: Choice, plan: Plan, offload: bool, budget_for: BudgetFor) -> Fitted:
+def _fit_measured(site: StepContext, choice: Choice, plan: Plan, offload: bool, budget_for: BudgetFor) -> Fitted:
     """Measure plans, `plan` first, and put the first plan in force whose measured peak is within the budget.
 
     Each further plan aims lower by the excess of the plan before; the last of REPAIRS plans is the plan with the
@@ -253,21 +253,21 @@ def _measured_within(site: StepContext, choice: Choice, plan: Plan, offload: boo
         plan = replace(plan, budget_for=budget_for)
         verdict = prove(site, plan)
         if not verdict.identical:
-            raise RehearsalError(_not_identical(verdict))
+            raise RehearsalError(_explain_other_bits(verdict))
         if verdict.within_budget:
             return Fitted(apply(site.model, plan, optimizer=site.optimizer), choice.profile, plan, verdict)
         measured.append(verdict.measured_peak_bytes)
         if len(measured) == REPAIRS:
-            raise over_budget(choice.profile, budget_bytes, measured, budget_for=budget_for)
+            raise build_over_budget(choice.profile, budget_bytes, measured, budget_for=budget_for)
         aim_bytes = plan.predicted.peak_bytes - (verdict.measured_peak_bytes - budget_bytes)
         following = None
         if len(measured) < REPAIRS - 1 or offload:
             with suppress(Infeasible):
                 following = plan_for(choice, max(1, aim_bytes), budget_bytes, offload)
         if following is None and not offload:
-            following = with_choice(choice, smallest_plan(choice.profile), budget_bytes)
+            following = with_choice(choice, find_smallest_plan(choice.profile), budget_bytes)
         if following is None or following.decisions == plan.decisions:
-            raise over_budget(choice.profile, budget_bytes, measured, budget_for=budget_for)
+            raise build_over_budget(choice.profile, budget_bytes, measured, budget_for=budget_for)
         plan = following
 
 
@@ -286,7 +286,7 @@ def _first(
     site: StepContext, profile: Profile, budget: int | str, levers: Collection[str], offload: bool
 ) -> tuple[Choice, Plan]:
     """Choose the levers that help, and make the first plan. Raises Infeasible, naming further levers that may help."""
-    plain = unplanned_step(profile)
+    plain = predict_unplanned_step(profile)
     budget_bytes = parse_budget(budget, of=plain_peak_bytes(profile))
     if profile.levers:  # chosen before
         if unasked := [lever.name for lever in profile.levers if lever.name not in levers]:
@@ -339,10 +339,10 @@ def _fit_sizes(
         with _fit(model, step, batch, budget_bytes, budget_for, optimizer, profile, (), False, True, None) as fitted:
             return fitted.plan, fitted.verdict
 
-    return FittedSizes(model, buckets_for(model, step, sizes, budget, fit_one, optimizer=optimizer, large=profile))
+    return FittedSizes(model, make_buckets(model, step, sizes, budget, fit_one, optimizer=optimizer, large=profile))
 
 
-def _not_identical(verdict: Verdict) -> str:
+def _explain_other_bits(verdict: Verdict) -> str:
     differences = list_differences(verdict)
     return (
         f"under the plan the results of the step differ in bits: {differences}. Plain steps from the same "

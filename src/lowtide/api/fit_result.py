@@ -10,11 +10,11 @@ from lowtide.api.shape_buckets.fit_buckets import Bucket
 from lowtide.api.verify import Verdict
 from lowtide.errors import LowtideError
 from lowtide.planner.records import Decisions, Plan, Profile
-from lowtide.report.run_record import RunRecord, record_of
-from lowtide.report.text_table import decisions, extra_time, lever_lines
+from lowtide.report.run_record import RunRecord, build_record
+from lowtide.report.text_table import decisions, format_extra_time, format_lever_lines
 from lowtide.units import format_bytes, format_change, format_time
 from lowtide.utils.removable import Removable
-from lowtide.utils.rendering import Displayed, short_repr
+from lowtide.utils.rendering import Displayed, format_repr
 
 if TYPE_CHECKING:
     from torch import nn
@@ -46,7 +46,7 @@ class Fitted(Removable, Displayed):
 
     def __repr__(self) -> str:
         peak, proven = _peak(self.plan, self.verdict), "proven" if self.verdict.proven else "NOT proven"
-        return short_repr(type(self).__name__, f"{self.plan.fingerprint.model}: {peak}, {proven}")
+        return format_repr(type(self).__name__, f"{self.plan.fingerprint.model}: {peak}, {proven}")
 
     def to_record(self, command: str = "") -> RunRecord:
         """Return the results of this fit as a RunRecord, from which reports are made.
@@ -55,11 +55,13 @@ class Fitted(Removable, Displayed):
             command: Code that repeats the fit; a call of `lowtide.fit` by default.
         """
         call = command or f"lowtide.fit(model, step, batch, budget={self.plan.budget_bytes})"
-        return record_of(call, profile=self.profile, plan=self.plan, proof=self.verdict.to_proof())
+        return build_record(call, profile=self.profile, plan=self.plan, proof=self.verdict.to_proof())
 
     def __str__(self) -> str:
         plan, verdict = self.plan, self.verdict
-        return self._with_proof([f"{_peak(plan, verdict)}{_time(plan, verdict)}", decisions(plan), *lever_lines(plan)])
+        return self._with_proof(
+            [f"{_peak(plan, verdict)}{_time(plan, verdict)}", decisions(plan), *format_lever_lines(plan)]
+        )
 
     def _with_proof(self, lines: list[str]) -> str:
         """Join `lines`, the proof and the plan's notes into one text; a proof that failed comes before `lines`."""
@@ -81,10 +83,10 @@ class FittedSizes(Fitted):
         """Buckets, smallest first."""
 
     def __str__(self) -> str:
-        return self._with_proof([_in_a_line(bucket) for bucket in self.buckets])
+        return self._with_proof([_format_in_a_line(bucket) for bucket in self.buckets])
 
 
-def _in_a_line(bucket: Bucket) -> str:
+def _format_in_a_line(bucket: Bucket) -> str:
     """Format a bucket and its plan: `up to [8, 128]: 612 -> 480 MiB peak (budget 480 MiB), 212 ms -> 223 ms a step
     ...`.
     """
@@ -104,4 +106,4 @@ def _peak(plan: Plan, verdict: Verdict) -> str:
 def _time(plan: Plan, verdict: Verdict) -> str:
     """Format times: `, 212 ms -> 223 ms a step measured, +4.1 % time predicted, bound +3.8 %`."""
     before = "" if verdict.plain_ms is None else f"{format_time(verdict.plain_ms)} -> "
-    return f", {before}{format_time(verdict.planned_ms)} a step measured{extra_time(plan)}"
+    return f", {before}{format_time(verdict.planned_ms)} a step measured{format_extra_time(plan)}"

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from lowtide.api.apply import Applied, plans_on
+from lowtide.api.apply import Applied, find_plan_holders
 from lowtide.api.shape_buckets.dispatch import Switched
 from lowtide.errors import LowtideError
 from lowtide.profiler.preconditions import check_is_module
-from lowtide.runtime.composite_model import name_of
+from lowtide.runtime.composite_model import find_name
 from lowtide.runtime.planned_engine import planned_engine
 from lowtide.utils.removable import Removable
 
@@ -73,14 +73,14 @@ def check_has_no_plan(model: nn.Module) -> None:
     """
     check_is_module(model)
     for path, module in model.named_modules():
-        if any(isinstance(owner, Applied | Switched) for owner in plans_on(module)):
+        if any(isinstance(owner, Applied | Switched) for owner in find_plan_holders(module)):
             where = f"its {path} ({type(module).__name__})" if path else "it"
             raise LowtideError(
                 f"{type(model).__name__} can't be fitted: there is a plan in force on {where} already. Remove it "
                 "first with lowtide.remove(model); lowtide.fitted(model) returns it."
             )
     if (engine := planned_engine(model)) is not None:
-        whole = name_of(engine.model)
+        whole = find_name(engine.model)
         raise LowtideError(
             f"this {type(model).__name__} can't be fitted: it is a part of {whole}, on which a plan is in force. "
             f"Remove that plan first: give that {whole} to lowtide.remove."
@@ -92,6 +92,6 @@ def _holders(model: nn.Module) -> Iterator[Removable]:
     return (
         owner.holder
         for module in model.modules()
-        for owner in plans_on(module)
+        for owner in find_plan_holders(module)
         if isinstance(owner, Applied | Switched)
     )

@@ -11,7 +11,7 @@ from lowtide.errors import Infeasible, OverBudget, RehearsalError
 from lowtide.levers.lever import StepContext
 from lowtide.levers.selection import Choice
 from lowtide.planner import plan
-from lowtide.planner.planning import plain_peak_bytes, smallest_plan
+from lowtide.planner.planning import find_smallest_plan, plain_peak_bytes
 from lowtide.planner.records import Plan, Profile
 from lowtide.profiler import OTHER_WORK
 from lowtide.state.step_outcome import unless_out_of_memory
@@ -32,7 +32,7 @@ def plan_for(choice: Choice, aim_bytes: int, budget_bytes: int, offload: bool) -
     with Stage("planning") as stage:
         is_compiled = bool(choice.profile.graphs)
         attempt = (
-            forecast_plan(choice.profile, aim_bytes)
+            plan_by_forecast(choice.profile, aim_bytes)
             if is_compiled
             else plan(choice.profile, aim_bytes, offload=offload)
         )
@@ -48,7 +48,7 @@ def with_choice(choice: Choice, plan: Plan, budget_bytes: int) -> Plan:
     return replace(plan, budget_bytes=budget_bytes, plain=choice.plain, notes=(*plan.notes, *choice.notes.values()))
 
 
-def forecast_plan(profile: Profile, budget: int | str) -> Plan:
+def plan_by_forecast(profile: Profile, budget: int | str) -> Plan:
     """Make a plan for compiled code within the budget.
 
     If no plan fits, returns the plan with the smallest forecast if that is little above the budget: forecasts may be
@@ -59,7 +59,7 @@ def forecast_plan(profile: Profile, budget: int | str) -> Plan:
     except Infeasible as why:
         if why.smallest_peak_bytes > FORECAST_MARGIN * why.budget_bytes:
             raise
-        return replace(smallest_plan(profile), budget_bytes=why.budget_bytes)
+        return replace(find_smallest_plan(profile), budget_bytes=why.budget_bytes)
 
 
 def with_excess(profile: Profile, excess_bytes: int) -> Profile:
@@ -74,7 +74,7 @@ def prove(site: StepContext, plan: Plan) -> Verdict:
     out of memory.
     """
 
-    def no_room(said: str) -> RehearsalError:
+    def build_no_room_error(said: str) -> RehearsalError:
         return RehearsalError(
             f"a step under a plan for {format_bytes(plan.budget_bytes)} ran out of memory: {said}\n"
             "  A device has to hold more than the step: a CUDA context, fragments between blocks, and other "
@@ -82,11 +82,11 @@ def prove(site: StepContext, plan: Plan) -> Verdict:
         )
 
     return unless_out_of_memory(
-        lambda: compare_with_plain(site.model, site.step, site.batch, plan, site.optimizer), no_room
+        lambda: compare_with_plain(site.model, site.step, site.batch, plan, site.optimizer), build_no_room_error
     )
 
 
-def over_budget(
+def build_over_budget(
     plan: Profile | Plan,
     budget_bytes: int,
     measured: Collection[int],
@@ -104,7 +104,7 @@ def over_budget(
     if budget_for == "reserved":
         notes = ("these are reserved bytes, with fragments that the allocator can't use", *notes)
     elif added_bytes > 0:
-        notes = (more_in_memory(added_bytes), *notes)
+        notes = (describe_more_in_memory(added_bytes), *notes)
     elif min(measured) > plain_bytes:
         notes = (
             f"that is more than the plain step's {format_bytes(plain_bytes)}: this batch needs more than the "
@@ -116,7 +116,7 @@ def over_budget(
     return OverBudget(budget_bytes=budget_bytes, measured_peak_bytes=min(measured), nearest=nearest, notes=notes)
 
 
-def more_in_memory(added_bytes: int) -> str:
+def describe_more_in_memory(added_bytes: int) -> str:
     """Return a note: `added_bytes` more are in memory when a step begins than when it was rehearsed."""
     return f"{format_bytes(added_bytes)} more is in memory when a step begins than when it was rehearsed"
 

@@ -17,14 +17,14 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch.autograd_graph import nodes_from
+from lowtide._torch.autograd_graph import collect_nodes
 from lowtide._torch.backward import ENGINE, in_backward
 from lowtide._torch.compiled_code import is_compiling_here
 from lowtide._torch.nodes import node_metadata
 from lowtide._torch.patching import replace_function, wrap_module_calls
 from lowtide._torch.tensors import base_of
 from lowtide.errors import LowtideError
-from lowtide.utils.object_slots import in_slots
+from lowtide.utils.object_slots import read_slots
 from lowtide.utils.removable import Removable
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def release(*finished: Any) -> int:
         >>> lowtide.release(loss), loss.grad_fn
         (1, None)
     """
-    return sum(map(_detach, _tensors_in(finished)))
+    return sum(map(_detach, _iterate_tensors(finished)))
 
 
 def step() -> AbstractContextManager[Step]:
@@ -103,7 +103,7 @@ class Step(AbstractContextManager["Step"]):
         def make(engine: Callable[..., Any]) -> Callable[..., Any]:
             def run_backward(outputs: Any, *args: Any, **kwargs: Any) -> Any:
                 if self._is_here() and not in_backward():
-                    self._backward_begins(outputs, creates_graph=bool((*args, None, None, None)[2]))
+                    self._record_backward(outputs, creates_graph=bool((*args, None, None, None)[2]))
                 return engine(outputs, *args, **kwargs)
 
             return run_backward
@@ -136,12 +136,12 @@ class Step(AbstractContextManager["Step"]):
         self._depth -= 1
         if self._depth or in_backward() or is_compiling_here():
             return
-        for tensor in _tensors_in(output):
+        for tensor in _iterate_tensors(output):
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(_Reached(tensor.grad_fn))
                 self._tensors.append(weakref.ref(tensor))
 
-    def _backward_begins(self, outputs: Iterable[Any], *, creates_graph: bool) -> None:
+    def _record_backward(self, outputs: Iterable[Any], *, creates_graph: bool) -> None:
         for output in outputs:
             node = output.grad_fn if isinstance(output, Tensor) else None
             if node is None:
@@ -149,7 +149,7 @@ class Step(AbstractContextManager["Step"]):
             node_metadata(node)[_REACHED] = True
             self._tensors.append(weakref.ref(output))
             if creates_graph:
-                self._leaves += [weakref.ref(leaf) for leaf in _leaves_behind(node)]
+                self._leaves += [weakref.ref(leaf) for leaf in _find_leaves_behind(node)]
 
 
 class _Reached:
@@ -202,10 +202,10 @@ def loss_only(model: nn.Module) -> LossOnly:
         >>> outputs.loss.shape, outputs.logits is None
         (torch.Size([]), True)
     """
-    return LossOnly(model.register_forward_hook(_only_the_loss))
+    return LossOnly(model.register_forward_hook(_keep_only_loss))
 
 
-def _only_the_loss(model: nn.Module, args: Any, output: Any) -> Any:
+def _keep_only_loss(model: nn.Module, args: Any, output: Any) -> Any:
     if not (model.training and torch.is_grad_enabled()):
         return None  # unchanged
     kind: Any = type(output)
@@ -238,7 +238,7 @@ def _detach(tensor: Tensor, *, must: bool = True) -> bool:
     return True
 
 
-def _tensors_in(obj: Any) -> Iterator[Tensor]:
+def _iterate_tensors(obj: Any) -> Iterator[Tensor]:
     pending, visited = [obj], {}
     while pending:
         obj = pending.pop()
@@ -254,14 +254,14 @@ def _tensors_in(obj: Any) -> Iterator[Tensor]:
         elif not isinstance(obj, type):
             if isinstance(obj, dict):
                 pending += obj.values()
-            pending += (*getattr(obj, "__dict__", {}).values(), *in_slots(obj))
+            pending += (*getattr(obj, "__dict__", {}).values(), *read_slots(obj))
 
 
 def _is_reached(node: Node) -> bool:
     return bool(node_metadata(node).get(_REACHED))
 
 
-def _leaves_behind(node: Node) -> list[Tensor]:
+def _find_leaves_behind(node: Node) -> list[Tensor]:
     """Return the leaf tensors whose gradients the graph behind `node` accumulates."""
-    variables = (getattr(behind, "variable", None) for behind in nodes_from([node]))
+    variables = (getattr(behind, "variable", None) for behind in collect_nodes([node]))
     return [leaf for leaf in variables if isinstance(leaf, Tensor)]

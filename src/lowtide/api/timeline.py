@@ -6,14 +6,14 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lowtide.levers import enable_plan_levers
-from lowtide.memory.measure import recorder_for
+from lowtide.memory.measure import make_recorder
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner.records import Plan
 from lowtide.profiler.block_labels import LabelledTrace, labels
 from lowtide.profiler.preconditions import check_can_rehearse
 from lowtide.profiler.trace import address
 from lowtide.profiler.trace_marks import TRACE, OptimizerState
-from lowtide.runtime.fingerprint import check_made_for, place_of
+from lowtide.runtime.fingerprint import check_made_for, find_device
 from lowtide.runtime.live_optimizers import Optimizers, optimizer_state
 from lowtide.runtime.planned_engine import PlannedEngine
 from lowtide.state.step_arguments import accept_batch
@@ -71,7 +71,7 @@ def timeline(
     with StepSnapshot(model, batch, optimizer, step) as unchanged, enable_plan_levers(plan, model, optimizer):
         step = unchanged.run
         step(batch)
-        with recorder_for(place_of(model)) as recorder:
+        with make_recorder(find_device(model)) as recorder:
             trace = LabelledTrace(PlannedEngine(model, *([] if plan is None else [plan])), recorder.mark)
             with trace.running():
                 step(batch)

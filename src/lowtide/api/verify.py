@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from lowtide._torch.device_timing import now_ms
 from lowtide._torch.inductor import always_partitioned, kernels_left_out
 from lowtide.api.apply import apply
-from lowtide.levers import enable, lever_named
+from lowtide.levers import enable, find_lever
 from lowtide.memory.device_budget import check_on_device
 from lowtide.planner.records import Plan
 from lowtide.planner.serialization import Record
-from lowtide.profiler.peak_margin import peaks_with_all_blocks, recorded_peak
+from lowtide.profiler.peak_margin import measure_peaks_with_all_blocks, recorded_peak
 from lowtide.profiler.preconditions import check_can_rehearse
 from lowtide.profiler.trial_updates import Updates
 from lowtide.report.run_record import Proof
 from lowtide.report.text_table import listed
-from lowtide.runtime.fingerprint import check_made_for, place_of
+from lowtide.runtime.fingerprint import check_made_for, find_device
 from lowtide.runtime.live_optimizers import Optimizers
 from lowtide.state.observed_changes import describe_unrestored
 from lowtide.state.process_group import check_waits_for_no_process, n_sent
 from lowtide.state.step_arguments import accept_batch
-from lowtide.state.step_outcome import Outcome, is_out_of_memory, varying_results, without
+from lowtide.state.step_outcome import Outcome, find_varying_results, is_out_of_memory, without
 from lowtide.state.step_snapshot import StepSnapshot
 from lowtide.units import format_apart, format_bytes, format_ratio, format_time
 from lowtide.utils.amounts import BudgetFor
@@ -259,7 +259,7 @@ def compare_with_plain(
     """
     step = accept_batch(step, batch)
     check_can_rehearse(model, step, batch)
-    check_on_device(plan.budget_bytes, place_of(model), plan.budget_for)
+    check_on_device(plan.budget_bytes, find_device(model), plan.budget_for)
     check_made_for(plan.fingerprint, model, batch)
     inexact = tuple(lever for lever in plan.levers if not lever.exact)
     copies = copies or bool(inexact)
@@ -289,7 +289,9 @@ def compare_with_plain(
                 return outcome(step, batch)
 
         advance()
-        nondeterministic = {} if expected is None else varying_results(expected, differences or {}, repeat_expected)
+        nondeterministic = (
+            {} if expected is None else find_varying_results(expected, differences or {}, repeat_expected)
+        )
         stage.result = f"verified the plan for {name}: {format_bytes(planned.peak_bytes)} peak measured"
     return Verdict(
         budget_bytes=plan.budget_bytes,
@@ -310,7 +312,7 @@ def compare_with_plain(
 
 
 @interrupts_delayed()
-def scheduled_peak(
+def measure_scheduled_peak(
     model: nn.Module, step: Callable[..., Any], batch: Any, plan: Plan, optimizer: Optimizers
 ) -> int | None:
     """Measure the peak of a step under a plan for compiled code without compiling kernels; return None if that fails.
@@ -359,7 +361,7 @@ def _run_planned(
         advance()
         updates.follow()
         updates.undo()
-        peaks = _measured_peaks(model, updates, batch, unchanged, plan)
+        peaks = _measure_peaks(model, updates, batch, unchanged, plan)
         unchanged.restore_for_rerun()
         ms = _timed(model, updates.step, batch)  # not recorded, like the plain step: recording takes time
     return _PlannedRun(outcome, max(peaks), ms, tuple(sorted(applied.drifted)))
@@ -381,14 +383,14 @@ def _run_plain(
     return None, None
 
 
-def _measured_peaks(model: nn.Module, updates: Updates, batch: Any, unchanged: StepSnapshot, plan: Plan) -> list[int]:
+def _measure_peaks(model: nn.Module, updates: Updates, batch: Any, unchanged: StepSnapshot, plan: Plan) -> list[int]:
     """Measure the peaks of further steps under the plan in force: several steps if random numbers decide the work."""
     sent = n_sent()
     unchanged.restore_for_rerun()
     measured = partial(recorded_peak, model, updates, batch, unchanged, plan.budget_for)
     peaks = [measured() for _ in range(1 + plan.draws)]
     if plan.draws:
-        peaks += peaks_with_all_blocks(measured)
+        peaks += measure_peaks_with_all_blocks(measured)
     check_waits_for_no_process(sent)
     return peaks
 
@@ -400,12 +402,12 @@ def _differences(plan: Plan, untouched: Outcome, planned: Outcome, expected: Out
     unavailable. `untouched` is the outcome before any step.
     """
     made = {*planned.made(untouched), *expected.made(untouched), DRAWN}
-    hidden = {kind for lever in plan.levers for kind in lever_named(lever.name).unavailable_results}
+    hidden = {kind for lever in plan.levers for kind in find_lever(lever.name).unavailable_results}
     return {kind: names for kind, names in expected.differences(planned).items() if kind in made - hidden}
 
 
 def _timed(model: nn.Module, step: Callable[[Any], Any], batch: Any) -> float:
-    place = place_of(model)
+    place = find_device(model)
     began = now_ms(place)
     step(batch)
     return now_ms(place) - began

@@ -14,7 +14,7 @@ from importlib import import_module
 import click
 
 from lowtide.errors import LowtideError
-from lowtide.utils.installed_versions import versions_in_words
+from lowtide.utils.installed_versions import describe_versions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +120,7 @@ class LazyGroup(click.Group):
 
 
 @click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]}, epilog=FIRST_COMMANDS)
-@click.version_option(versions_in_words(), message="%(version)s")
+@click.version_option(describe_versions(), message="%(version)s")
 def lowtide() -> None:
     """Fit a PyTorch training step into a memory budget, and verify its peak and its results."""
 

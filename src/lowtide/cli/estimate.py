@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lowtide.cli.report_option import command_line, report_option, write_report
+from lowtide.cli.report_option import format_command_line, report_option, write_report
 from lowtide.cli.script_or_profile import (
     OWN_OPTIONS_FIRST,
+    check_output_file,
     is_profile,
     output_option,
     script_arguments,
-    to_be_written,
     write,
 )
 from lowtide.units import format_apart
@@ -81,7 +81,7 @@ _STAND_INS = "from here on nothing is computed: numbers that the script prints s
     "snapshot_to",
     metavar="FILE",
     type=click.Path(dir_okay=False, writable=True),
-    callback=to_be_written,
+    callback=check_output_file,
     help="Write the memory of the two steps to FILE, as a snapshot for pytorch.org/memory_viz.",
 )
 @output_option("--json", "json_to", 'Write the estimate to FILE as JSON; "-": print only that.')
@@ -167,7 +167,7 @@ def estimate(
     processes = None if n_gpus is None else AbsentProcesses(size=n_gpus, rank=rank or 0)
     estimates: dict[int | None, MemoryEstimate] = {}
     for size in sizes or (None,):
-        with contextlib.redirect_stdout(sys.stderr), _said_if_slow(target) as is_training:
+        with contextlib.redirect_stdout(sys.stderr), _explain_if_slow(target) as is_training:
             code, estimate = estimate_script(
                 script,
                 gpu,
@@ -252,13 +252,13 @@ def _record(estimates: Mapping[int | None, MemoryEstimate], target: str, budget_
     """Return the RunRecord of the estimates for all batch sizes; its memory over the step is that of the last size."""
     from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
 
-    shown = estimates[[*estimates][-1]].to_record(command_line(), subject=target)
+    shown = estimates[[*estimates][-1]].to_record(format_command_line(), subject=target)
     needs = (estimate.on_gpu(size) for size, estimate in estimates.items() if isinstance(estimate, GpuMemoryEstimate))
     return replace(shown, needs=tuple(needs), plain_budget_bytes=budget_bytes)
 
 
 @contextlib.contextmanager
-def _said_if_slow(target: str) -> Iterator[Callable[..., None]]:
+def _explain_if_slow(target: str) -> Iterator[Callable[..., None]]:
     """Print one hint during this block if the script has not begun to train after SLOW_S seconds.
 
     Yields a function for the script's first training step: it cancels the hint, and prints the texts passed to it.

@@ -8,7 +8,7 @@ from typing import Any
 from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
 from lowtide.estimator.memory_estimate import MemoryEstimate
 from lowtide.planner.records import Plan
-from lowtide.units import against_budget, format_bytes
+from lowtide.units import compare_with_budget, format_bytes
 from lowtide.utils.tables import Table
 
 
@@ -46,12 +46,12 @@ def is_within(estimate: MemoryEstimate, budget_bytes: int | None, *, strict: boo
 
 def under_plan(plan: Plan, estimate: MemoryEstimate) -> str:
     """Compare the peak of a step under `plan` with the plan's budget, and with its prediction if they differ."""
-    text = f"under the plan: {against_budget(_bounded_bytes(plan, estimate), plan.budget_bytes)}"
+    text = f"under the plan: {compare_with_budget(_choose_bounded_bytes(plan, estimate), plan.budget_bytes)}"
     predicted = plan.predicted.peak_bytes
     return text if predicted == estimate.peak_bytes else f"{text}; {format_bytes(predicted)} was predicted"
 
 
-def _bounded_bytes(plan: Plan, estimate: MemoryEstimate) -> int:
+def _choose_bounded_bytes(plan: Plan, estimate: MemoryEstimate) -> int:
     """Return the peak in the bytes that the plan's budget bounds: reserved or requested ones."""
     if plan.budget_for == "reserved" and isinstance(estimate, GpuMemoryEstimate):
         return estimate.peak_reserved_bytes
@@ -72,7 +72,7 @@ def record(
         about["plan"] = {
             "budget_bytes": plan.budget_bytes,
             "predicted_bytes": plan.predicted.peak_bytes,
-            "peak_bytes": _bounded_bytes(plan, estimate),
+            "peak_bytes": _choose_bounded_bytes(plan, estimate),
         }
     if not isinstance(estimate, GpuMemoryEstimate):
         static = estimate.static

@@ -34,7 +34,7 @@ def frontier(n: int, beside: str | None, json_to: str | None, picture_to: str | 
     from lowtide.report.frontier_table import show
 
     if picture_to is not None:
-        _can_be_drawn(picture_to)  # before the work, not after it
+        _check_can_draw(picture_to)  # before the work, not after it
     others = () if beside is None else read_points(Path(beside))
     quiet = json_to == "-"
     profile = source.profile(plain=True, quiet=quiet)
@@ -50,7 +50,7 @@ def frontier(n: int, beside: str | None, json_to: str | None, picture_to: str | 
         say(f"written: {picture_to}")
 
 
-def _can_be_drawn(path: str) -> None:
+def _check_can_draw(path: str) -> None:
     """Raise BadParameter for a suffix of no image format, and PackageMissing if packages for plotting are missing."""
     if Path(path).suffix.lower() not in (".svg", ".png", ".pdf"):
         raise click.BadParameter(f"{path} does not end in .svg, .png or .pdf.", param_hint="--picture")

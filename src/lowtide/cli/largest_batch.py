@@ -75,14 +75,14 @@ def largest_batch(
 
     with showing(True):
         if architecture is not None:
-            from lowtide.cli.random_models import random_model
+            from lowtide.cli.random_models import build_random_model
 
-            model = random_model(architecture, layers=layers, seq=seq, bf16=bf16)
+            model = build_random_model(architecture, layers=layers, seq=seq, bf16=bf16)
             about = model.about
             estimate_at: EstimateAt = model.estimate_at
         else:
             assert target is not None
-            about, estimate_at = target, _of_script(target, args, is_module=is_module)
+            about, estimate_at = target, _make_script_estimator(target, args, is_module=is_module)
         ranking = rank_gpus(estimate_at, gpus)
     if json_to != "-":
         click.echo(f"{about}\n{ranking}")
@@ -91,7 +91,7 @@ def largest_batch(
     return 0 if any(limit.plain or limit.replayed for limit in ranking.limits) else 1
 
 
-def _of_script(target: str, args: tuple[str, ...], *, is_module: bool) -> EstimateAt:
+def _make_script_estimator(target: str, args: tuple[str, ...], *, is_module: bool) -> EstimateAt:
     from lowtide.script.estimate_steps import estimate_script
     from lowtide.script.runner import Script
 

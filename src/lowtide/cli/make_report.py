@@ -63,13 +63,13 @@ def report(file: Path, other: Path | None, to: str | None, github: bool, fail_ab
     """
     run = _read(file)
     if other is not None:
-        return _compare(run, _read(other), _short_names(file, other), to, github, fail_above)
+        return _compare(run, _read(other), _shorten_names(file, other), to, github, fail_above)
     if fail_above is not None:
         raise click.UsageError("--fail-above needs two runs: lowtide report BEFORE.json AFTER.json.")
     if github:
-        from lowtide.report.exports import github_annotations
+        from lowtide.report.exports import format_github_annotations
 
-        click.echo(github_annotations(run), nl=bool(run.findings))
+        click.echo(format_github_annotations(run), nl=bool(run.findings))
         return 0
     with _refusing_contradictions(file):
         text = str(run) if to is None or to == "-" else _exporter(to)(run)
@@ -99,7 +99,7 @@ def _refusing_contradictions(*files: Path | str) -> Iterator[None]:
         raise LowtideError(f"{named} is damaged: its parts contradict each other ({why}).") from error
 
 
-def _short_names(file: Path, other: Path) -> tuple[str, str]:
+def _shorten_names(file: Path, other: Path) -> tuple[str, str]:
     """Return both paths without the folders that they share, so that they fit above the columns of a table."""
     pairs = zip(file.parent.parts, other.parent.parts, strict=False)
     shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -109,7 +109,7 @@ def _short_names(file: Path, other: Path) -> tuple[str, str]:
 def _compare(
     first: RunRecord, second: RunRecord, names: tuple[str, str], to: str | None, github: bool, fail_above: float | None
 ) -> int:
-    from lowtide.report.exports import github_annotations
+    from lowtide.report.exports import format_github_annotations
     from lowtide.report.run_comparison import RunComparison
 
     is_page = to not in (None, "-")
@@ -119,7 +119,7 @@ def _compare(
     with _refusing_contradictions(*names):
         text, page = str(comparison), comparison.to_html() if is_page else ""
     if github:
-        click.echo(github_annotations(second, comparison.new_findings), nl=bool(comparison.new_findings))
+        click.echo(format_github_annotations(second, comparison.new_findings), nl=bool(comparison.new_findings))
     else:
         click.echo(text)
     if is_page:
@@ -131,15 +131,15 @@ def _compare(
 def _exporter(to: str) -> Callable[[RunRecord], str]:
     """Return the function that formats a run for the file name `to`, by its extension."""
     from lowtide.report import exports
-    from lowtide.report.page import run_page
+    from lowtide.report.page import render_run_page
     from lowtide.report.run_record import RunRecord, with_frontier
 
     kinds: dict[str, Callable[[RunRecord], str]] = {
-        **dict.fromkeys(PAGES, lambda run: run_page(with_frontier(run))),
+        **dict.fromkeys(PAGES, lambda run: render_run_page(with_frontier(run))),
         ".json": RunRecord.to_json,
-        ".csv": exports.csv_of,
+        ".csv": exports.format_csv,
         ".sarif": exports.sarif,
-        ".perfetto": exports.perfetto_trace,
+        ".perfetto": exports.format_perfetto_trace,
     }
     suffix = Path(to).suffix.lower()
     if suffix not in kinds:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from lowtide.utils import native_cache
-from lowtide.utils.installed_versions import torch_build
+from lowtide.utils.installed_versions import read_torch_build
 
 
 @click.command("native")
@@ -28,5 +28,5 @@ def native(build: bool) -> int:
                 f"could not be compiled: {error}\n  Hooks in Python are used: the same bits, more time.", err=True
             )
             return 1
-    click.echo(f"hooks: {native_cache.state(torch_build())}")
+    click.echo(f"hooks: {native_cache.state(read_torch_build())}")
     return 0

@@ -14,7 +14,7 @@ import torch
 from lowtide.cli.demo.demo_packages import need
 from lowtide.errors import LowtideError
 from lowtide.estimator.cuda.absent_gpu_run import estimate_on
-from lowtide.estimator.unrehearsed_plans import How, engine_for
+from lowtide.estimator.unrehearsed_plans import How, build_engine
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -49,17 +49,17 @@ class RandomModel:
             optimizer.step()
             optimizer.zero_grad()
 
-        return estimate_on(gpu, model, step, batch, optimizer=optimizer, engine=engine_for(how, model))
+        return estimate_on(gpu, model, step, batch, optimizer=optimizer, engine=build_engine(how, model))
 
 
-def random_model(architecture: str, *, layers: int | None, seq: int | None, bf16: bool) -> RandomModel:
+def build_random_model(architecture: str, *, layers: int | None, seq: int | None, bf16: bool) -> RandomModel:
     """Build a transformers model on the meta device from an architecture's name, or from a folder with a configuration.
 
     Raises LowtideError for an unknown architecture, and for more tokens than the model takes.
     """
     transformers = need("transformers")
     config = _config(transformers, architecture, layers)
-    kind = _trained_class(transformers, config)
+    kind = _find_trained_class(transformers, config)
     if hasattr(config, "use_cache"):
         config.use_cache = False
     with torch.device("meta"):
@@ -113,7 +113,7 @@ def _config(transformers: Any, architecture: str, layers: int | None) -> Any:
     return config
 
 
-def _trained_class(transformers: Any, config: Any) -> Any:
+def _find_trained_class(transformers: Any, config: Any) -> Any:
     """Find the transformers class that computes a loss for models of `config`. Raises LowtideError if there is none."""
     kinds: tuple[str, ...] = ("AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForImageClassification")
     if config.is_encoder_decoder:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from lowtide.cli.report_option import command_line, report_option, write_report
+from lowtide.cli.report_option import format_command_line, report_option, write_report
 from lowtide.cli.script_or_profile import OWN_OPTIONS_FIRST, ProfileSource, output_option, profile_source, write
 
 
@@ -35,7 +35,7 @@ def rehearse(plain: bool, json_to: str | None, report_to: str | None, source: Pr
     if json_to is not None:
         write(profile.to_json(), json_to)
     if report_to is not None:
-        from lowtide.report.run_record import record_of, with_frontier
+        from lowtide.report.run_record import build_record, with_frontier
 
-        write_report(with_frontier(record_of(command_line(), profile=profile)), report_to)
+        write_report(with_frontier(build_record(format_command_line(), profile=profile)), report_to)
     return 0

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from lowtide.cli.script_or_profile import to_be_written, write
+from lowtide.cli.script_or_profile import check_output_file, write
 
 if TYPE_CHECKING:
     from lowtide.report.run_record import RunRecord
@@ -32,7 +32,7 @@ def report_option(body: Callable[..., Any]) -> Callable[..., Any]:
 def _checked(ctx: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
     if path is not None and Path(path).suffix.lower() not in (*PAGES, ".json"):
         raise click.BadParameter(f"{path} ends neither in .html nor in .json.")
-    return to_be_written(ctx, parameter, path)
+    return check_output_file(ctx, parameter, path)
 
 
 def write_report(run: RunRecord, to: str) -> None:
@@ -40,6 +40,6 @@ def write_report(run: RunRecord, to: str) -> None:
     write(run.to_json() if Path(to).suffix.lower() == ".json" else run.to_html(), to)
 
 
-def command_line() -> str:
+def format_command_line() -> str:
     """Return the running command, quoted for a shell."""
     return shlex.join(["lowtide", *(click.get_current_context().find_root().obj or ())])

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lowtide.cli.report_option import command_line, report_option, write_report
+from lowtide.cli.report_option import format_command_line, report_option, write_report
 from lowtide.cli.script_or_profile import (
     OWN_OPTIONS_FIRST,
     in_place_option,
@@ -145,7 +145,7 @@ def run(
         kept.report_refusal(why, budget_for)
         raise
     kept.report()
-    return code or _code_of(monitor.plans.verdict)
+    return code or _choose_exit_code(monitor.plans.verdict)
 
 
 def _check_options(budget: str | None, plan_file: str | None, needing_budget: Mapping[str, tuple[bool, str]]) -> None:
@@ -168,18 +168,18 @@ class _KeptPlan:
 
     def __init__(self, monitor: StepFitter, save_to: str | None, json_to: str | None, report_to: str | None) -> None:
         self._monitor, self._save_to, self._json_to, self._report_to = monitor, save_to, json_to, report_to
-        self._command = command_line()
+        self._command = format_command_line()
         self._record: RunRecord | None = None
 
     def keep(self, plan: Plan) -> None:
         """Save the plan, and remember its record for the report."""
-        from lowtide.report.run_record import record_of
+        from lowtide.report.run_record import build_record
 
         if self._save_to is not None:
             _save(self._save_to, plan)
         if self._is_reported and self._monitor.plans.verdict is not None:
             proof = self._monitor.plans.verdict.to_proof()
-            self._record = record_of(self._command, profile=self._monitor.plans.profile, plan=plan, proof=proof)
+            self._record = build_record(self._command, profile=self._monitor.plans.profile, plan=plan, proof=proof)
 
     def report(self) -> None:
         """Write the report, if an option asks for one and a plan was kept."""
@@ -191,10 +191,10 @@ class _KeptPlan:
 
     def report_refusal(self, why: Infeasible | OverBudget, budget_for: BudgetFor) -> None:
         """Write a report of the rehearsed step and of the error, if an option asks for one and a step was rehearsed."""
-        from lowtide.report.run_record import record_of, with_frontier
+        from lowtide.report.run_record import build_record, with_frontier
 
         if self._is_reported and self._monitor.plans.profile is not None:
-            refused = replace(record_of(self._command, profile=self._monitor.plans.profile), refusal=str(why))
+            refused = replace(build_record(self._command, profile=self._monitor.plans.profile), refusal=str(why))
             if budget_for == "requested":  # like all other bytes in the record
                 refused = replace(refused, plain_budget_bytes=why.budget_bytes)
             self._write(with_frontier(refused))
@@ -212,16 +212,16 @@ class _KeptPlan:
 
 def _train(script: Script, monitor: PlanMonitor) -> int:
     """Run the script under `monitor`, print the number of repeated steps, and return the script's exit code."""
-    from lowtide.script.repeat_step import count_in_words
+    from lowtide.script.repeat_step import format_repeat_count
     from lowtide.script.run_listened import run_watched
 
     code = run_watched(script, monitor)
     if monitor.repeats.n:
-        say(count_in_words(monitor.repeats.n))
+        say(format_repeat_count(monitor.repeats.n))
     return code
 
 
-def _code_of(verdict: RunVerdict | None) -> int:
+def _choose_exit_code(verdict: RunVerdict | None) -> int:
     """Return exit code 1, with a message, if the plan in force at the end of the script exceeded its budget, else 0."""
     if verdict is None or verdict.measured_peak_bytes is None or verdict.within_budget:
         return 0

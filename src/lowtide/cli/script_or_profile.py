@@ -29,16 +29,16 @@ def script_arguments(
     """Build a decorator that adds `-m`, the script and the script's arguments to a command."""
 
     def add(body: Callable[..., Any]) -> Callable[..., Any]:
-        body = click.argument("args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...", callback=_own_options)(
-            body
-        )
+        body = click.argument(
+            "args", nargs=-1, type=click.UNPROCESSED, metavar="[ARGS]...", callback=_report_own_options
+        )(body)
         body = click.argument("target", metavar=metavar, required=required)(body)
         return click.option("-m", "is_module", is_flag=True, help="SCRIPT is a module, as for `python -m`.")(body)
 
     return add
 
 
-def _own_options(ctx: click.Context, parameter: click.Parameter, args: tuple[str, ...]) -> tuple[str, ...]:
+def _report_own_options(ctx: click.Context, parameter: click.Parameter, args: tuple[str, ...]) -> tuple[str, ...]:
     """Return `args`, the script's arguments, and print a message for each that is an option of this command.
 
     An option that the script's source mentions is not reported.
@@ -60,10 +60,10 @@ def _own_options(ctx: click.Context, parameter: click.Parameter, args: tuple[str
 def output_option(flag: str, name: str, help_: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Build an option that names a file to write; "-" is stdout."""
     kind = click.Path(dir_okay=False, writable=True, allow_dash=True)
-    return click.option(flag, name, type=kind, metavar="FILE", callback=to_be_written, help=help_)
+    return click.option(flag, name, type=kind, metavar="FILE", callback=check_output_file, help=help_)
 
 
-def to_be_written(ctx: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
+def check_output_file(ctx: click.Context, parameter: click.Parameter, path: str | None) -> str | None:
     """Check that the file `path` can be written before the work begins; return its absolute path.
 
     The path is absolute because a script may change the current folder. None and "-" are returned unchanged.

@@ -14,7 +14,7 @@ import click
 
 from lowtide.cli.script_or_profile import write
 from lowtide.memory.gpu_specs import GPUS, GpuSpec
-from lowtide.units import against_budget, format_bytes
+from lowtide.units import compare_with_budget, format_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -73,9 +73,9 @@ class SeveralGpus:
             if fewest:
                 larger = max(records, key=lambda record: record["peak_reserved_bytes"])
                 self._is_last = larger["rank"] > 0
-                tried = [(gpu, how) for how in HEADINGS for gpu in (self._gpu, like_others(self._gpu))]
+                tried = [(gpu, how) for how in HEADINGS for gpu in (self._gpu, find_other_generation(self._gpu))]
                 with ThreadPoolExecutor(len(HEADINGS)) as pool:
-                    found = pool.map(lambda way: self._by_number(Path(folder), n_gpus, larger, *way), tried)
+                    found = pool.map(lambda way: self._estimate_by_number(Path(folder), n_gpus, larger, *way), tried)
                     rows = dict(zip(tried, found, strict=True))
                 by_way = {how: [row for way in tried if way[1] == how for row in rows[way]] for how in HEADINGS}
                 records[0]["by_number"] = by_way
@@ -85,7 +85,7 @@ class SeveralGpus:
             write(json.dumps(records, indent=1), json_to)
         return max(run.code for run in runs)
 
-    def _by_number(
+    def _estimate_by_number(
         self, folder: Path, n_gpus: int, requested: Mapping[str, Any], gpu: GpuSpec, how: str
     ) -> list[dict[str, Any]]:
         """Estimate the memory of one process for several numbers of GPUs; return a row for each number, the smallest
@@ -174,7 +174,7 @@ def _alike(gpu: GpuSpec) -> list[GpuSpec]:
     return [other for other in GPUS if not other.shared and _is_newer(other) == _is_newer(gpu)]
 
 
-def like_others(gpu: GpuSpec) -> GpuSpec:
+def find_other_generation(gpu: GpuSpec) -> GpuSpec:
     """Return the largest listed GPU of the kernel generation that is not that of `gpu`: from 8.0 on, or below 8.0.
 
     The same step needs other memory on it.
@@ -192,7 +192,7 @@ def compared(first: Mapping[str, Any], last: Mapping[str, Any]) -> str:
         return f"rank {last['rank']}: the same"
     text = f"rank {last['rank']}: " + ", ".join(f"{format_bytes(n_bytes)} {kind}" for kind, n_bytes in peaks.items())
     if "plan" in last:
-        text += f"; under the plan: {against_budget(last['plan']['peak_bytes'], last['plan']['budget_bytes'])}"
+        text += f"; under the plan: {compare_with_budget(last['plan']['peak_bytes'], last['plan']['budget_bytes'])}"
     if last["verdict"] != first["verdict"]:
         text += f"; answer: {last['verdict']}"
     if last["smallest_gpu"] != first["smallest_gpu"]:
@@ -234,7 +234,7 @@ def table(rows: Sequence[Mapping[str, Any]], gpu: GpuSpec, how: str = "plain") -
         if row["enough_of"] or row["gpu"] == gpu.name:
             reserved = f"{row['n_gpus']:>4}  {format_bytes(row['peak_reserved_bytes']):>9} reserved on each"
             lines.append(f"{reserved}: {', '.join(row['enough_of']) or '-'}")
-    for like in (gpu, like_others(gpu)):
+    for like in (gpu, find_other_generation(gpu)):
         alike = [row for row in rows if row["gpu"] == like.name]
         enough = {name for row in alike for name in row["enough_of"]}
         missing = ", ".join(other.name for other in _alike(like) if other.name not in enough)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from lowtide.cli.report_option import command_line, report_option, write_report
+from lowtide.cli.report_option import format_command_line, report_option, write_report
 from lowtide.cli.script_or_profile import OWN_OPTIONS_FIRST, output_option, script_arguments, write
 from lowtide.utils.messages import speaker
 
@@ -28,7 +28,7 @@ def watch(json_to: str | None, report_to: str | None, target: str, args: tuple[s
     if json_to is not None:
         write(watched.to_json(), json_to)
     if report_to is not None:
-        write_report(watched.to_record(command_line(), subject=target), report_to)
+        write_report(watched.to_record(format_command_line(), subject=target), report_to)
     if exit_code == INTERRUPTED:  # stopped by Ctrl-C
         return exit_code
     if exit_code:

@@ -109,7 +109,7 @@ def absent_processes(size: int, rank: int = 0) -> Iterator[None]:
         yield
 
 
-def these_processes(n_gpus: int) -> AbsentProcesses | None:
+def read_process_group(n_gpus: int) -> AbsentProcesses | None:
     """Return the size of this process's group and its rank; None for a single process.
 
     Raises RehearsalError unless `n_gpus` is 1 or that size.

@@ -17,7 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide._torch.backward import ACCUMULATE_GRAD, BACKWARD_CALL, in_backward, running_node_name, running_node_number
+from lowtide._torch.backward import (
+    ACCUMULATE_GRAD,
+    BACKWARD_CALL,
+    get_running_node_name,
+    get_running_node_number,
+    in_backward,
+)
 from lowtide._torch.distributed import is_wrapping
 from lowtide._torch.fake_modes import (
     DATA_DEPENDENT,
@@ -33,7 +39,7 @@ from lowtide._torch.fake_modes import (
 from lowtide._torch.modes import TorchDispatchMode
 from lowtide._torch.operators import changes_geometry, op_name
 from lowtide._torch.pytree import tree_map
-from lowtide._torch.tensors import base_of, parts_of, storage_id
+from lowtide._torch.tensors import base_of, find_parts, get_storage_id
 from lowtide.errors import RehearsalError
 from lowtide.estimator import sparse_tensors as sparse
 from lowtide.estimator.collectives import n_sent
@@ -51,7 +57,7 @@ from lowtide.estimator.op_sets import (
 from lowtide.estimator.packed_sequences import copies
 from lowtide.estimator.storage_ledger import StorageLedger
 from lowtide.estimator.values.query_site import where
-from lowtide.estimator.values.value_oracle import ValueOracle, detached_real
+from lowtide.estimator.values.value_oracle import ValueOracle, detach_real
 from lowtide.profiler.measure_call import CAN_GO_WRONG, FORMULAS
 from lowtide.runtime import inplace_gradients as in_place
 
@@ -128,7 +134,7 @@ class AllocationTracker(TorchDispatchMode):
         returned.
         """
         if is_wrapping(type(tensor)):
-            for part in parts_of(tensor):
+            for part in find_parts(tensor):
                 self.adopt(part)
             return tensor
         fake = tensor
@@ -178,23 +184,23 @@ class AllocationTracker(TorchDispatchMode):
             if func is not aten.add.Tensor:
                 self._asked.clear()
         n_sent[0] += func.namespace in SENDING_OPERATORS
-        tensors, any_real = tensors_of(args, kwargs)
+        tensors, any_real = list_tensors(args, kwargs)
         if any_real:
-            if (detached := detached_real(func, args)) is not None:
+            if (detached := detach_real(func, args)) is not None:
                 return detached
             if changes_geometry(func):
                 raise self._answers.refusal(f"{op_name(func)} changes the geometry of a tensor that exists already")
             args, kwargs = tree_map(lambda leaf: self._real(leaf, func) if is_real(leaf) else leaf, (args, kwargs))
-            tensors, _ = tensors_of(args, kwargs)
+            tensors, _ = list_tensors(args, kwargs)
         if len(tensors) > 1:
-            args, kwargs, tensors = self._on_one_device(func, args, kwargs, tensors)
-        places = self._answers.places_of_masks(func, args)
+            args, kwargs, tensors = self._move_to_one_device(func, args, kwargs, tensors)
+        places = self._answers.count_mask_index_bytes(func, args)
         answered, out = self._answers.before(func, args, kwargs, tensors)
         if not answered:
             try:
                 out = self._run(func, args, kwargs)
             except NO_FAKE_KERNEL as error:
-                raise _no_kernel(func) from error
+                raise _build_no_kernel_error(func) from error
         n_flops = 0
         if (formula := FORMULAS.get(func.overloadpacket)) is not None:
             with contextlib.suppress(
@@ -219,7 +225,9 @@ class AllocationTracker(TorchDispatchMode):
             return fake
         return self.adopt(tensor)
 
-    def _on_one_device(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, Any, list[Tensor]]:
+    def _move_to_one_device(
+        self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]
+    ) -> tuple[Any, Any, list[Tensor]]:
         """Return args, kwargs and the tensors in them, unchanged here.
 
         Subclasses move CPU tensors to the GPU if an operator mixes both.
@@ -244,9 +252,9 @@ class AllocationTracker(TorchDispatchMode):
         except DATA_DEPENDENT as error:
             raise self._answers.refusal(f"the size of what {op_name(func)} gives depends on contents") from error
         if func in CONTIGUOUS and self.device == "cpu":
-            return tuple(None if t is None else _laid_out(t) for t in out)
+            return tuple(None if t is None else _lay_out(t) for t in out)
         if func in BATCH_NORMED and self.device == "cpu" and out[0] is not None:
-            return _laid_out(out[0], _format(args[BATCH_NORMED[func]])), *out[1:]
+            return _lay_out(out[0], _format(args[BATCH_NORMED[func]])), *out[1:]
         return out
 
     def _grouped(
@@ -269,7 +277,7 @@ class AllocationTracker(TorchDispatchMode):
         if len(new) == 1 and self._writes_otherwise(func, args):
             if self._reuse_memory(args[0], new[0]):
                 return
-            if running_node_name() == ACCUMULATE_GRAD and storage_id(args[0]) in self.in_place:
+            if get_running_node_name() == ACCUMULATE_GRAD and get_storage_id(args[0]) in self.in_place:
                 self.ledger.share(args[0], new[0])
                 return
         if len(new) == 1 and self._is_written_over(func, args, new[0]):
@@ -291,7 +299,7 @@ class AllocationTracker(TorchDispatchMode):
 
         Of sums, only those that add up gradients count, not those inside a node's backward formula.
         """
-        if func is not aten.add.Tensor or running_node_name() == ACCUMULATE_GRAD:
+        if func is not aten.add.Tensor or get_running_node_name() == ACCUMULATE_GRAD:
             return func in INPLACE_OTHERWISE
         return any(id(arg) in self._asked for arg in args)
 
@@ -300,9 +308,9 @@ class AllocationTracker(TorchDispatchMode):
 
         The formula does so only to tensors that it has computed itself.
         """
-        if (writes := IN_FORMULA.get(running_node_name())) is None:
+        if (writes := IN_FORMULA.get(get_running_node_name())) is None:
             return False
-        if self._formula[0] != (node := running_node_number()):
+        if self._formula[0] != (node := get_running_node_number()):
             self._formula = node, self.ledger.n_blocks
         return func in writes and self.ledger.is_newer(args[0], self._formula[1], new.untyped_storage().nbytes())
 
@@ -326,7 +334,7 @@ class AllocationTracker(TorchDispatchMode):
         return _called_by_autograd() and self.ledger.reuse_memory(old, new)
 
 
-def _laid_out(tensor: Tensor, form: torch.memory_format = torch.contiguous_format) -> Tensor:
+def _lay_out(tensor: Tensor, form: torch.memory_format = torch.contiguous_format) -> Tensor:
     if tensor.is_contiguous(memory_format=form):
         return tensor
     return torch.empty_like(tensor, memory_format=form)
@@ -340,7 +348,7 @@ def _format(tensor: Tensor) -> torch.memory_format:
     return last
 
 
-def tensors_of(args: Any, kwargs: Any) -> tuple[list[Tensor], bool]:
+def list_tensors(args: Any, kwargs: Any) -> tuple[list[Tensor], bool]:
     """Return the tensors among an operator's arguments, and True if any is not fake. Faster than torch's pytrees."""
     tensors: list[Tensor] = []
     for arg in (*args, *kwargs.values()) if kwargs else args:
@@ -359,7 +367,7 @@ def _leaves(out: Any) -> Iterator[Any]:
         yield out
 
 
-def _no_kernel(func: Any) -> RehearsalError:
+def _build_no_kernel_error(func: Any) -> RehearsalError:
     remedy = "Measure this step instead (lowtide.timeline), or do there without it"
     if func.namespace not in OWN_OPERATORS:
         remedy = "Say what its results look like (torch.library.register_fake), or measure this step (lowtide.timeline)"

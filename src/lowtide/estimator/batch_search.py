@@ -20,11 +20,11 @@ from lowtide.estimator.estimation import estimate
 from lowtide.estimator.memory_estimate import MemoryEstimate
 from lowtide.memory.gpu_specs import CONTEXT_BYTES, GpuSpec, parse_gpu
 from lowtide.memory.nccl_memory import nccl_bytes
-from lowtide.runtime.batch_tensors import tensors_in, with_tensors
+from lowtide.runtime.batch_tensors import collect_tensors, with_tensors
 from lowtide.state.process_group import several_processes
 from lowtide.units import format_apart
 from lowtide.utils.amounts import parse_bytes
-from lowtide.utils.rendering import Displayed, short_repr
+from lowtide.utils.rendering import Displayed, format_repr
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -51,7 +51,7 @@ class LargestBatch(Displayed):
     """Predicted peak at each size tried, bytes; on a GPU the most that can be reserved."""
 
     def __repr__(self) -> str:
-        return short_repr(type(self).__name__, str(self))
+        return format_repr(type(self).__name__, str(self))
 
     def __str__(self) -> str:
         budget, peak = format_apart(self.budget_bytes, self.peaks[self.size])
@@ -117,7 +117,7 @@ def largest_batch(
         raise LowtideError(f"most, the largest size to try, must be at least 1; found {most}.")
     gpu = None if device is None else parse_gpu(device)
     budget_bytes = _limit(budget, gpu)
-    given = size_of(batch, batch_dim)
+    given = measure_size(batch, batch_dim)
     tried: dict[int, MemoryEstimate] = {}
     peaks: dict[int, int] = {}
 
@@ -133,7 +133,7 @@ def largest_batch(
                     peaks[size] = memory.interval[1]
         return peaks[size]
 
-    size = _largest_within(peak, budget_bytes, start=min(given, most), most=most)
+    size = _find_largest_within(peak, budget_bytes, start=min(given, most), most=most)
     if size == 0:
         parts = dict(zip(("static", "step"), (tried[1].static.total, tried[1].timeline.peak_bytes), strict=True))
         raise Infeasible(budget_bytes=budget_bytes, smallest_peak_bytes=peak(1), parts=parts)
@@ -172,7 +172,7 @@ def _limit(budget: int | str | None, gpu: GpuSpec | None) -> int:
     return gpu.total_bytes - CONTEXT_BYTES[1] - nccl[1]
 
 
-def _largest_within(peak: Callable[[int], int], budget: int, *, start: int, most: int) -> int:
+def _find_largest_within(peak: Callable[[int], int], budget: int, *, start: int, most: int) -> int:
     """Return the largest n in 1..most with peak(n) <= budget, or 0 if none, for a peak that grows with n.
 
     Each guess is where the line through the last two peaks meets the budget, which is exact for a linear peak; every
@@ -197,12 +197,12 @@ def _largest_within(peak: Callable[[int], int], budget: int, *, start: int, most
     raise AssertionError("unreachable: each guess is between the two")
 
 
-def size_of(batch: Any, dim: int) -> int:
+def measure_size(batch: Any, dim: int) -> int:
     """Return the size along `dim` of the batch's first tensor or array that has this dimension.
 
     Raises RehearsalError without such a tensor or array.
     """
-    for obj in tensors_in(tree_map(_tensor, batch)):
+    for obj in collect_tensors(tree_map(_tensor, batch)):
         if obj.is_nested:
             raise RehearsalError("the batch has a nested tensor (torch.nested), which can't be resized: pad it.")
         if obj.dim() > dim:

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide._torch.distributed import functional_collectives
+from lowtide._torch.distributed import import_functional_collectives
 from lowtide._torch.fake_modes import is_fake, on_real_tensors
 from lowtide._torch.modules import SyncBatchNorm
 from lowtide.estimator.compiled_collectives import refuse_in_compiled_code
 from lowtide.estimator.values.known_values import learn_alike, receive, senders, suppose
-from lowtide.runtime.batch_tensors import tensors_in
+from lowtide.runtime.batch_tensors import collect_tensors
 from lowtide.utils.frames import module_name
 
 if TYPE_CHECKING:
@@ -81,11 +81,11 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
     senders.clear()
     for owner in (torch.distributed, torch.distributed.distributed_c10d):
         yield from ((owner, name, unsent(getattr(owner, name))) for name in SENDING if hasattr(owner, name))
-    functional = functional_collectives()
-    yield functional, "all_to_all_single", _of_known_sizes(functional.all_to_all_single)
+    functional = import_functional_collectives()
+    yield functional, "all_to_all_single", _refuse_unknown_sizes(functional.all_to_all_single)
 
 
-def _of_known_sizes(send: Callable[..., Any]) -> Callable[..., Any]:
+def _refuse_unknown_sizes(send: Callable[..., Any]) -> Callable[..., Any]:
     """Return a version of `send` that refuses unknown split sizes; torch checks only that these are integers."""
 
     @functools.wraps(send)
@@ -105,7 +105,7 @@ def unsent(send: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(send)
     def sent(*args: Any, **kwargs: Any) -> Any:
-        if not any(map(is_fake, tensors_in((args, kwargs)))):
+        if not any(map(is_fake, collect_tensors((args, kwargs)))):
             return send(*args, **kwargs)
         caller = module_name(sys._getframe(1))
         if not caller.startswith("torch."):
@@ -113,11 +113,11 @@ def unsent(send: Callable[..., Any]) -> Callable[..., Any]:
         n_sent[0] += not caller.startswith("torch.distributed.fsdp.")
         received: Sequence[Tensor] = ()
         if send.__name__ not in RECEIVED:
-            for tensor in tensors_in((args, kwargs)):
+            for tensor in collect_tensors((args, kwargs)):
                 suppose(tensor, OWN.format(send.__name__))
         if (argument := RECEIVED.get(send.__name__)) is not None:
             place, name = argument
-            received = tensors_in(args[place] if len(args) > place else kwargs.get(name))
+            received = collect_tensors(args[place] if len(args) > place else kwargs.get(name))
             with on_real_tensors():
                 for tensor in received:
                     if caller == SyncBatchNorm.__module__:
@@ -125,6 +125,6 @@ def unsent(send: Callable[..., Any]) -> Callable[..., Any]:
                     else:
                         receive(tensor, f"torch.distributed.{send.__name__}")
         is_async = kwargs.get("async_op") or any(args[place_of_async : place_of_async + 1])
-        return Done(received or tensors_in((args, kwargs))) if is_async else None
+        return Done(received or collect_tensors((args, kwargs))) if is_async else None
 
     return sent

@@ -12,13 +12,13 @@ from torch import nn
 
 from lowtide._torch.compiled_code import is_compiled
 from lowtide.errors import RehearsalError
-from lowtide.utils.frames import frames_from
+from lowtide.utils.frames import walk_frames
 
 _modules: WeakSet[nn.Module] = WeakSet()
 _codes: set[CodeType] = set()
 
 
-def compile_as_written(compiled: Any) -> None:
+def remember_compiled(compiled: Any) -> None:
     """Remember a module or function that a script compiles and that the estimate runs uncompiled."""
     if isinstance(compiled, nn.Module):
         _modules.add(compiled)
@@ -28,7 +28,7 @@ def compile_as_written(compiled: Any) -> None:
 
 def refuse_in_compiled_code(name: str) -> None:
     """Raise RehearsalError if the running collective, an operator with this name, is called by compiled code."""
-    for frame in frames_from(sys._getframe(2)):
+    for frame in walk_frames(sys._getframe(2)):
         module = frame.f_locals.get("self") if frame.f_code.co_name == "_call_impl" else None
         is_module = isinstance(module, nn.Module) and (module in _modules or is_compiled(module))
         if is_module or frame.f_code in _codes:

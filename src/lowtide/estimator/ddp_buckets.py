@@ -25,14 +25,14 @@ from lowtide._torch.distributed import (
     after_backward,
     assign_buckets,
     awaits_first_backward,
-    bucket_limits,
-    communication_hooks,
-    ddp_wrappers,
+    compute_bucket_limits,
+    find_communication_hooks,
+    find_ddp_wrappers,
+    find_sent_parameters,
     has_new_buckets,
-    sent_parameters,
 )
 from lowtide._torch.fake_modes import is_fake, without_function_modes
-from lowtide._torch.tensors import storage_id
+from lowtide._torch.tensors import get_storage_id
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -44,7 +44,7 @@ class Reducers:
     """Context in which each DDP wrapper among `modules` has a reducer that sends nothing."""
 
     def __init__(self, modules: Iterable[Any], tracker: AllocationTracker) -> None:
-        self._reducers = [_Reducer(wrapper, tracker) for wrapper in ddp_wrappers(modules)]
+        self._reducers = [_Reducer(wrapper, tracker) for wrapper in find_ddp_wrappers(modules)]
         self._stack = contextlib.ExitStack()
 
     @property
@@ -76,8 +76,8 @@ class _Reducer:
 
     def __init__(self, wrapper: DistributedDataParallel, tracker: AllocationTracker) -> None:
         self._wrapper, self._tracker = wrapper, tracker
-        self._parameters, self._sparse = sent_parameters(wrapper)
-        self._limits, self._limits_then = bucket_limits(wrapper)
+        self._parameters, self._sparse = find_sent_parameters(wrapper)
+        self._limits, self._limits_then = compute_bucket_limits(wrapper)
         self._is_new = has_new_buckets(wrapper)
         self._rebuilds = wrapper.static_graph or not wrapper.find_unused_parameters
         self._delays = awaits_first_backward(wrapper)
@@ -90,7 +90,7 @@ class _Reducer:
         self.maps: list[Tensor] = []
         """DDP's maps of the parameters that took part: one element per parameter."""
         self._views: dict[int, Tensor] = {}
-        self.hooks, self._sent_as = communication_hooks(wrapper)
+        self.hooks, self._sent_as = find_communication_hooks(wrapper)
         self._awaited: dict[int, set[int]] = {}
         """Numbers of the parameters whose gradients are missing in each bucket, by the bucket's storage."""
         self._sent: list[Tensor] = []
@@ -102,7 +102,7 @@ class _Reducer:
         if self._wrapper.gradient_as_bucket_view and all(p.grad is not None for p in self._parameters):
             self._views = {n: self._tracker.adopt(self._gradient(n)) for n in numbers}
             self.buckets = [*self._views.values()]
-            self._tracker.in_place.update(map(storage_id, self.buckets))
+            self._tracker.in_place.update(map(get_storage_id, self.buckets))
         else:
             with self._tracker.unrecorded():
                 self._make([*reversed(numbers)] if self._is_new else [*numbers])
@@ -159,7 +159,7 @@ class _Reducer:
                 like = parameters[0]
                 bucket = torch.empty(sum(p.numel() for p in parameters), dtype=like.dtype, device=self._tracker.device)
                 self.buckets.append(bucket)
-                self._tracker.in_place.add(storage_id(bucket))
+                self._tracker.in_place.add(get_storage_id(bucket))
                 place = 0
                 for number, parameter in zip(group, parameters, strict=True):
                     self._views[number] = bucket.as_strided(parameter.size(), parameter.stride(), place)
@@ -182,8 +182,8 @@ class _Reducer:
         """
         if not self._awaited:
             for index, bucket_view in self._views.items():
-                self._awaited.setdefault(storage_id(bucket_view), set()).add(index)
-        awaited, view = self._awaited[storage_id(self._views[number])], self._views[number]
+                self._awaited.setdefault(get_storage_id(bucket_view), set()).add(index)
+        awaited, view = self._awaited[get_storage_id(self._views[number])], self._views[number]
         awaited.discard(number)
         if not awaited and view.dtype not in self._sent_as:
             n_elements = view.untyped_storage().nbytes() // view.element_size()
@@ -203,7 +203,7 @@ class _Reducer:
         if view is None or not self._wrapper.gradient_as_bucket_view or self._parameters[number].grad is None:
             return
         gradient = self._gradient(number)
-        if is_fake(gradient) and storage_id(gradient) != storage_id(view):
+        if is_fake(gradient) and get_storage_id(gradient) != get_storage_id(view):
             with without_function_modes():
                 gradient.data = view
 

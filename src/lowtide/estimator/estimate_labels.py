@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from lowtide._torch.tensors import storage_id
+from lowtide._torch.tensors import get_storage_id
 from lowtide.profiler.block_labels import LabelledTrace, labels
 from lowtide.profiler.trace_marks import OptimizerState, Packed, Released
 from lowtide.runtime.live_optimizers import optimizer_state
@@ -24,7 +24,7 @@ class EstimateTrace(LabelledTrace):
     """Trace of a step on fake tensors, whose storages are identified by number: they have no address."""
 
     def _address(self, tensor: Tensor) -> int:
-        return storage_id(tensor)
+        return get_storage_id(tensor)
 
     def on_pack(self, handle: Handle, tensor: Tensor) -> None:
         scope = self.engine.here.scope

@@ -14,7 +14,7 @@ from lowtide.memory.gpu_specs import GpuSpec, parse_gpus
 from lowtide.planner.records import Plan
 from lowtide.profiler.preconditions import check_step
 from lowtide.runtime.fingerprint import device_of
-from lowtide.state.containers import container_restorer
+from lowtide.state.containers import make_container_restorer
 
 if TYPE_CHECKING:
     from torch import nn
@@ -107,7 +107,7 @@ def estimate(
         return estimate_on(gpu, model, step, batch, plan=plan, optimizer=optimizer, allocator=allocator, n_gpus=n or 1)
     engine = planned(model, plan, device_of(model).replace("meta", "cpu"))
     with enable_plan_levers(plan, model, optimizer), TwoStepRun(model, batch, (step, optimizer), engine=engine) as run:
-        hand_back = container_restorer(batch)
+        hand_back = make_container_restorer(batch)
         step(batch)
         hand_back()
         run.second()

@@ -17,22 +17,22 @@ from lowtide._torch.device_timing import simulated_clock
 from lowtide._torch.fake_modes import without_function_modes
 from lowtide._torch.tensors import fakes_have_addresses
 from lowtide.errors import RehearsalError
-from lowtide.estimator.absent_processes import these_processes
+from lowtide.estimator.absent_processes import read_process_group
 from lowtide.estimator.collectives import n_sent
 from lowtide.estimator.cuda.absent_gpu_run import AbsentGpuRun
-from lowtide.estimator.fake_step import static_of, with_carryover
+from lowtide.estimator.fake_step import measure_static, with_carryover
 from lowtide.estimator.sharded_units import check_estimated
 from lowtide.estimator.two_step_run import TwoStepRun
 from lowtide.memory.gpu_specs import parse_gpus
 from lowtide.profiler.assemble import TracedStep, assemble
 from lowtide.profiler.audit import Audit
-from lowtide.profiler.differing_modules import modules_that_differ
+from lowtide.profiler.differing_modules import find_differing_modules
 from lowtide.profiler.preconditions import by_contents, check_one_device, check_saved, check_step
 from lowtide.profiler.trace import MaxSavingEngine, Trace
-from lowtide.runtime.batch_tensors import tensors_in
+from lowtide.runtime.batch_tensors import collect_tensors
 from lowtide.runtime.fingerprint import fingerprint
 from lowtide.runtime.static_memory import static_bytes
-from lowtide.state.containers import container_restorer
+from lowtide.state.containers import make_container_restorer
 from lowtide.state.process_group import check_sharding
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class FakeRehearsal(TwoStepRun):
 
     def expect(self, batch: Any) -> None:
         """Count the memory of `batch` as the input of the first step."""
-        self._first_batch = [weakref.ref(tensor) for tensor in tensors_in(batch)]
+        self._first_batch = [weakref.ref(tensor) for tensor in collect_tensors(batch)]
 
     @contextlib.contextmanager
     def _first_step(self) -> Iterator[None]:
@@ -106,7 +106,7 @@ class FakeRehearsal(TwoStepRun):
     def _now(self, batch: Any) -> frozenset[int]:
         """Record the memory that exists now as that before the step; return its addresses, also of real tensors."""
         with without_function_modes(), fakes_have_addresses():
-            self._static, self._blocks = static_of(
+            self._static, self._blocks = measure_static(
                 self._tracker, self._model, batch, self._state, self._reducers.buckets
             )
             _, real = static_bytes(self._model, batch, self._state.optimizers)
@@ -148,7 +148,7 @@ class FakeRehearsal(TwoStepRun):
         """Return the profile, after the block has ended."""
         audit, trace = self._audit, self._trace
         assert trace is not None
-        if modules_that_differ(audit.shapes, trace.calls) or trace.inputs != audit.inputs:
+        if find_differing_modules(audit.shapes, trace.calls) or trace.inputs != audit.inputs:
             raise RehearsalError(
                 "the two rehearsed steps saved different tensors, so no plan can be made without the GPU. "
                 "Plan on the machine that trains: `lowtide run --budget`."
@@ -188,7 +188,7 @@ def rehearse_on(
     check_step(model, step, batch, optimizer)
     check_estimated(model.modules())
     gpu, n_gpus = parse_gpus(device)
-    run = AbsentGpuRehearsal(gpu, model, batch, (step, optimizer), processes=these_processes(n_gpus or 1))
+    run = AbsentGpuRehearsal(gpu, model, batch, (step, optimizer), processes=read_process_group(n_gpus or 1))
     return rehearsed(run, step, batch)
 
 
@@ -196,7 +196,7 @@ def rehearsed(run: FakeRehearsal, step: Callable[[Any], Any], batch: Any) -> Pro
     """Run `step(batch)` twice in `run`, and return the profile."""
     run.expect(batch)
     with run:
-        hand_back = container_restorer(batch)
+        hand_back = make_container_restorer(batch)
         step(batch)
         hand_back()
         run.second(batch)

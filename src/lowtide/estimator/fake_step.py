@@ -20,8 +20,8 @@ from lowtide._torch.fake_modes import (
     on_real_tensors,
     workers_without_modes,
 )
-from lowtide._torch.optim import parameters_of
-from lowtide._torch.tensors import exchange, parts_of, storage_number
+from lowtide._torch.optim import list_parameters
+from lowtide._torch.tensors import exchange, find_parts, get_storage_number
 from lowtide.errors import RehearsalError
 from lowtide.estimator import sparse_tensors as sparse
 from lowtide.estimator.allocation_tracker import AllocationTracker
@@ -30,7 +30,7 @@ from lowtide.estimator.fake_tensors import is_real
 from lowtide.memory.allocator.simulation import freed_from_entry
 from lowtide.memory.events import EventStream
 from lowtide.planner.records import Plan, Static
-from lowtide.runtime.batch_tensors import tensors_in
+from lowtide.runtime.batch_tensors import collect_tensors
 from lowtide.runtime.fingerprint import check_made_for
 from lowtide.runtime.live_optimizers import optimizer_state
 from lowtide.runtime.planned_engine import PlannedEngine
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 COMPILED = "compiled code (torch.compile) is estimated uncompiled: compiled, it may keep other tensors for backward"
 
 
-def unrestored_note(state: FakeStepState) -> tuple[str, ...]:
+def build_unrestored_note(state: FakeStepState) -> tuple[str, ...]:
     """Return a note on state that is not restored, such as an iterator's position; an empty tuple if there is none."""
     return (describe_unrestored(state.unrestored),) if state.unrestored else ()
 
@@ -143,7 +143,7 @@ def adopt(tracker: AllocationTracker, tensors: Iterable[Tensor]) -> None:
             tracker.adopt(tensor.grad)
 
 
-def static_of(
+def measure_static(
     tracker: AllocationTracker, model: nn.Module, batch: Any, state: FakeStepState, buckets: Iterable[Tensor]
 ) -> tuple[Static, frozenset[int]]:
     """Return the bytes that exist when the step begins, counting each storage once, and the numbers of their blocks.
@@ -153,7 +153,7 @@ def static_of(
     """
     modules = [*model.modules(), *(obj for obj in state.reached if isinstance(obj, torch.nn.Module))]
     optimizers = state.optimizers
-    updated = [p for o in optimizers for p in parameters_of(o)]
+    updated = [p for o in optimizers for p in list_parameters(o)]
     parameters = [*(p for module in modules for p in module.parameters(recurse=False)), *updated]
     numbers: set[int] = set()
 
@@ -161,7 +161,7 @@ def static_of(
         total = 0
         for tensor in tensors:
             for storage in () if tensor is None else _storages(tensor, tracker):
-                if (number := storage_number(storage)) not in numbers:
+                if (number := get_storage_number(storage)) not in numbers:
                     numbers.add(number)
                     total += storage.nbytes()
         return total
@@ -169,7 +169,7 @@ def static_of(
     static = Static(
         parameters=add(parameters),
         buffers=add(b for module in modules for b in module.buffers(recurse=False)),
-        inputs=add(tensors_in(batch)),
+        inputs=add(collect_tensors(batch)),
         gradients=add((*(p.grad for p in parameters if p.is_leaf), *buckets)),
         optimizer=add(optimizer_state(optimizers)),
     )
@@ -180,8 +180,8 @@ def _storages(tensor: Tensor, tracker: AllocationTracker) -> list[torch.UntypedS
     """Return a tensor's storages on the tracker's device; for compressed layouts, such as CSR, the real tensor's."""
     if sparse.is_compressed(tensor) and is_real(tensor):
         with on_real_tensors():
-            return [part.untyped_storage() for part in parts_of(tensor)]
-    parts = (tracker.adopt(part) for whole in parts_of(tensor) for part in parts_of(tracker.adopt(whole)))
+            return [part.untyped_storage() for part in find_parts(tensor)]
+    parts = (tracker.adopt(part) for whole in find_parts(tensor) for part in find_parts(tracker.adopt(whole)))
     return [part.untyped_storage() for part in parts if part.device.type == tracker.device]
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lowtide._torch.fake_modes import is_fake, is_strided, make_parameter, without_modes
-from lowtide._torch.tensors import exchange, parts_of, storage_number
+from lowtide._torch.tensors import exchange, find_parts, get_storage_number
 from lowtide.errors import RehearsalError
 from lowtide.estimator import sparse_tensors as sparse
 from lowtide.profiler.preconditions import NESTED
@@ -58,7 +58,7 @@ class FakeTensors:
     def release(self, tensor: Tensor) -> None:
         """Drop the reference to the fake memory of a tensor's storage."""
         if is_strided(tensor):
-            self._memory.pop(storage_number(tensor.untyped_storage()), None)
+            self._memory.pop(get_storage_number(tensor.untyped_storage()), None)
 
     def _place(self, tensor: Tensor) -> torch.device | str:
         return self._device or tensor.device
@@ -66,7 +66,7 @@ class FakeTensors:
     def _make(self, tensor: Tensor) -> Tensor:
         if sparse.is_sparse(tensor):  # torch's fake tensor of this layout has no elements
             with without_modes(), torch.no_grad():
-                indices, values = map(self.of, parts_of(tensor.detach()))
+                indices, values = map(self.of, find_parts(tensor.detach()))
                 with self._mode:
                     return sparse.like(tensor, indices, values).requires_grad_(tensor.requires_grad)
         if tensor.is_nested:
@@ -75,7 +75,7 @@ class FakeTensors:
             fake: Tensor = self._mode.from_tensor(tensor)
             return fake
         storage, size = tensor.untyped_storage(), tensor.element_size()
-        number = storage_number(storage)
+        number = get_storage_number(storage)
         with without_modes(), torch.no_grad(), self._mode:
             entry = self._memory.get(number)
             if entry is None:

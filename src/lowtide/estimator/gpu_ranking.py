@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate, has_newer_kernels
-from lowtide.estimator.cuda.ops.matmul import workspace_bytes
+from lowtide.estimator.cuda.ops.matmul import count_workspace_bytes
 from lowtide.estimator.unrehearsed_plans import How
 from lowtide.memory.gpu_specs import CONTEXT_BYTES, GpuSpec
 from lowtide.units import format_bytes, format_ratio
 from lowtide.utils.progress import Stage, advance
-from lowtide.utils.rendering import Displayed, short_repr
+from lowtide.utils.rendering import Displayed, format_repr
 from lowtide.utils.tables import Table
 
 SMALLEST = 2
@@ -61,7 +61,7 @@ class GpuRanking(Displayed):
     assumed: tuple[str, ...]
 
     def __repr__(self) -> str:
-        return short_repr(type(self).__name__, f"{len(self.limits)} GPUs")
+        return format_repr(type(self).__name__, f"{len(self.limits)} GPUs")
 
     def __str__(self) -> str:
         return "\n".join(_table(self))
@@ -80,7 +80,7 @@ class _Work:
     @property
     def shown(self) -> GpuSpec:
         """GPU that represents the group in estimates: the one with the largest cuBLAS workspaces."""
-        return max(self.gpus, key=workspace_bytes)
+        return max(self.gpus, key=count_workspace_bytes)
 
     @property
     def room(self) -> int:
@@ -97,7 +97,7 @@ def rank_gpus(estimate_at: EstimateAt, gpus: Sequence[GpuSpec]) -> GpuRanking:
     limits: list[BatchLimits] = []
     extra_flops: dict[How, float] = {}
     for work in works:
-        extra_flops |= _extra_flops(work)
+        extra_flops |= _compute_extra_flops(work)
         has_blocks = work.estimates["replayed"] and extra_flops["replayed"] > extra_flops["recomputed"]
         is_bounded = all(estimate.is_bounded for estimate in work.estimates["plain"].values())
         for gpu in work.gpus:
@@ -142,7 +142,7 @@ def _works(estimate_at: EstimateAt, gpus: Sequence[GpuSpec]) -> list[_Work]:
 def _estimate(estimate_at: EstimateAt, work: _Work) -> None:
     """Estimate the step in each way (plain, recomputed, replayed), up to a batch size that fits on none of the GPUs."""
     smallest = work.estimates["plain"][SMALLEST]
-    first = size = _too_large(work, SMALLEST, smallest)
+    first = size = _find_too_large_size(work, SMALLEST, smallest)
     for how, share in (("plain", 1.0), *SAVING.items()):
         by_size = work.estimates.setdefault(how, {})
         size = min(int(first * share), LARGEST_STEP * SMALLEST if how == "plain" else MOST, MOST)
@@ -151,19 +151,19 @@ def _estimate(estimate_at: EstimateAt, work: _Work) -> None:
             advance()
             if estimate.interval[1] > work.room or size >= MOST:
                 break
-            size = min(max(_too_large(work, size, estimate), 2 * size), LARGEST_STEP * size, MOST)
+            size = min(max(_find_too_large_size(work, size, estimate), 2 * size), LARGEST_STEP * size, MOST)
         if how == "plain":
             first = max(by_size)
 
 
-def _too_large(work: _Work, size: int, estimate: GpuMemoryEstimate) -> int:
+def _find_too_large_size(work: _Work, size: int, estimate: GpuMemoryEstimate) -> int:
     """Return a batch size that needs more than the largest GPU has, extrapolated from the estimate at `size`."""
     peak = estimate.interval[1]
     row_bytes = max((peak - estimate.static.total) / size, 1.0)
     return size + max(int(1.05 * (work.room - peak) / row_bytes) + 1, 1)
 
 
-def _extra_flops(work: _Work) -> dict[How, float]:
+def _compute_extra_flops(work: _Work) -> dict[How, float]:
     """Return the extra FLOPs of each way that saves memory, as a fraction of the plain step's at the same size."""
     plain = work.estimates["plain"]
     (small, few), (large, many) = ((size, plain[size].flops) for size in (min(plain), max(plain)))
@@ -204,7 +204,7 @@ def _table(ranking: GpuRanking) -> Iterator[str]:
     rows = []
     for limit in ranking.limits:
         sizes = [limit.plain, limit.recomputed, *([limit.replayed or 0] if has_blocks else [])]
-        words = (_in_words(size, is_sure=limit.is_sure) for size in sizes)
+        words = (_put_in_words(size, is_sure=limit.is_sure) for size in sizes)
         rows.append((limit.gpu.name, format_bytes(limit.gpu.total_bytes), *words))
     yield "The largest batch that fits:"
     yield from Table(headings=heading, rows=rows).lines()
@@ -227,7 +227,7 @@ def _table(ranking: GpuRanking) -> Iterator[str]:
             yield from (f"  {line}" for line in lines)
 
 
-def _in_words(size: int, *, is_sure: bool) -> str:
+def _put_in_words(size: int, *, is_sure: bool) -> str:
     if not size:
         return f"under {SMALLEST}"
     return str(size) if is_sure else f"probably {size}"

@@ -12,9 +12,9 @@ from lowtide.memory.allocator.simulation import freed_from_entry
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner.records import Static
 from lowtide.report.run_record import RunRecord, versions
-from lowtide.report.step_memory import recorded_memory
+from lowtide.report.step_memory import read_recorded_memory
 from lowtide.units import format_bytes
-from lowtide.utils.rendering import Displayed, short_repr
+from lowtide.utils.rendering import Displayed, format_repr
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -74,7 +74,7 @@ class MemoryEstimate(Displayed):
         self.timeline.to_snapshot(path, at_entry=at_entry)
 
     def __repr__(self) -> str:
-        return short_repr(type(self).__name__, f"{format_bytes(self.peak_bytes)} peak")
+        return format_repr(type(self).__name__, f"{format_bytes(self.peak_bytes)} peak")
 
     def to_record(self, command: str = "lowtide.estimate(model, step, batch)", subject: str = "") -> RunRecord:
         """Return this estimate as a RunRecord, from which reports are made."""
@@ -82,7 +82,7 @@ class MemoryEstimate(Displayed):
             command=command,
             versions=versions(),
             subject=subject or "An estimated step",
-            before=recorded_memory(self.timeline, "estimated", self.static),
+            before=read_recorded_memory(self.timeline, "estimated", self.static),
             predicted=("every allocation of the step, which was run on tensors without memory",),
             assumed=self.assumed,
             unknown=self.unknown,

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import PackedSequence
 from lowtide._torch.pytree import tree_leaves
 
 
-def sizes_in(batch: Any) -> list[Tensor]:
+def list_batch_sizes(batch: Any) -> list[Tensor]:
     """Return the `batch_sizes` of packed sequences in a batch; torch keeps them on the CPU, whatever the device."""
     leaves = tree_leaves(batch, is_leaf=lambda node: isinstance(node, PackedSequence))
     return [leaf.batch_sizes for leaf in leaves if isinstance(leaf, PackedSequence)]

@@ -14,18 +14,18 @@ from unittest.mock import patch
 
 import torch
 
-from lowtide._torch.distributed import is_replicated, meshes_on, ring_attention, sharding_without_modes
+from lowtide._torch.distributed import find_ring_attention, is_replicated, meshes_on, sharding_without_modes
 from lowtide._torch.fsdp import (
     ShardGroup,
-    devices_of_states,
+    find_shard_groups,
+    list_device_attributes,
     observe_resizes,
     report_purposes,
-    shard_groups,
 )
 from lowtide.errors import RehearsalError
 from lowtide.estimator.collectives import replacements
 from lowtide.estimator.values.known_values import value
-from lowtide.runtime.fsdp_scopes import units_in
+from lowtide.runtime.fsdp_scopes import find_units
 from lowtide.state.process_group import check_at_rest, several_processes
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ def sharding(modules: Iterable[Any], tracker: AllocationTracker) -> Iterator[Non
             for owner, name, function in replacements():
                 stack.enter_context(patch.object(owner, name, function))
         stack.enter_context(sharding_without_modes(value))
-        if (ring := ring_attention()) is not None:
+        if (ring := find_ring_attention()) is not None:
             for name in ring[1]:
                 stack.enter_context(patch.object(ring[0], name, _refuse_rings))
         if groups:
@@ -88,8 +88,8 @@ def units_on(device: torch.device, modules: Iterable[Any], fake_of: Callable[[Te
     groups = list(_groups(modules))
     with contextlib.ExitStack() as stack:
         stack.enter_context(meshes_on(device.type))
-        for unit in units_in(modules):
-            for owner, name, value in devices_of_states(unit, device):
+        for unit in find_units(modules):
+            for owner, name, value in list_device_attributes(unit, device):
                 stack.enter_context(patch.object(owner, name, value))
         del modules  # so that a module that the program drops is freed
         for group in groups:
@@ -129,8 +129,8 @@ def _refuse_rings(*args: Any, **kwargs: Any) -> NoReturn:
 
 def _groups(modules: Iterable[nn.Module]) -> Iterator[ShardGroup]:
     numbers: set[int] = set()
-    for unit in units_in(modules):
-        for group in shard_groups(unit):
+    for unit in find_units(modules):
+        for group in find_shard_groups(unit):
             if group.number not in numbers:
                 numbers.add(group.number)
                 yield group

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide._torch.fake_modes import on_real_tensors
-from lowtide._torch.tensors import parts_of
+from lowtide._torch.tensors import find_parts
 from lowtide.estimator import embedding_bag as bags
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ aten = torch.ops.aten
 
 def parts(tensors: list[Tensor]) -> list[Tensor]:
     """Return the list with each sparse tensor replaced by its indices and values; dense tensors stay."""
-    return [part for t in tensors for part in ((t,) if t.layout is torch.strided else parts_of(t))]
+    return [part for t in tensors for part in ((t,) if t.layout is torch.strided else find_parts(t))]
 
 
 def is_sparse(arg: Any) -> bool:
@@ -43,7 +43,7 @@ def is_compressed(tensor: Tensor) -> bool:
 
 def with_parts(sparse: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     """Return `sparse` with `change` applied to its indices and to its values."""
-    indices, values = map(change, parts_of(sparse))
+    indices, values = map(change, find_parts(sparse))
     return like(sparse, indices, values)
 
 
@@ -58,7 +58,7 @@ def kernel(
         return _bag_backward
     if func not in KERNELS or not any(map(is_sparse, args[:2])):
         return None
-    if func is aten.clone.default and all(part.is_contiguous() for part in parts_of(args[0])) and by_autograd():
+    if func is aten.clone.default and all(part.is_contiguous() for part in find_parts(args[0])) and by_autograd():
         return _take_over
     return partial(KERNELS[func], answers)
 
@@ -68,18 +68,18 @@ def _take_over(sparse: Tensor, **options: Any) -> Tensor:
 
     torch/csrc/autograd/functions/accumulate_grad.h: AccumulateGrad::accumulateGrad, torch 2.13.
     """
-    indices, values = parts_of(sparse)
+    indices, values = find_parts(sparse)
     return like(sparse, indices, values)
 
 
 def _clone(answers: ValueOracle, sparse: Tensor, **options: Any) -> Tensor:
-    indices, values = parts_of(sparse)
+    indices, values = find_parts(sparse)
     return like(sparse, _copy(answers, indices), values.clone())
 
 
 def _coalesce(answers: ValueOracle, sparse: Tensor) -> Tensor:
     """Return a coalesced tensor; the CPU allocates room for all elements (_coalesce_sparse_cpu, torch 2.13)."""
-    indices, values = parts_of(sparse)
+    indices, values = find_parts(sparse)
     known = answers.value(indices)
     if known is None:
         return like(sparse, indices.clone(), torch.empty_like(values), coalesced=True)
@@ -95,13 +95,13 @@ def _coalesce(answers: ValueOracle, sparse: Tensor) -> Tensor:
 
 def _mask(answers: ValueOracle, tensor: Tensor, mask: Tensor, **options: Any) -> Tensor:
     """Return the elements of a dense tensor at the places of `mask`."""
-    indices, values = parts_of(mask)
+    indices, values = find_parts(mask)
     return like(mask, _copy(answers, indices), torch.empty_like(values, dtype=tensor.dtype))
 
 
 def _transpose(answers: ValueOracle, sparse: Tensor, one: int = 0, other: int = 1) -> Tensor:
     """Return a copy with two dimensions exchanged (SparseTensor.cpp: transpose_sparse, on a clone; torch 2.13)."""
-    indices, values = parts_of(sparse)
+    indices, values = find_parts(sparse)
     one, other = one % sparse.dim(), other % sparse.dim()
     rows, shape = [*range(len(indices))], [*sparse.shape]
     for sizes in (rows, shape):  # torch accepts only sparse dimensions
@@ -119,7 +119,7 @@ def _add(answers: ValueOracle, sparse: Tensor, other: Tensor, **options: Any) ->
     if sparse.layout is not other.layout:
         dense = other if sparse.layout is torch.sparse_coo else sparse
         return torch.empty_like(dense, dtype=torch.result_type(sparse, other))
-    (indices, values), (more, added) = (tuple(parts_of(tensor)) for tensor in (sparse, other))
+    (indices, values), (more, added) = (tuple(find_parts(tensor)) for tensor in (sparse, other))
     both = torch.cat([indices, more], 1)
     known = answers.value(indices), answers.value(more)
     if known[0] is not None and known[1] is not None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lowtide._torch.fake_modes import is_strided
-from lowtide._torch.tensors import parts_of, storage_id, storage_number
+from lowtide._torch.tensors import find_parts, get_storage_id, get_storage_number
 from lowtide.errors import RehearsalError
 from lowtide.memory.events import Allocate, Event, EventStream, Free, Label, Mark, Recorder
 
@@ -149,11 +149,11 @@ class StorageLedger(Recorder):
 
     def knows(self, tensor: Tensor) -> bool:
         """Return True if the storage of a tensor is tracked."""
-        return storage_id(tensor) in self._living
+        return get_storage_id(tensor) in self._living
 
     def is_newer(self, tensor: Tensor, block: int, n_bytes: int) -> bool:
         """Return True if a tensor's memory has `n_bytes`, and was allocated as block number `block` or later."""
-        living = self._living.get(storage_id(tensor))
+        living = self._living.get(get_storage_id(tensor))
         return living is not None and living.block >= block and living.bytes == n_bytes
 
     @contextlib.contextmanager
@@ -167,8 +167,8 @@ class StorageLedger(Recorder):
 
     def becomes(self, tensor: Tensor, category: Category) -> None:
         """Set the category of a tensor's memory."""
-        for part in parts_of(tensor):
-            if (living := self._living.get(storage_id(part))) is not None:
+        for part in find_parts(tensor):
+            if (living := self._living.get(get_storage_id(part))) is not None:
                 self.categories[living.block] = category
 
     # --- storages
@@ -182,7 +182,7 @@ class StorageLedger(Recorder):
         if tensor.device.type != self.device or not is_strided(tensor):
             return
         storage = tensor.untyped_storage()
-        key = storage_number(storage)
+        key = get_storage_number(storage)
         if key in self._living:
             return
         size = storage.nbytes() if n_bytes is None else n_bytes
@@ -201,7 +201,7 @@ class StorageLedger(Recorder):
 
     def resized(self, storage: torch.UntypedStorage) -> None:
         """Record a storage's resize, which no operator reports: its old memory ends, its new memory is allocated."""
-        key = storage_number(storage)
+        key = get_storage_number(storage)
         if (living := self._living.get(key)) is not None:
             self.ended(key, living)
         if n_bytes := storage.nbytes():
@@ -209,7 +209,7 @@ class StorageLedger(Recorder):
 
     def allocate(self, n_bytes: int, op: str, storage: int = 0) -> int:
         """Record a block's allocation for the storage with this number, 0 for none; return the block's number."""
-        block = self._new_block()
+        block = self._number_block()
         self._events.append(Allocate(block, n_bytes, storage, op))
         return block
 
@@ -220,7 +220,7 @@ class StorageLedger(Recorder):
     def inside(self, sizes: Sequence[int], op: str) -> range:
         """Record blocks that an operator allocates and frees internally; return their numbers."""
         first = self.n_blocks
-        self._events += [Allocate(self._new_block(), size, 0, op) for size in sizes]
+        self._events += [Allocate(self._number_block(), size, 0, op) for size in sizes]
         blocks = range(first, self.n_blocks)
         self._events += [Free(*block) for block in zip(reversed(blocks), reversed(sizes), strict=True)]
         return blocks
@@ -230,7 +230,7 @@ class StorageLedger(Recorder):
 
         If something else still holds `old` when the next operator runs, `settle` reverts the reuse.
         """
-        key = storage_id(old)
+        key = get_storage_id(old)
         living = self._living.get(key)
         if living is None or old.dtype != new.dtype or living.bytes != new.untyped_storage().nbytes():
             return False
@@ -239,7 +239,7 @@ class StorageLedger(Recorder):
 
     def share(self, tensor: Tensor, new: Tensor) -> None:
         """Record that the storage of `new` uses the memory of `tensor`; the memory is freed when both storages are."""
-        block = self._living[storage_id(tensor)].block
+        block = self._living[get_storage_id(tensor)].block
         self._n_sharing[block] += 1
         self._inherit(block, new.untyped_storage())
 
@@ -251,7 +251,7 @@ class StorageLedger(Recorder):
         self._given = None
         heir = self._living.get(new)
         if heir is not None:
-            heir.block = self._new_block()
+            heir.block = self._number_block()
             self._events.insert(index, Allocate(heir.block, heir.bytes, new, "aten::add"))
             self._n_corrected += 1
 
@@ -294,7 +294,7 @@ class StorageLedger(Recorder):
 
     def _inherit(self, block: int, storage: torch.UntypedStorage) -> int:
         """Give a new storage the memory of a block; return the storage's number."""
-        number = storage_number(storage)
+        number = get_storage_number(storage)
         self._track(storage, number, _Living(block, storage.nbytes()))
         return number
 
@@ -302,7 +302,7 @@ class StorageLedger(Recorder):
         living.end = weakref.ref(storage, _Ending(self, key, living))
         self._living[key] = living
 
-    def _new_block(self) -> int:
+    def _number_block(self) -> int:
         """Number a block that is allocated now, record its purpose and stream, and return the number."""
         block = self.n_blocks
         self.n_blocks += 1

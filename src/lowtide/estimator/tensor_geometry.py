@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lowtide._torch.tensors import parts_of
+from lowtide._torch.tensors import find_parts
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +30,7 @@ class Geometry:
         shape = tuple(tensor.shape)
         if tensor.layout is torch.strided:
             return cls(shape, tensor.dtype, tensor.stride())
-        parts = tuple(map(cls.of, parts_of(tensor)))
+        parts = tuple(map(cls.of, find_parts(tensor)))
         is_coalesced = tensor.layout is torch.sparse_coo and tensor.is_coalesced()
         return cls(shape, tensor.dtype, (), tensor.layout, parts, is_coalesced)
 

@@ -19,13 +19,13 @@ from lowtide.estimator.ddp_buckets import Reducers
 from lowtide.estimator.estimate_labels import EstimateTrace, labels
 from lowtide.estimator.fake_step import (
     adopt,
+    build_unrestored_note,
     compiled,
     exclusive,
+    measure_static,
     planned,
     rng_states_counted,
-    static_of,
     unpatched,
-    unrestored_note,
     with_carryover,
 )
 from lowtide.estimator.fake_step_state import FakeStepState
@@ -36,7 +36,7 @@ from lowtide.estimator.values.queries import PythonQueries
 from lowtide.estimator.values.value_oracle import ValueOracle
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.profiler.preconditions import NESTED
-from lowtide.runtime.batch_tensors import tensors_in
+from lowtide.runtime.batch_tensors import collect_tensors
 from lowtide.runtime.fingerprint import device_of
 from lowtide.units import format_bytes
 
@@ -95,7 +95,7 @@ class TwoStepRun:
             self._engine.remove()
 
     def __enter__(self) -> Self:
-        everything = (*self._model.parameters(), *self._model.buffers(), *tensors_in(self._batch))
+        everything = (*self._model.parameters(), *self._model.buffers(), *collect_tensors(self._batch))
         with contextlib.ExitStack() as stack:
             stack.enter_context(exclusive(self._fakes))
             stack.enter_context(placed(everything, self._device, self._fakes))
@@ -176,20 +176,20 @@ class TwoStepRun:
         self._running.close()
         with without_function_modes():
             self._learn()
-            self._static, self._blocks = self._static_now(self._batch if batch is None else batch)
+            self._static, self._blocks = self._measure_static(self._batch if batch is None else batch)
         self._tracker.begin()
         self._labelled_trace = EstimateTrace(self._engine, self._tracker.ledger.mark)
         self._running.enter_context(self._labelled_trace.running())
 
-    def _static_now(self, batch: Any) -> tuple[Static, frozenset[int]]:
+    def _measure_static(self, batch: Any) -> tuple[Static, frozenset[int]]:
         """Return the memory that a step would find if it began now, and the numbers of that memory's blocks."""
-        return static_of(self._tracker, self._model, batch, self._state, self._reducers.buckets)
+        return measure_static(self._tracker, self._model, batch, self._state, self._reducers.buckets)
 
     def end_step(self) -> None:
         """Record the end of a step, which is the estimated step if no other step follows."""
         assert self._static is not None
         with without_function_modes():
-            after, _ = self._static_now(())
+            after, _ = self._measure_static(())
         more = {
             "optimizer state": after.optimizer - self._static.optimizer,
             "gradients": after.gradients - self._static.gradients,
@@ -232,7 +232,7 @@ class TwoStepRun:
                 *compiled(self._model),
                 *([f"no optimizer stepped: {n_passes} forward and backward {passes}"] if n_passes else ()),
                 *self.answers.notes,
-                *unrestored_note(self._state),
+                *build_unrestored_note(self._state),
             ),
         )
 

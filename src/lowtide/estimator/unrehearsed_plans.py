@@ -22,11 +22,11 @@ from lowtide.estimator.collectives import n_sent
 from lowtide.profiler.fsdp_units import FsdpScopes, FsdpUnits, ValueNumbering
 from lowtide.profiler.repeated_blocks import is_container
 from lowtide.runtime.engine import Engine
-from lowtide.runtime.plan_table import Decision, actions_for
+from lowtide.runtime.plan_table import Decision, parse_actions
 from lowtide.runtime.recipes import RECIPES, CannotRecompute
 from lowtide.runtime.recompute import Recompute
 from lowtide.runtime.saved_tensor_packer import SavedTensorPacker
-from lowtide.runtime.view_geometry import base_node_and_view
+from lowtide.runtime.view_geometry import find_base_node_and_view
 from lowtide.state.process_group import check_sharding
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class CheapRecomputes(SavedTensorPacker):
         scope = run.scope
         assert scope is not None
         if run.frame is None and tensor.nbytes >= MIN_BYTES and not is_wrapping(type(tensor)):
-            node = base_node_and_view(tensor)[1]
+            node = find_base_node_and_view(tensor)[1]
             recipe = None if node is None else RECIPES.get(node.name())
             if recipe is not None and not recipe.expensive:
                 decision = Decision(recipe.node, f"{scope.id}:{scope.ordinal}")
@@ -116,7 +116,7 @@ class Unrehearsed(Engine):
     packer: CheapRecomputes
 
     def __init__(self, model: nn.Module, replayed: Iterable[str]) -> None:
-        super().__init__(model, actions_for({}, replayed), packer=CheapRecomputes(model))
+        super().__init__(model, parse_actions({}, replayed), packer=CheapRecomputes(model))
         self.learning.is_possible = False
         self._hooks: list[RemovableHandle] = []
         self._blocks = {model.get_submodule(path): calls for path, calls in self.tables[0].items()}
@@ -165,7 +165,7 @@ def _takes_a_product(maker: object) -> bool:
     return maker.recipe.expensive or any(_takes_a_product(value.maker) for value in passed)
 
 
-def engine_for(how: How, model: nn.Module) -> Engine | None:
+def build_engine(how: How, model: nn.Module) -> Engine | None:
     """Return the engine that runs a step in the way `how`; None for the plain step.
 
     Raises RehearsalError for a model that can't be planned.

@@ -12,7 +12,7 @@ from lowtide.script.fit_request import OnInfeasible
 from lowtide.script.within import Run, within
 from lowtide.state.watched_process import forget_left_over, left_over
 from lowtide.utils.amounts import BudgetFor
-from lowtide.utils.frames import frames_from, module_name
+from lowtide.utils.frames import module_name, walk_frames
 
 if TYPE_CHECKING:
     from torch import nn
@@ -114,5 +114,5 @@ class _Loop:
 
     def is_over(self) -> bool:
         """Return True if the loop's function has returned, or was left by an exception."""
-        frames = frames_from(sys._current_frames().get(self._thread))
+        frames = walk_frames(sys._current_frames().get(self._thread))
         return not any(id(frame) == self._frame_id and frame.f_code is self._code for frame in frames)

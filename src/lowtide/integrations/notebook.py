@@ -47,19 +47,19 @@ def measured(shell: Any, cell: str) -> tuple[Any, Memory]:
     label = shell.compile.cache(cell)
     body = shell.compile(tree, label, "exec")
     value = None if last is None else shell.compile(ast.Expression(last.value), label, "eval")
-    with measure(_largest_model(names), _only_optimizer(names)) as memory:
+    with measure(_find_largest_model(names), _find_only_optimizer(names)) as memory:
         exec(body, names)
         result = None if value is None else eval(value, names)
     return result, memory
 
 
-def _largest_model(names: Mapping[str, Any]) -> nn.Module | None:
+def _find_largest_model(names: Mapping[str, Any]) -> nn.Module | None:
     """Return the model with the most parameters among the variables `names`; None without a model."""
     models = [value for value in names.values() if isinstance(value, nn.Module)]
     return max(models, key=lambda model: sum(p.numel() for p in model.parameters()), default=None)
 
 
-def _only_optimizer(names: Mapping[str, Any]) -> Optimizer | None:
+def _find_only_optimizer(names: Mapping[str, Any]) -> Optimizer | None:
     """Return the optimizer among the variables `names` if there is exactly one; else None."""
     optimizers = {id(value): value for value in names.values() if isinstance(value, Optimizer)}
     return next(iter(optimizers.values())) if len(optimizers) == 1 else None

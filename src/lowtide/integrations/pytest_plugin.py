@@ -52,7 +52,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         memory = stack.enter_context(objects.measure()) if limits.peak_bytes is not None else None
         outcome: Any = yield
     if outcome.excinfo is None:
-        broken = [*limits.broken_by_peak(memory, objects.bytes), *limits.broken_by_findings(watch)]
+        broken = [*limits.report_peak(memory, objects.bytes), *limits.report_findings(watch)]
         if broken:
             outcome.force_exception(pytest.fail.Exception("\n".join(broken), pytrace=False))
 
@@ -88,7 +88,7 @@ class _Limits:
             raise LowtideError(f"@pytest.mark.lowtide takes a number of findings, 0 or more; found {findings!r}.")
         return cls(peak, None if peak is None else parse_bytes(peak), findings)
 
-    def broken_by_peak(self, memory: Memory | None, before_bytes: int) -> Iterator[str]:
+    def report_peak(self, memory: Memory | None, before_bytes: int) -> Iterator[str]:
         """Yield the lines of a report if the peak is above its limit. `before_bytes` is in use before the test runs."""
         if memory is None or self.peak_bytes is None:
             return
@@ -101,7 +101,7 @@ class _Limits:
             yield f"lowtide: the test peaks at {peak}, above its limit of {limit}."
             yield from table(memory.timeline, peak_bytes=memory.peak_bytes, entry={"what the test uses": before_bytes})
 
-    def broken_by_findings(self, watch: Watch | None) -> Iterator[str]:
+    def report_findings(self, watch: Watch | None) -> Iterator[str]:
         """Yield the lines of a report if the watch has more findings than allowed."""
         if watch is not None and self.findings is not None and len(watch.findings) > self.findings:
             n = len(watch.findings)
@@ -120,8 +120,8 @@ class _Objects:
         from torch import Tensor
         from torch.optim import Optimizer
 
-        from lowtide._torch.tensors import parts_of
-        from lowtide.runtime.batch_tensors import tensors_in
+        from lowtide._torch.tensors import find_parts
+        from lowtide.runtime.batch_tensors import collect_tensors
         from lowtide.state.reachable_state import ReachableState
 
         given = {} if not hasattr(item, "funcargs") else item.funcargs
@@ -135,9 +135,9 @@ class _Objects:
         for module in state.modules:
             tensors += [*module.parameters(), *module.buffers()]
         for optimizer in optimizers:
-            tensors += tensors_in([*optimizer.param_groups, *optimizer.state.values()])
+            tensors += collect_tensors([*optimizer.param_groups, *optimizer.state.values()])
         tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
-        parts = (part for tensor in tensors if not tensor.is_meta for part in parts_of(tensor))
+        parts = (part for tensor in tensors if not tensor.is_meta for part in find_parts(tensor))
         storages = {part.untyped_storage().data_ptr(): part for part in parts}
         self.bytes = sum(part.untyped_storage().nbytes() for part in storages.values())
 

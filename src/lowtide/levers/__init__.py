@@ -74,7 +74,7 @@ def enable(model: nn.Module, levers: Iterable[AppliedLever], optimizer: Optimize
     with contextlib.ExitStack() as undo:
         on = []
         for applied in levers:
-            active = lever_named(applied.name).enable(model, only_optimizer, applied.settings)
+            active = find_lever(applied.name).enable(model, only_optimizer, applied.settings)
             undo.callback(active.remove)
             on.append(active)
         return LeverStack(undo.pop_all(), tuple(on))
@@ -95,7 +95,7 @@ def parse_script_lever(text: str) -> AppliedLever:
     a lever that changes the optimizer, which is unknown before it steps.
     """
     name, _, number = text.partition("=")
-    lever = lever_named(name)
+    lever = find_lever(name)
     if lever.wants_optimizer:
         raise LowtideError(f"the lever {name!r} changes the optimizer: use lowtide.fit, or change it in the script.")
     if lever.needs_whole_compile:
@@ -106,10 +106,10 @@ def parse_script_lever(text: str) -> AppliedLever:
         wanted = f"a number of pieces, as in {name}=4" if lever.takes_number else "no number"
         raise LowtideError(f"the lever {name!r} takes {wanted}; found {text!r}.")
     settings = {"n": float(number)} if lever.takes_number else {}
-    return AppliedLever(name=name, what=lever.in_words(settings), exact=lever.exact, settings=settings)
+    return AppliedLever(name=name, what=lever.put_in_words(settings), exact=lever.exact, settings=settings)
 
 
-def lever_named(name: str) -> Lever:
+def find_lever(name: str) -> Lever:
     """Return the lever called `name`. Raises LowtideError if there is none."""
     if name not in LEVERS:
         raise LowtideError(f"there is no lever {name!r}. There are: {', '.join(map(repr, LEVERS))}.")

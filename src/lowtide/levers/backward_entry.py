@@ -57,7 +57,9 @@ class BackwardEntry:
         if model is None or not torch.is_grad_enabled() or in_backward() or any(map(is_gathering, model.parameters())):
             return output
         tensors = {
-            id(tensor): tensor for tensor in output_tensors(output) if tensor.grad_fn is not None and is_plain(tensor)
+            id(tensor): tensor
+            for tensor in find_output_tensors(output)
+            if tensor.grad_fn is not None and is_plain(tensor)
         }
         if not tensors:
             return output
@@ -90,13 +92,13 @@ class _EntryFunction(torch.autograd.Function):
         return None, *gradients
 
 
-def output_tensors(output: Any) -> Iterator[Tensor]:
+def find_output_tensors(output: Any) -> Iterator[Tensor]:
     """Yield the tensors in a model's output: in tuples, lists, dicts, dataclasses and outputs of transformers."""
     if isinstance(output, Tensor):
         yield output
     else:
         for _, item in _items(output):
-            yield from output_tensors(item)
+            yield from find_output_tensors(item)
 
 
 def _items(output: Any) -> list[tuple[Any, Any]]:

@@ -40,7 +40,7 @@ class LossHead(Lever):
         _layer(site.model)
         return {}
 
-    def estimated_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
+    def estimate_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
         """Estimate the saving: the loss head's bytes and the temporaries at the peak; 0 without an output layer over a
         vocabulary.
         """

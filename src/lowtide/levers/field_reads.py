@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator
 from types import CodeType
 from typing import Any
 
-from lowtide.state.introspection import user_functions
+from lowtide.state.introspection import find_user_functions
 
 
-def reason_to_read(step: Callable[..., Any], fields: Iterable[str]) -> str | None:
+def find_reason_to_read(step: Callable[..., Any], fields: Iterable[str]) -> str | None:
     """Find a reason why the code of `step` may read one of `fields` of an object; return None if it can't.
 
     Reasons are a field's name as an attribute or as text, `getattr` and similar functions, and any index that is not a
@@ -24,10 +24,10 @@ def reason_to_read(step: Callable[..., Any], fields: Iterable[str]) -> str | Non
     """
     names = frozenset(fields)
     has_code = False
-    for function in user_functions(step):
+    for function in find_user_functions(step):
         has_code = True
         for code in _nested(function.__code__):
-            if why := _in_code(code, names):
+            if why := _find_read_in_code(code, names):
                 return f"{code.co_name} (line {code.co_firstlineno}) {why}"
     return None if has_code else f"the code of a {type(step).__name__} can't be read"
 
@@ -39,7 +39,7 @@ def _nested(code: CodeType) -> Iterator[CodeType]:
             yield from _nested(constant)
 
 
-def _in_code(code: CodeType, fields: frozenset[str]) -> str | None:
+def _find_read_in_code(code: CodeType, fields: frozenset[str]) -> str | None:
     for name in code.co_names:
         if name in fields:
             return f"reads .{name}"

@@ -36,7 +36,7 @@ class FusedOptimizer(Lever):
         _fusible(site.only_optimizer)
         return {}
 
-    def estimated_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
+    def estimate_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
         """Estimate the saving if the peak is in the optimizer's step: its temporaries, at most one copy of the
         parameters.
         """

@@ -86,7 +86,7 @@ class Lever(Protocol):
         """Return True if the lever with these settings does no more work than the plain step."""
         return self.free
 
-    def in_words(self, settings: Settings) -> str:
+    def put_in_words(self, settings: Settings) -> str:
         """Describe the lever's effect with these settings; the text follows the lever's name."""
         return self.what
 
@@ -96,7 +96,7 @@ class Lever(Protocol):
         Raises LeverNotApplicable if the lever can't be enabled. All state is restored.
         """
 
-    def estimated_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
+    def estimate_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
         """Estimate the bytes by which the lever may lower a peak, without running the step; 0 if it can't help.
 
         `parts` holds the bytes of each category at the peak.

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lowtide._torch.pytree import tree_leaves
-from lowtide.levers.field_reads import reason_to_read
+from lowtide.levers.field_reads import find_reason_to_read
 from lowtide.levers.lever import Lever, LeverNotApplicable, Settings, StepContext
 from lowtide.levers.released_fields import without
 from lowtide.runtime.call_interceptor import OuterInterceptor
@@ -45,15 +45,15 @@ class Outputs(Lever):
         Raises LeverNotApplicable if the step's code may read another field of the model's outputs than the loss, or if
         the step holds no outputs during backward.
         """
-        fields = _other_fields(site.model)
+        fields = _find_other_fields(site.model)
         if not fields:
             raise LeverNotApplicable("the model gives no outputs of transformers")
-        if why := reason_to_read(site.step, fields):
+        if why := find_reason_to_read(site.step, fields):
             raise LeverNotApplicable(f"{why}: only a step that reads nothing but the loss can do without the rest")
         _check_use(site)
         return {}
 
-    def estimated_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
+    def estimate_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
         """Return 0: the saving is unknown before the step is rehearsed with the lever."""
         return 0
 
@@ -125,7 +125,7 @@ def is_model_output(output: Any) -> bool:
     return isinstance(output, dict) and hasattr(type(output), "__dataclass_fields__")
 
 
-def _other_fields(model: nn.Module) -> tuple[str, ...]:
+def _find_other_fields(model: nn.Module) -> tuple[str, ...]:
     """Return the fields, except the loss, of all output classes in the Python modules that define the model's class."""
     modules = [sys.modules[kind.__module__] for kind in type(model).__mro__ if kind.__module__ in sys.modules]
     kinds: list[Any] = [member for module in modules for member in vars(module).values() if inspect.isclass(member)]

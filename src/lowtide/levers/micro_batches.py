@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch.autograd_graph import is_leaf, nodes_behind
+from lowtide._torch.autograd_graph import find_nodes_behind, is_leaf
 from lowtide._torch.backward import in_backward
 from lowtide._torch.modules import BatchNorm
-from lowtide._torch.nodes import output_metadata
+from lowtide._torch.nodes import get_output_metadata
 from lowtide._torch.tensors import has_gradient_hooks
 from lowtide.errors import LowtideError
 from lowtide.levers.accumulation.accumulate import accumulate_weighted
@@ -53,9 +53,9 @@ class MicroBatches(Lever):
 
         Raises LeverNotApplicable if the batch can't be split.
         """
-        return {"n": next(piece_counts(site), 2)}
+        return {"n": next(find_piece_counts(site), 2)}
 
-    def estimated_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
+    def estimate_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
         """Estimate the saving in bytes: all memory at the peak that grows with the batch, except one row's share.
 
         Return 0 for models of other packages than transformers.
@@ -77,7 +77,7 @@ class MicroBatches(Lever):
         return _Active(model, int(n))
 
 
-def piece_counts(site: StepContext) -> Iterator[int]:
+def find_piece_counts(site: StepContext) -> Iterator[int]:
     """Yield numbers of pieces for the batch, fewest first, without those that do not make the largest piece smaller.
 
     Raises LeverNotApplicable for a batch without rows.
@@ -172,8 +172,8 @@ class _GatherFunction(torch.autograd.Function):
 def _is_half_inside(loss: Tensor) -> bool:
     """Return True if a value between the parameters and `loss` was computed in float16."""
     return any(
-        output_metadata(upstream, output).dtype == torch.float16
-        for node in nodes_behind([loss])
+        get_output_metadata(upstream, output).dtype == torch.float16
+        for node in find_nodes_behind([loss])
         for upstream, output in node.next_functions
         if upstream is not None and not is_leaf(upstream)
     )

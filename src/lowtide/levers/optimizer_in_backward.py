@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from lowtide._torch.modules import has_backward_hooks
-from lowtide._torch.optim import has_step_pre_hooks, step_without_hooks
+from lowtide._torch.optim import find_unhooked_step, has_step_pre_hooks
 from lowtide._torch.tensors import has_accumulation_hooks, has_gradient_hooks
 from lowtide.errors import LowtideError, summarize
 from lowtide.levers.lever import ONE_OPTIMIZER, Lever, LeverNotApplicable, Settings, StepContext
@@ -32,12 +32,12 @@ from lowtide.levers.optimizer_observer import (
     Clip,
     GroupSettings,
     ObservedStep,
-    changed_setting,
-    group_settings,
+    find_changed_setting,
     observe,
+    read_group_settings,
 )
 from lowtide.levers.partial_gradients import is_gathering
-from lowtide.levers.two_pass_clipping import OTHERS, CommonNorm, order_of
+from lowtide.levers.two_pass_clipping import OTHERS, CommonNorm, find_order
 from lowtide.state.process_group import several_processes
 from lowtide.state.step_outcome import is_out_of_memory
 from lowtide.state.step_snapshot import StepSnapshot
@@ -85,7 +85,7 @@ class StepInBackward(Lever):
             raise LeverNotApplicable(observed.clip.why_not)
         settings = {"backwards": float(observed.backwards), **({} if observed.clip is None else observed.clip.settings)}
         if observed.clip is not None and observed.clip.kind == BY_COMMON_NORM:
-            settings["order"] = float(order_of(site.model, optimizer, observed.clip.clipped))
+            settings["order"] = float(find_order(site.model, optimizer, observed.clip.clipped))
             _check_two_passes(site.model, observed)
             _try_two_passes(site, optimizer, settings)
         return settings
@@ -94,12 +94,12 @@ class StepInBackward(Lever):
         """Return True unless gradients are computed twice."""
         return BY_COMMON_NORM not in settings
 
-    def in_words(self, settings: Settings) -> str:
+    def put_in_words(self, settings: Settings) -> str:
         return (
             self.what if self.is_free(settings) else f"{self.what}; gradients are computed twice, first for their norm"
         )
 
-    def estimated_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
+    def estimate_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
         """Estimate the saving: the bytes of all gradients at the peak."""
         try:
             _steppable(site.only_optimizer)
@@ -118,7 +118,7 @@ class _Active:
         self._backwards = int(settings.get("backwards", 1))
         clip = Clip.from_settings(settings)
         self._clip: Clip | CommonNorm | None = clip
-        self._step = step_without_hooks(optimizer)
+        self._step = find_unhooked_step(optimizer)
         self._lock = threading.Lock()
         self._arrived: dict[Tensor, int] = {}
         self._settings: list[GroupSettings] = []
@@ -157,7 +157,7 @@ class _Active:
         """Run the optimizer's step on one parameter alone, and free its gradient."""
         if self._clip is not None:
             self._clip.apply(parameter)
-        self._settings = self._settings or group_settings(self._optimizer)
+        self._settings = self._settings or read_group_settings(self._optimizer)
         groups = self._optimizer.param_groups
         self._optimizer.param_groups = [{**groups[self._group[parameter]], "params": [parameter]}]
         try:
@@ -173,7 +173,7 @@ class _Active:
         """
         self._arrived.clear()
         settings, self._settings = self._settings, []
-        if settings and (name := changed_setting(settings, group_settings(optimizer))):
+        if settings and (name := find_changed_setting(settings, read_group_settings(optimizer))):
             raise LowtideError(
                 f"{name!r} of a parameter group was set between backward and optimizer.step(). By then the lever "
                 "'step in backward' had already updated the parameters, with the previous value. Set it before "

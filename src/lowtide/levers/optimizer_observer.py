@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 
 from lowtide._torch import optim as torch_optim
-from lowtide._torch.optim import parameters_of
+from lowtide._torch.optim import list_parameters
 from lowtide.levers.lever import Settings, StepContext
 from lowtide.state.step_outcome import digest
 from lowtide.state.step_snapshot import StepSnapshot
@@ -131,26 +131,26 @@ def observe(site: StepContext, optimizer: Optimizer) -> ObservedStep:
         assert parameter.grad is not None
         versions[parameter] = id(parameter.grad), parameter.grad._version
         digests[parameter] = digest(parameter)  # the parameter's version does not count writes through `.data`
-        settings[:] = group_settings(optimizer)
+        settings[:] = read_group_settings(optimizer)
 
     def on_set(name: str) -> None:
         observed.set_late = name if arrived else observed.set_late
 
     def note_update(*_: Any) -> None:
         if arrived:
-            observed.set_late = changed_setting(settings, group_settings(optimizer)) or observed.set_late
+            observed.set_late = find_changed_setting(settings, read_group_settings(optimizer)) or observed.set_late
         observed.backwards = max([observed.backwards, *arrived.values()])
         for parameter, before in versions.items():
             grad = parameter.grad
             observed.changed |= grad is None or (id(grad), grad._version) != before
             observed.moved |= digest(parameter) != digests[parameter]
         by_gradient = {id(p.grad): p for p in versions if p.grad is not None}
-        observed.clip = _clip_of(observed._calls, by_gradient) or observed.clip
+        observed.clip = _combine_clips(observed._calls, by_gradient) or observed.clip
         arrived.clear()
         versions.clear()
         observed._calls.clear()
 
-    parameters = [p for p in parameters_of(optimizer) if p.requires_grad]
+    parameters = [p for p in list_parameters(optimizer) if p.requires_grad]
     with StepSnapshot(site.model, site.batch, optimizer, site.step), contextlib.ExitStack() as hooks:
         for parameter in parameters:
             hooks.callback(parameter.register_post_accumulate_grad_hook(note_arrival).remove)  # type: ignore[no-untyped-call]
@@ -165,7 +165,7 @@ GroupSettings = dict[str, Any]
 """Settings of one parameter group: all entries except the parameters. A tensor is represented by its id and version."""
 
 
-def group_settings(optimizer: Optimizer) -> list[GroupSettings]:
+def read_group_settings(optimizer: Optimizer) -> list[GroupSettings]:
     """Return the current settings of all parameter groups."""
 
     def comparable(value: Any) -> Any:
@@ -174,7 +174,7 @@ def group_settings(optimizer: Optimizer) -> list[GroupSettings]:
     return [{k: comparable(v) for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
 
 
-def changed_setting(before: list[GroupSettings], after: list[GroupSettings]) -> str:
+def find_changed_setting(before: list[GroupSettings], after: list[GroupSettings]) -> str:
     """Return the name of a setting that differs between `before` and `after`; "" if all are equal."""
     for one, other in zip(before, after, strict=True):
         for name in one.keys() | other.keys():
@@ -209,7 +209,7 @@ def _watch_groups(optimizer: Optimizer, on_set: Callable[[str], None]) -> Iterat
         optimizer.param_groups[:] = groups
 
 
-def _clip_of(calls: list[_Call], parameter_of: dict[int, Tensor]) -> Clip | None:
+def _combine_clips(calls: list[_Call], parameter_of: dict[int, Tensor]) -> Clip | None:
     """Combine `calls` into one clipping; None if there are none. `parameter_of` maps ids of gradients to parameters."""
     if not calls:
         return None

@@ -24,7 +24,7 @@ def only_loss(kind: Any, released: tuple[str, ...], *, loss: Tensor, lever: str)
 
     Reading a released field, or all fields at once, raises Refused, which names `lever` as the reason.
     """
-    cls: Any = _class_without(kind, released, lever)
+    cls: Any = _build_class_without(kind, released, lever)
     output = cls.__new__(cls)
     OrderedDict.__init__(output)
     output["loss"] = loss
@@ -32,17 +32,17 @@ def only_loss(kind: Any, released: tuple[str, ...], *, loss: Tensor, lever: str)
 
 
 @functools.cache
-def _class_without(kind: Any, released: tuple[str, ...], lever: str) -> type:
+def _build_class_without(kind: Any, released: tuple[str, ...], lever: str) -> type:
     """Build a subclass of `kind` whose instances raise Refused if a field in `released` is read; calls are cached."""
     first = next(iter(kind.__dataclass_fields__))
 
     def refuse(self: Any, *_: Any) -> NoReturn:
-        raise _refused_read(", ".join(released), lever)
+        raise _build_refusal(", ".join(released), lever)
 
     def getitem(self: Any, key: Any) -> Any:
         key = first if key == 0 else key
         if not isinstance(key, str) or key in released:
-            raise _refused_read(key if isinstance(key, str) else f"[{key!r}]", lever)
+            raise _build_refusal(key if isinstance(key, str) else f"[{key!r}]", lever)
         return OrderedDict.__getitem__(self, key)
 
     def contains(self: Any, key: Any) -> bool:
@@ -59,10 +59,10 @@ def _class_without(kind: Any, released: tuple[str, ...], lever: str) -> type:
 
 
 def _refused(name: str, lever: str, self: Any) -> NoReturn:
-    raise _refused_read(name, lever)
+    raise _build_refusal(name, lever)
 
 
-def _refused_read(field: str, lever: str) -> Refused:
+def _build_refusal(field: str, lever: str) -> Refused:
     return Refused(
         f"{field} of the model's outputs was freed to save memory: the lever {lever!r} is on, since the rehearsed "
         f"steps read nothing but the loss. To read it, fit again with levers=() or others without {lever!r}, or remove "

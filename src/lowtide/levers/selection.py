@@ -18,14 +18,14 @@ from lowtide._torch.device_timing import now_ms
 from lowtide.errors import Infeasible, LowtideError, summarize
 from lowtide.levers import DEFAULT, LEVERS, enable
 from lowtide.levers.lever import Lever, LeverNotApplicable, Settings, StepContext
-from lowtide.levers.micro_batches import piece_counts
+from lowtide.levers.micro_batches import find_piece_counts
 from lowtide.levers.released_fields import Refused
-from lowtide.planner.planning import in_place_peak_bytes, plain_peak_bytes, plan, smallest_peak
+from lowtide.planner.planning import find_smallest_peak, plain_peak_bytes, plan, predict_in_place_peak
 from lowtide.planner.records import AppliedLever, Prediction, Profile
 from lowtide.profiler import rehearse
 from lowtide.profiler.preconditions import check_can_rehearse
-from lowtide.report.text_table import added_time
-from lowtide.runtime.fingerprint import place_of
+from lowtide.report.text_table import format_added_time
+from lowtide.runtime.fingerprint import find_device
 from lowtide.runtime.live_optimizers import is_of
 from lowtide.state.step_outcome import is_out_of_memory
 from lowtide.state.step_snapshot import StepSnapshot
@@ -84,7 +84,7 @@ class LeverTrial:
     @property
     def is_free(self) -> bool:
         """Return True if the step fits at no cost, without any recompute or replay."""
-        return min(self.peak_bytes, in_place_peak_bytes(self.profile)) <= self.budget_bytes
+        return min(self.peak_bytes, predict_in_place_peak(self.profile)) <= self.budget_bytes
 
     @property
     def has_plan(self) -> bool:
@@ -99,7 +99,7 @@ class LeverTrial:
     @functools.cached_property
     def smallest_bytes(self) -> int:
         """Smallest peak, in bytes, that any plan made from the profile reaches."""
-        return smallest_peak(self.profile)[1].peak_bytes
+        return find_smallest_peak(self.profile)[1].peak_bytes
 
 
 def _rehearse_with(site: StepContext, before: LeverTrial, lever: Lever, settings: Settings) -> LeverTrial:
@@ -107,7 +107,9 @@ def _rehearse_with(site: StepContext, before: LeverTrial, lever: Lever, settings
 
     Raises LeverNotApplicable if the lever can't be enabled, or does not pay.
     """
-    applied = AppliedLever(name=lever.name, what=lever.in_words(settings), exact=lever.exact, settings=dict(settings))
+    applied = AppliedLever(
+        name=lever.name, what=lever.put_in_words(settings), exact=lever.exact, settings=dict(settings)
+    )
     profile = rehearse_with_levers(site, (*before.profile.levers, applied))
     more_ms = 0.0 if lever.is_free(settings) else _more_ms(site, before.profile.levers, profile.levers)
 
@@ -130,7 +132,7 @@ def _rehearse_with(site: StepContext, before: LeverTrial, lever: Lever, settings
 def explain_not_paying(more_ms: float, saved_ms: float, step_ms: float) -> str:
     """Explain why a lever that adds `more_ms` to a step of `step_ms` is not used; `saved_ms` may be negative."""
     saved = format_time(saved_ms) if saved_ms > 0 else "nothing"
-    added = added_time(more_ms, step_ms).removeprefix("+")
+    added = format_added_time(more_ms, step_ms).removeprefix("+")
     return f"it adds {added}, and saves {saved} of recomputes and replays"
 
 
@@ -153,7 +155,7 @@ def _more_ms(site: StepContext, before: tuple[AppliedLever, ...], after: tuple[A
 
 
 def _time_step(site: StepContext, snapshot: StepSnapshot) -> float:
-    place = place_of(site.model)
+    place = find_device(site.model)
     began = now_ms(place)
     snapshot.run(site.batch)
     return now_ms(place) - began
@@ -165,7 +167,7 @@ def _search_number(site: StepContext, before: LeverTrial, lever: Lever) -> Lever
     If none fits, return the trial with the most pieces. The search is binary: with more pieces the peak is lower.
     Raises LeverNotApplicable if the lever can't be enabled, or does not pay.
     """
-    candidates = list(piece_counts(site))
+    candidates = list(find_piece_counts(site))
     if not candidates:
         raise LeverNotApplicable("the batch has a single row")
     best = _rehearse_with(site, before, lever, {"n": candidates.pop()})
@@ -216,7 +218,7 @@ def suggest_levers(
     """
     if site.optimizer is None:
         try:
-            site = replace(site, optimizer=optimizer_of(site.model, site.step, site.batch))
+            site = replace(site, optimizer=find_optimizer(site.model, site.step, site.batch))
         except Exception as failed:
             if not is_out_of_memory(failed):
                 raise
@@ -224,7 +226,7 @@ def suggest_levers(
     for lever in LEVERS.values():
         if (
             lever.name not in names
-            and (saved := lever.estimated_saving(site, error.parts))
+            and (saved := lever.estimate_saving(site, error.parts))
             and _is_applicable(site, lever)
         ):
             lever_names = tuple(name for name in LEVERS if (name in names and name not in unused) or name == lever.name)
@@ -244,7 +246,7 @@ def _is_applicable(site: StepContext, lever: Lever) -> bool:
     return True
 
 
-def optimizer_of(model: nn.Module, step: Callable[[Any], Any], batch: Any) -> Optimizer | None:
+def find_optimizer(model: nn.Module, step: Callable[[Any], Any], batch: Any) -> Optimizer | None:
     """Find the one optimizer that steps on parameters of `model`; None if there are none or several.
 
     Runs `step(batch)` once, and restores all state.

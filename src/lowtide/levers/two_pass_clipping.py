@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grads_with_norm_
 
 from lowtide._torch.backward import backward_number
-from lowtide._torch.optim import as_grouped, norm_of, parameters_of
+from lowtide._torch.optim import as_grouped, compute_norm, list_parameters
 from lowtide._torch.tensors import has_gradient_hooks, is_plain
 from lowtide.errors import LowtideError
 from lowtide.levers.backward_entry import BackwardEntry
@@ -51,23 +51,23 @@ ORDERS = ("model", "optimizer")
 """Orders in which the common norm may be computed, on which its last bit depends: the model's or the optimizer's."""
 
 
-def ordered_parameters(model: nn.Module, optimizer: Optimizer, order: int) -> list[Tensor]:
+def order_parameters(model: nn.Module, optimizer: Optimizer, order: int) -> list[Tensor]:
     """Return the optimizer's trained parameters in the order that has the index `order` in ORDERS."""
-    trained = [p for p in parameters_of(optimizer) if p.requires_grad]
+    trained = [p for p in list_parameters(optimizer) if p.requires_grad]
     if ORDERS[order] == "optimizer":
         return trained
     known = set(trained)
     return [parameter for parameter in model.parameters() if parameter in known]
 
 
-def order_of(model: nn.Module, optimizer: Optimizer, clipped: Sequence[Tensor]) -> int:
+def find_order(model: nn.Module, optimizer: Optimizer, clipped: Sequence[Tensor]) -> int:
     """Return the index in ORDERS of the order that `clipped`, the parameters passed to `clip_grad_norm_`, are in.
 
     Raises LeverNotApplicable if it is neither the model's nor the optimizer's order.
     """
     clipped_set = set(clipped)
     for order in range(len(ORDERS)):
-        in_order = [parameter for parameter in ordered_parameters(model, optimizer, order) if parameter in clipped_set]
+        in_order = [parameter for parameter in order_parameters(model, optimizer, order) if parameter in clipped_set]
         if list(map(id, in_order)) == list(map(id, clipped)):
             return order
     raise LeverNotApplicable(
@@ -93,7 +93,7 @@ class CommonNorm:
         changes of buffers are recorded, and a wrong norm is not an error.
         """
         self._model, self._optimizer, self._clip, self._on_trial = model, optimizer, clip, on_trial
-        self._parameters = ordered_parameters(model, optimizer, order)
+        self._parameters = order_parameters(model, optimizer, order)
         self._trained = set(self._parameters)
         self._first_norms: dict[Tensor, Tensor] = {}
         """Norms of the gradients of the first pass."""
@@ -162,7 +162,7 @@ class CommonNorm:
         """
         if self._second_norms:
             raise LowtideError("there was one more backward pass before optimizer.step(): the update has been made.")
-        present = (*parameters_of(self._optimizer), *self._model.parameters())
+        present = (*list_parameters(self._optimizer), *self._model.parameters())
         if {p for p in present if p.requires_grad} != self._trained:
             raise LowtideError("other parameters need gradients now than when the lever was applied: apply it again.")
         for parameter in self._parameters:
@@ -192,7 +192,7 @@ class CommonNorm:
         parameters = [parameter for parameter in self._parameters if parameter in self._first_norms]
         if parameters:
             norms = [self._first_norms[parameter] for parameter in as_grouped(parameters)]
-            self._total = self._common_norm([norm.to(parameters[0].device) for norm in norms])
+            self._total = self._compute_common_norm([norm.to(parameters[0].device) for norm in norms])
             self.n_known_steps += 1
             if not self._total.isfinite():
                 self._refuse(self._total)
@@ -215,7 +215,7 @@ class CommonNorm:
             "the lever."
         )
 
-    def _common_norm(self, norms: list[Tensor]) -> Tensor:
+    def _compute_common_norm(self, norms: list[Tensor]) -> Tensor:
         common: Tensor = torch.linalg.vector_norm(torch.stack(norms), self._clip.norm_type)
         return common
 
@@ -225,7 +225,7 @@ class CommonNorm:
                 f"the gradient of {self._name(parameter)} is a {gradient.layout} {type(gradient).__name__} of "
                 f"{gradient.dtype}: only strided ones of their parameter's type are known to have the same norm alone."
             )
-        return norm_of(gradient, self._clip.norm_type, self._clip.foreach)
+        return compute_norm(gradient, self._clip.norm_type, self._clip.foreach)
 
     # --- the second pass
 
@@ -248,7 +248,7 @@ class CommonNorm:
         self._pass, self._total, self._first_norms, self._second_norms = _NONE, None, {}, {}
         if total is None or not second:
             return
-        share = self._largest_difference(first, second, total) if first.keys() == second.keys() else math.inf
+        share = self._compute_largest_difference(first, second, total) if first.keys() == second.keys() else math.inf
         is_exact = total.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
         if share <= (0.0 if is_exact else NEAR):
             return
@@ -264,7 +264,9 @@ class CommonNorm:
                 f"gradients were clipped by a norm that was off by {share:.1e} (relative): {OTHERS}.", stacklevel=2
             )
 
-    def _largest_difference(self, first: dict[Tensor, Tensor], second: dict[Tensor, Tensor], total: Tensor) -> float:
+    def _compute_largest_difference(
+        self, first: dict[Tensor, Tensor], second: dict[Tensor, Tensor], total: Tensor
+    ) -> float:
         """Return the largest difference between gradients' norms in the first and in the second pass, as a share of
         `total`.
         """

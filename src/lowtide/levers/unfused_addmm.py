@@ -41,7 +41,7 @@ class UnfusedAddmm(Lever):
             raise LeverNotApplicable("the model is not compiled as a whole")
         return {}
 
-    def estimated_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
+    def estimate_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
         """Return an upper bound of the saving: the bytes of all temporaries, among them gradients that wait for a sum.
 
         Return 0 for a model that is not compiled as a whole.

@@ -32,9 +32,9 @@ from lowtide._torch.cpu_profiler import (
     ALLOCATION,
     COMPILED,
     RecordFunction,
+    get_profiler_roots,
+    is_profiler_running,
     is_warming_up,
-    profiler_roots,
-    profiler_running,
     stop_profiler,
 )
 from lowtide.errors import RehearsalError
@@ -99,7 +99,7 @@ class CpuRecorder(Recorder):
         _refuse_backward()
         _finish()
         with _claim:
-            if (other := _other_profiler()) is not None:
+            if (other := _describe_other_profiler()) is not None:
                 raise Busy(
                     f"CPU memory cannot be recorded: {other}, and torch has room for one profiler at a time.\n"
                     "  End it first, start it later, or record outside its with-block."
@@ -110,7 +110,7 @@ class CpuRecorder(Recorder):
             if self._has_garbage is None or self._has_garbage():
                 gc.collect()  # otherwise a collection while recording would lower the level, and the peak with it
             self._has_garbage = None  # it may refer to the program's objects
-            self._watch(entry.existing_tensors() if self._to_watch is None else self._to_watch)
+            self._watch(entry.find_existing_tensors() if self._to_watch is None else self._to_watch)
             self._to_watch = None  # this list may hold the last reference to a tensor
             self._start()
         except BaseException:
@@ -136,7 +136,7 @@ class CpuRecorder(Recorder):
             raise RehearsalError(f"mark({label!r}): marks can be made only inside the recorder's with block.")
         self._annotate(Mark(label, data))
 
-    def beside_bytes(self, addresses: Collection[int], n_bytes: int) -> int:
+    def count_bytes_beside(self, addresses: Collection[int], n_bytes: int) -> int:
         """Return the bytes of the storages that existed when the recording began, except those at `addresses`.
 
         `n_bytes` is not used.
@@ -171,7 +171,7 @@ class CpuRecorder(Recorder):
         except MemoryError:  # the step ran out of memory and its frames still hold it all: stop the profiler later
             _unfinished.append(session)
             raise
-        return profiler_roots(session), self._marks.copy()
+        return get_profiler_roots(session), self._marks.copy()
 
     def _release(self) -> None:
         global _recording
@@ -182,7 +182,7 @@ class CpuRecorder(Recorder):
     def _watch(self, tensors: Iterable[torch.Tensor]) -> None:
         tensors = list(tensors)
         self.entry_bytes = entry.bytes_of(tensors)
-        for block, storage in enumerate(entry.storages_of(tensors), 1):
+        for block, storage in enumerate(entry.collect_storages(tensors), 1):
             self.entry_addresses[-block] = storage.data_ptr()
             self._watched.append(weakref.ref(storage, partial(self._entry_died, Free(-block, storage.nbytes()))))
 
@@ -251,7 +251,7 @@ def _finish() -> None:
     """Stop the profilers that could not be stopped when their recording ended."""
     while _unfinished:
         session = _unfinished.pop()
-        if profiler_running():
+        if is_profiler_running():
             with without_noise(2, *NOISE):
                 session.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
@@ -259,7 +259,7 @@ def _finish() -> None:
 @atexit.register
 def _stop_at_exit() -> None:
     """Stop a profiler that a program leaves running, as an unfinished `measure()` does: torch would crash at exit."""
-    if profiler_running():
+    if is_profiler_running():
         with without_noise(2, *NOISE), contextlib.suppress(RuntimeError):
             stop_profiler()
 
@@ -270,13 +270,13 @@ def running() -> CpuRecorder | None:
     return recorder if recorder is not None and recorder._thread == threading.get_ident() else None
 
 
-def _other_profiler() -> str | None:
+def _describe_other_profiler() -> str | None:
     """Describe the active profiler, which prevents a recording as torch can run only one; None if there is none."""
     if _recording is not None:
         return "Lowtide itself records already"
-    if profiler_running():
+    if is_profiler_running():
         return "another profiler is running"
-    return "another profiler is warming up" if any(map(is_warming_up, entry.living_profilers())) else None
+    return "another profiler is warming up" if any(map(is_warming_up, entry.find_living_profilers())) else None
 
 
 def _refuse_backward() -> None:

@@ -75,7 +75,7 @@ class CudaRecorder(Recorder):
     def __enter__(self) -> Self:
         if self._key:
             raise RehearsalError("this recorder was used before. Create a new CudaRecorder().")
-        self._index = cuda_index(self._asked)
+        self._index = find_cuda_index(self._asked)
         self.device = f"cuda:{self._index}"
         torch.cuda.init()  # type: ignore[no-untyped-call]  # CUDA may be unused so far
         if UNCACHED in os.environ:
@@ -83,7 +83,7 @@ class CudaRecorder(Recorder):
                 f"CUDA memory cannot be recorded: {UNCACHED} is set, with which torch's allocator keeps no record of "
                 "its allocations. Unset it."
             )
-        if _of_the_allocator(history_is_on):
+        if _ask_allocator(history_is_on):
             raise Busy(
                 "CUDA memory cannot be recorded: the allocator's history is being recorded already.\n"
                 "  End that first: torch.cuda.memory._record_memory_history(None)."
@@ -93,7 +93,7 @@ class CudaRecorder(Recorder):
         _settle(self.device)
         self._n_entry_bytes = torch.cuda.memory_stats(self._index)["requested_bytes.all.current"]
         self.entry_bytes = requested_bytes(self._index)
-        _of_the_allocator(start_history)
+        _ask_allocator(start_history)
         self._is_recording = True
         self._attach(0)
         return self
@@ -115,7 +115,7 @@ class CudaRecorder(Recorder):
         self._marks.append(PlacedMark(Mark(label, data), threading.get_ident(), time.time_ns() / 1000))
         self._attach(len(self._marks))
 
-    def beside_bytes(self, addresses: Collection[int], n_bytes: int) -> int:
+    def count_bytes_beside(self, addresses: Collection[int], n_bytes: int) -> int:
         """Return the allocated bytes when the recording began, less `n_bytes`, at least 0. `addresses` is not used."""
         return max(0, self._n_entry_bytes - n_bytes)
 
@@ -123,7 +123,7 @@ class CudaRecorder(Recorder):
         set_metadata(f"{self._key} {threading.get_ident()} {n_marks}")
 
 
-def _of_the_allocator(call: Callable[[], T]) -> T:
+def _ask_allocator(call: Callable[[], T]) -> T:
     """Return the result of `call`. Raises RehearsalError if torch's allocator in use does not keep a history."""
     try:
         return call()
@@ -141,7 +141,7 @@ def _settle(device: str) -> None:
     torch.empty(1, device=device)  # an allocation completes the frees that waited for another stream
 
 
-def cuda_index(device: torch.device | str | int) -> int:
+def find_cuda_index(device: torch.device | str | int) -> int:
     """Return the index of a CUDA device. Raises RehearsalError for other devices and if CUDA is missing."""
     cuda_device = torch.device(device)
     n_devices = torch.cuda.device_count()
@@ -171,7 +171,7 @@ def parse_trace(
         kind = action["action"]
         if kind not in ("alloc", "free_completed"):
             continue
-        reached = _marks_before(action, marks, n_placed, key)
+        reached = _count_marks_before(action, marks, n_placed, key)
         events += [placed.mark for placed in marks[n_placed:reached]]
         n_placed = reached
         address, n_bytes = action["addr"], action["size"]
@@ -190,7 +190,7 @@ def parse_trace(
     return (*events, *(placed.mark for placed in marks[n_placed:]))
 
 
-def _marks_before(action: Mapping[str, Any], marks: Sequence[PlacedMark], n_placed: int, key: str) -> int:
+def _count_marks_before(action: Mapping[str, Any], marks: Sequence[PlacedMark], n_placed: int, key: str) -> int:
     """Count the marks that were made before `action`, given that the first `n_placed` were."""
     text = action.get("user_metadata") or ""
     thread, n_made = -1, n_placed

@@ -22,10 +22,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide._torch.backward import ENGINE, in_backward
 from lowtide._torch.patching import replace_function, this_thread_only
-from lowtide._torch.tensors import storage_number
+from lowtide._torch.tensors import get_storage_number
 from lowtide.errors import RehearsalError
 from lowtide.memory.events import Allocate, Event, EventStream, Free, Mark
-from lowtide.memory.frame_variables import Held, held_by_variables
+from lowtide.memory.frame_variables import Held, find_held_memory
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.units import format_bytes
 from lowtide.utils.tables import aligned
@@ -158,7 +158,7 @@ class DelObserver:
             if "before backward" in moments:  # the blocks alive at this moment are activations
                 self.mark(_LABEL, _Inspection(moments, (), []))
             return
-        held_memory = held_by_variables(self.frame)
+        held_memory = find_held_memory(self.frame)
         if is_first:
             self._at_start = {name: [weakref.ref(t) for t in inside] for name, inside in held_memory.tensors.items()}
         self._note_rebound(held_memory)
@@ -175,7 +175,7 @@ class DelObserver:
                 self._rebound.add(name)
 
     def _number(self, storage: UntypedStorage) -> int:
-        key = storage_number(storage)
+        key = get_storage_number(storage)
         if key not in self._alive:
             number = self._n_storages
             self._n_storages += 1
@@ -232,7 +232,7 @@ class DelObserver:
         )
 
 
-def living_blocks(stream: EventStream) -> tuple[set[int], list[Allocate]]:
+def find_living_blocks(stream: EventStream) -> tuple[set[int], list[Allocate]]:
     """Return the numbers of blocks that are alive when a backward pass begins, and the allocations alive at the end."""
     alive: dict[int, Allocate] = {}
     blocks: set[int] = set()

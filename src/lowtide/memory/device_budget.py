@@ -8,7 +8,7 @@ import torch
 
 from lowtide.errors import BudgetError, LowtideError
 from lowtide.units import format_bytes
-from lowtide.utils.amounts import BudgetFor, check_budget, is_of_gpu, share_of_gpu
+from lowtide.utils.amounts import BudgetFor, check_budget, is_of_gpu, parse_gpu_share
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -58,14 +58,14 @@ def on_device(budget: int | str, device: torch.device, say: Callable[[str], obje
     if not isinstance(budget, str) or not is_of_gpu(budget):
         return budget
     free, total = torch.cuda.mem_get_info(device)
-    if (share := share_of_gpu(budget)) is not None:
+    if (share := parse_gpu_share(budget)) is not None:
         return int(total * share)
-    budget_bytes, text = automatic_budget(free, total, torch.cuda.memory_reserved(device))
+    budget_bytes, text = compute_automatic_budget(free, total, torch.cuda.memory_reserved(device))
     say(text)
     return budget_bytes
 
 
-def automatic_budget(free_bytes: int, total_bytes: int, reserved_bytes: int) -> tuple[int, str]:
+def compute_automatic_budget(free_bytes: int, total_bytes: int, reserved_bytes: int) -> tuple[int, str]:
     """Return the budget in bytes that "auto" stands for on a GPU with these amounts, and its derivation in words."""
     ours = free_bytes + reserved_bytes
     margin = int(ours * MARGIN)

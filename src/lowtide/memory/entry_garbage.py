@@ -9,10 +9,10 @@ from typing import Any
 
 from torch import Tensor
 
-from lowtide._torch.tensors import is_leaf_tensor, storage_number
+from lowtide._torch.tensors import get_storage_number, is_leaf_tensor
 from lowtide.memory import entry_storages as entry
 from lowtide.memory.frame_locals import local_variables
-from lowtide.memory.frame_variables import held_by_variables, is_searched
+from lowtide.memory.frame_variables import find_held_memory, is_searched
 
 _MOST_OBJECTS = 20_000
 _NOT_ENTERED = (ModuleType, type, CodeType, FrameType, str, bytes)
@@ -25,19 +25,19 @@ def may_hold_memory(frame: FrameType, others: Iterable[object]) -> bool:
     `others`, from the function's other variables (models and other objects, closures) or from the variables of its
     module. Return True also if more than 20,000 objects would have to be searched.
     """
-    doubtful = {storage_number(storage) for storage in entry.storages_of(entry.existing_tensors())}
-    doubtful.difference_update(storage_number(storage) for storage, _ in held_by_variables(frame).storages)
+    doubtful = {get_storage_number(storage) for storage in entry.collect_storages(entry.find_existing_tensors())}
+    doubtful.difference_update(get_storage_number(storage) for storage, _ in find_held_memory(frame).storages)
     if doubtful:
-        roots = [*others, *_other_variables(frame)]
-        for found in _reachable_tensors(roots):
-            doubtful.difference_update(storage_number(storage) for storage in entry.storages_of(found))
+        roots = [*others, *_find_other_variables(frame)]
+        for found in _find_reachable_tensors(roots):
+            doubtful.difference_update(get_storage_number(storage) for storage in entry.collect_storages(found))
             if not doubtful:
                 break
     return bool(doubtful)
 
 
-def _other_variables(frame: FrameType) -> list[object]:
-    """Return the values of the variables that `held_by_variables` does not search, and of the module's variables."""
+def _find_other_variables(frame: FrameType) -> list[object]:
+    """Return the values of the variables that `find_held_memory` does not search, and of the module's variables."""
     closure = frame.f_code.co_freevars
     with local_variables(frame) as variables:
         is_module = variables is frame.f_globals
@@ -45,7 +45,7 @@ def _other_variables(frame: FrameType) -> list[object]:
     return roots if is_module else [*roots, *frame.f_globals.values()]
 
 
-def _reachable_tensors(roots: list[Any]) -> Iterator[list[Tensor]]:
+def _find_reachable_tensors(roots: list[Any]) -> Iterator[list[Tensor]]:
     """Yield lists of tensors reachable from `roots`: the nearest first, then their gradients; at last saved tensors of
     their graphs.
     """
@@ -63,4 +63,4 @@ def _reachable_tensors(roots: list[Any]) -> Iterator[list[Tensor]]:
         # the globals of a function lead to whole modules
         inside = ((obj.__closure__, obj.__defaults__) if isinstance(obj, FunctionType) else (obj,) for obj in entered)
         frontier = gc.get_referents(*(obj for group in inside for obj in group))
-    yield list(entry.saved_behind(tensors))
+    yield list(entry.find_saved_behind(tensors))

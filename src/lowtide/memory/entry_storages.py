@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from lowtide._torch.autograd_graph import nodes_behind
+from lowtide._torch.autograd_graph import find_nodes_behind
 from lowtide._torch.cpu_profiler import PROFILERS
 from lowtide._torch.nodes import raw_saved
-from lowtide._torch.tensors import is_leaf_tensor, parts_of
+from lowtide._torch.tensors import find_parts, is_leaf_tensor
 from lowtide.utils.live_objects import LiveObjectFinder
 
 _MEMORY_FILES = ("/dev/shm/", "/memfd:", "/dev/zero", "/SYSV")
@@ -31,7 +31,7 @@ _excluded: weakref.WeakValueDictionary[int, UntypedStorage] = weakref.WeakValueD
 
 def exclude_from_entry(copy: Tensor) -> Tensor:
     """Mark `copy`, a temporary tensor of Lowtide, not to count as existing when a recording begins; return `copy`."""
-    for part in parts_of(copy):
+    for part in find_parts(copy):
         if part.device.type == "cpu":
             _excluded[part.untyped_storage().data_ptr()] = part.untyped_storage()
     return copy
@@ -42,7 +42,7 @@ def is_excluded(storage: UntypedStorage) -> bool:
     return _excluded.get(storage.data_ptr()) is not None
 
 
-def storages_of(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
+def collect_storages(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
     """Yield the storages of `tensors` that torch's CPU allocator owns, each once.
 
     Left out: storages of other devices, empty ones, and memory that torch only borrows (NumPy, mapped files) or shares
@@ -61,12 +61,12 @@ def bytes_of(tensors: Iterable[Tensor]) -> dict[int, int]:
     for storage in _on_the_host(tensors):
         if not is_excluded(storage):
             (sizes if storage.resizable() else borrowed)[storage.data_ptr()] = storage.nbytes()
-    files = _mapped_files() if borrowed else []
+    files = _find_mapped_files() if borrowed else []
     sizes.update((where, n_bytes) for where, n_bytes in borrowed.items() if not _is_inside(where, files))
     return sizes
 
 
-def existing_tensors() -> Iterator[Tensor]:
+def find_existing_tensors() -> Iterator[Tensor]:
     """Yield every tensor that Python holds, their gradients, and the saved tensors of the autograd graphs behind them.
 
     Parts of sparse tensors and parameters of TorchScript are included. Not found: other tensors that only C++ holds,
@@ -78,15 +78,15 @@ def existing_tensors() -> Iterator[Tensor]:
         with contextlib.suppress(Exception):  # a module whose constructor still runs
             yield from (*script.parameters(), *script.buffers())
     yield from (leaf.grad for leaf in held if _is_leaf(leaf) and leaf.grad is not None)
-    yield from saved_behind(held)
+    yield from find_saved_behind(held)
 
 
-def living_tensors() -> list[Tensor]:
+def find_living_tensors() -> list[Tensor]:
     """Return every tensor that Python holds. Soon after another search, only newer objects are searched."""
     return _living()[0]
 
 
-def living_profilers() -> list[Any]:
+def find_living_profilers() -> list[Any]:
     """Return torch's profiler objects that Python holds. Soon after another search, only newer ones are searched."""
     return _living()[2]
 
@@ -108,7 +108,7 @@ def _on_the_host(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
     visited: set[int] = set()
     for tensor in tensors:
         try:
-            for part in parts_of(tensor):
+            for part in find_parts(tensor):
                 storage = part.untyped_storage()
                 is_there = storage.device.type == "cpu" and storage.nbytes()
                 if is_there and (address := storage.data_ptr()) and address not in visited:
@@ -119,7 +119,7 @@ def _on_the_host(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
             continue
 
 
-def _mapped_files() -> list[tuple[int, int]]:
+def _find_mapped_files() -> list[tuple[int, int]]:
     """Return the address ranges of mapped disk files in order: the first address of each, and the first one after
     it.
     """
@@ -139,9 +139,9 @@ def _is_inside(address: int, places: list[tuple[int, int]]) -> bool:
     return at >= 0 and address < places[at][1]
 
 
-def saved_behind(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+def find_saved_behind(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     """Yield the saved tensors of the autograd graphs behind `tensors`."""
-    for node in nodes_behind(tensors):
+    for node in find_nodes_behind(tensors):
         yield from (saved for saved in raw_saved(node) if isinstance(saved, Tensor))
 
 

@@ -139,7 +139,7 @@ class EventStream:
     @classmethod
     def from_json(cls, source: str | Path) -> EventStream:
         """Return the stream in `source`: JSON text or the path of a file. Raises LowtideError for anything else."""
-        return stream_from(read_json(source, "event stream"))
+        return parse_stream(read_json(source, "event stream"))
 
 
 class Busy(RehearsalError):
@@ -169,7 +169,7 @@ class Recorder(ABC):
     def mark(self, label: str, data: object = None) -> None:
         """Put a mark between the allocations made so far and the next one."""
 
-    def beside_bytes(self, addresses: Collection[int], n_bytes: int) -> int:
+    def count_bytes_beside(self, addresses: Collection[int], n_bytes: int) -> int:
         """Return the bytes that were in memory when the recording began, without the blocks at `addresses`.
 
         `n_bytes` is the size of these blocks in all. A recorder that does not know the bytes in memory returns 0.
@@ -192,14 +192,14 @@ _LETTERS: dict[type, str] = {Allocate: "a", Free: "f", Mark: "m"}
 _KINDS: dict[str, type[Event]] = {"a": Allocate, "f": Free, "m": Mark}
 
 
-def peak_between(stream: EventStream, begins: type, ends: type[T]) -> Iterator[tuple[T, int]]:
+def compute_peaks_between(stream: EventStream, begins: type, ends: type[T]) -> Iterator[tuple[T, int]]:
     """Yield (data, peak bytes) for each mark whose data is of type `ends`.
 
     The peak is the most bytes held since the last mark with data of type `begins`, above the level at that mark.
     """
     level = start = peak = 0
     for event in stream.events:
-        level += bytes_added(event)
+        level += count_added_bytes(event)
         peak = max(peak, level)
         if type(event) is Mark and isinstance(event.data, begins):
             start = peak = level
@@ -207,7 +207,7 @@ def peak_between(stream: EventStream, begins: type, ends: type[T]) -> Iterator[t
             yield event.data, peak - start
 
 
-def bytes_added(event: Event) -> int:
+def count_added_bytes(event: Event) -> int:
     if type(event) is Allocate:
         return event.bytes
     return -event.bytes if type(event) is Free else 0
@@ -233,7 +233,7 @@ def read_json(source: str | Path, kind: str) -> dict[str, Any]:
     return record
 
 
-def stream_from(record: Mapping[str, Any]) -> EventStream:
+def parse_stream(record: Mapping[str, Any]) -> EventStream:
     try:
         if record["format"] != FORMAT:
             raise ValueError(f"format {record['format']} found")

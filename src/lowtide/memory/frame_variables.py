@@ -19,9 +19,9 @@ from torch import Tensor, UntypedStorage, nn
 from torch.autograd.function import BackwardCFunction
 from torch.optim import Optimizer
 
-from lowtide._torch.autograd_graph import nodes_behind, producer
+from lowtide._torch.autograd_graph import find_nodes_behind, producer
 from lowtide._torch.nodes import raw_saved
-from lowtide._torch.tensors import held_by_python, is_leaf_tensor, storage_id
+from lowtide._torch.tensors import get_storage_id, held_by_python, is_leaf_tensor
 from lowtide.memory import entry_storages as entry
 from lowtide.memory.frame_locals import local_variables
 
@@ -48,7 +48,7 @@ class Held:
         """Storages that only variables hold, each with all its variables: deleting these together frees the storage."""
 
 
-def held_by_variables(frame: FrameType) -> Held:
+def find_held_memory(frame: FrameType) -> Held:
     """Return the memory of torch's CPU allocator that the variables of `frame` hold, alone or together.
 
     Variables are searched if they are tensors, lists, tuples, dicts, sets, deques or dataclasses, and so are the
@@ -60,9 +60,9 @@ def held_by_variables(frame: FrameType) -> Held:
     marks: dict[int, int] = {}  # storage -> bits
     kept: dict[int, Tensor] = {}
     everything: list[tuple[Any, int | None]] = [
-        (tensor, owners.mask_of.get(id(tensor))) for tensor in entry.living_tensors()
+        (tensor, owners.mask_of.get(id(tensor))) for tensor in entry.find_living_tensors()
     ]
-    on_context = _references_from_contexts(tensor for tensor, mask in everything if mask)
+    on_context = _count_context_references(tensor for tensor, mask in everything if mask)
     roots = []
     for index in range(len(everything)):
         mask = everything[index][1]
@@ -75,9 +75,9 @@ def held_by_variables(frame: FrameType) -> Held:
     _spread(roots, marks, kept)
     for number, mask in marks.items():
         if not mask & _OTHERS:
-            storage = next(entry.storages_of([kept[number]]), None)
+            storage = next(entry.collect_storages([kept[number]]), None)
             if storage is not None:
-                held.storages.append((storage, owners.names_in(mask)))
+                held.storages.append((storage, owners.find_names(mask)))
     held.tensors = owners.tensors()
     held.names = tuple(held.tensors)
     return held
@@ -109,7 +109,7 @@ class _Owners:
             if isinstance(self._objects[index], Tensor):
                 self.mask_of[id(self._objects[index])] = mask
 
-    def names_in(self, mask: int) -> frozenset[str]:
+    def find_names(self, mask: int) -> frozenset[str]:
         return frozenset(name for bit, name in enumerate(self._first, 1) if mask >> bit & 1)
 
     def tensors(self) -> dict[str, list[Tensor]]:
@@ -179,7 +179,7 @@ def _spread(roots: list[tuple[Tensor, int]], marks: dict[int, int], kept: dict[i
     """
 
     def mark(tensor: Tensor, bits: int) -> None:
-        number = storage_id(tensor)
+        number = get_storage_id(tensor)
         if number:
             marks[number] = marks.get(number, 0) | bits
             kept.setdefault(number, tensor)
@@ -199,12 +199,12 @@ def _spread(roots: list[tuple[Tensor, int]], marks: dict[int, int], kept: dict[i
         if before | bits == before:
             continue
         reached[node] = before | bits
-        for tensor in _kept_by(node):
+        for tensor in _find_kept_tensors(node):
             mark(tensor, bits)
         pending += ((upstream, bits) for upstream, _ in node.next_functions if upstream is not None)
 
 
-def _kept_by(node: Node) -> list[Tensor]:
+def _find_kept_tensors(node: Node) -> list[Tensor]:
     kept = [saved for saved in raw_saved(node) if isinstance(saved, Tensor)]
     leaf = getattr(node, "variable", None)
     return [*kept, *_on_context(node), *([leaf] if isinstance(leaf, Tensor) else [])]
@@ -218,10 +218,10 @@ def _on_context(node: Node) -> list[Tensor]:
     return [value for value in vars(ctx).values() if isinstance(value, Tensor)]
 
 
-def _references_from_contexts(tensors: Iterable[Tensor]) -> dict[int, int]:
+def _count_context_references(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Count, by tensor id, the references from attributes of custom Functions' ctx in the graphs behind `tensors`."""
     counts: dict[int, int] = {}
-    for node in nodes_behind(tensors):
+    for node in find_nodes_behind(tensors):
         for tensor in _on_context(node):
             counts[id(tensor)] = counts.get(id(tensor), 0) + 1
     return counts

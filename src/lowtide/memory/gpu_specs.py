@@ -33,9 +33,9 @@ class GpuSpec:
     shared: bool = False
     """True if the GPU shares the host's memory, of which the system and the process take a part."""
 
-    def cublas_workspace_bytes(self, environment: Mapping[str, str] = os.environ) -> int | None:
+    def compute_cublas_workspace(self, environment: Mapping[str, str] = os.environ) -> int | None:
         """Return the bytes of each cuBLAS handle's workspace; None if the capability is unknown."""
-        return None if self.capability is None else cublas_workspace_bytes(self.capability, environment)
+        return None if self.capability is None else compute_cublas_workspace(self.capability, environment)
 
 
 def _read_table() -> tuple[GpuSpec, ...]:
@@ -104,7 +104,7 @@ def parse_gpus(text: str | GpuSpec) -> tuple[GpuSpec, int | None]:
     return parse_gpu(several[2]), n
 
 
-def cublas_workspace_bytes(capability: tuple[int, int], environment: Mapping[str, str] = os.environ) -> int:
+def compute_cublas_workspace(capability: tuple[int, int], environment: Mapping[str, str] = os.environ) -> int:
     """Return the workspace bytes that torch allocates for each pair of a cuBLAS handle and a stream.
 
     Torch allocates them at the first matrix product. Forward and backward run in threads with a handle each, so a

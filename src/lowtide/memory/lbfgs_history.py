@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowtide.memory.frame_locals import local_variables
 from lowtide.units import format_bytes
-from lowtide.utils.frames import frames_from, module_name
+from lowtide.utils.frames import module_name, walk_frames
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -28,7 +28,7 @@ line.
 """
 
 
-def tensors_of(optimizer: torch.optim.LBFGS) -> list[Tensor]:
+def list_tensors(optimizer: torch.optim.LBFGS) -> list[Tensor]:
     """Return the tensors in L-BFGS's state, and in local variables of its update in progress, except parameters."""
     pending: list[object] = [*optimizer.state.values(), *_variables()]
     tensors: list[Tensor] = []
@@ -41,7 +41,7 @@ def tensors_of(optimizer: torch.optim.LBFGS) -> list[Tensor]:
     return tensors
 
 
-def missing_history_bytes(optimizer: torch.optim.LBFGS) -> int:
+def predict_missing_history_bytes(optimizer: torch.optim.LBFGS) -> int:
     """Return the bytes that L-BFGS will need beyond those it holds now: for a full history, and for the vectors that it
     holds while it evaluates the model.
     """
@@ -52,14 +52,14 @@ def missing_history_bytes(optimizer: torch.optim.LBFGS) -> int:
     n_pairs: int = group["history_size"]
     n_vectors = 2 * n_pairs + (_IN_A_SEARCH if group["line_search_fn"] else _IN_AN_EVALUATION)
     most = (n_vectors * n_numbers + 2 * n_pairs) * itemsize
-    own = {t.untyped_storage().data_ptr(): t.nbytes for t in tensors_of(optimizer)}
+    own = {t.untyped_storage().data_ptr(): t.nbytes for t in list_tensors(optimizer)}
     return max(0, most - sum(own.values()))
 
 
 def coming_history(optimizers: Iterable[Optimizer]) -> tuple[int, str]:
     """Return the bytes that the L-BFGS optimizers among these will need beyond those they hold, and a note on them."""
     growing = [o for o in optimizers if isinstance(o, torch.optim.LBFGS)]
-    coming_bytes = sum(map(missing_history_bytes, growing))
+    coming_bytes = sum(map(predict_missing_history_bytes, growing))
     n_pairs = max((o.param_groups[0]["history_size"] for o in growing), default=0)
     what = (
         f"L-BFGS is counted with its full history of {n_pairs} pairs, {format_bytes(coming_bytes)} more than it holds"
@@ -69,7 +69,7 @@ def coming_history(optimizers: Iterable[Optimizer]) -> tuple[int, str]:
 
 def _variables() -> Iterator[object]:
     """Yield the values of local variables of L-BFGS updates in progress, except those of the user's closure."""
-    for frame in frames_from(sys._getframe(1)):
+    for frame in walk_frames(sys._getframe(1)):
         if module_name(frame) == torch.optim.LBFGS.__module__:
             with local_variables(frame) as variables:
                 values = [*variables.values()]

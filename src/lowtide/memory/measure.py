@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import units
-from lowtide._torch.optim import parameters_of
-from lowtide._torch.tensors import parts_of
+from lowtide._torch.optim import list_parameters
+from lowtide._torch.tensors import find_parts
 from lowtide.errors import RehearsalError
 from lowtide.memory import cpu_recorder as cpu
 from lowtide.memory import del_savings as dels
@@ -23,11 +23,11 @@ from lowtide.memory.cpu_recorder import CpuRecorder
 from lowtide.memory.cuda_recorder import CudaRecorder
 from lowtide.memory.del_savings import Del, DelObserver
 from lowtide.memory.entry_garbage import may_hold_memory
-from lowtide.memory.entry_storages import bytes_of, living_tensors
+from lowtide.memory.entry_storages import bytes_of, find_living_tensors
 from lowtide.memory.events import Category, EventStream, Label, Recorder
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.utils import interrupts as _interrupts
-from lowtide.utils.frames import frames_from
+from lowtide.utils.frames import walk_frames
 from lowtide.utils.interrupts import uninterrupted, uninterrupted_enter
 from lowtide.utils.rendering import Displayed
 
@@ -35,7 +35,7 @@ from lowtide.utils.rendering import Displayed
 _NO_VARIABLES = (str(Path(__file__).parents[1]), contextlib.__file__)
 
 
-def recorder_for(device: torch.device | str | int) -> Recorder:
+def make_recorder(device: torch.device | str | int) -> Recorder:
     """Return a recorder of that device's memory. Raises RehearsalError for kinds of device without a recorder."""
     kind = torch.device(device).type
     if kind == "cpu":
@@ -51,7 +51,7 @@ def held_bytes(device: torch.device) -> int:
     """Return the bytes in use on a GPU, or, on a CPU, the bytes of all tensors that Python holds."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device)
-    return sum(bytes_of(living_tensors()).values())
+    return sum(bytes_of(find_living_tensors()).values())
 
 
 class Memory(Displayed):
@@ -173,12 +173,12 @@ class _Measuring(AbstractContextManager[Memory, None]):
 
     @uninterrupted_enter
     def __enter__(self) -> Memory:
-        frame = _measuring_frame()
+        frame = _find_measuring_frame()
         self._outer = cpu.running() if self._device.type == "cpu" else None
         if self._outer is not None:
             self._n_before = len(self._outer.flush())
         else:
-            self._recorder = self._new_recorder(frame)
+            self._recorder = self._make_recorder(frame)
             self._recorder.__enter__()
             if self._device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self._device)
@@ -189,9 +189,9 @@ class _Measuring(AbstractContextManager[Memory, None]):
             self._looks.begin()
         return self._memory
 
-    def _new_recorder(self, frame: FrameType | None) -> Recorder:
+    def _make_recorder(self, frame: FrameType | None) -> Recorder:
         if self._device.type != "cpu" or frame is None:
-            return recorder_for(self._device)
+            return make_recorder(self._device)
         return CpuRecorder(has_garbage=lambda: may_hold_memory(frame, (self._model, self._optimizer)))
 
     @uninterrupted
@@ -210,7 +210,7 @@ class _Measuring(AbstractContextManager[Memory, None]):
             self._recorder.__exit__(kind, error, traceback)
             stream = self._recorder.stream
         rows = () if self._looks is None else self._looks.result(stream)
-        activations, survivors = dels.living_blocks(stream)
+        activations, survivors = dels.find_living_blocks(stream)
         stream = dels.without_marks(stream)
         labels = {block: Label("activations") for block in activations}
         labels |= _labels({block.address: block.block for block in survivors}, self._model, self._optimizer)
@@ -220,9 +220,9 @@ class _Measuring(AbstractContextManager[Memory, None]):
 _AROUND = (contextlib.__file__, _interrupts.__file__)
 
 
-def _measuring_frame() -> FrameType | None:
+def _find_measuring_frame() -> FrameType | None:
     """Return the frame of the function that contains the `with` block; None if the function is Lowtide's own."""
-    callers = frames_from(sys._getframe(2))
+    callers = walk_frames(sys._getframe(2))
     frame = next((frame for frame in callers if frame.f_code.co_filename not in _AROUND), None)  # also of an ExitStack
     return None if frame is None or frame.f_code.co_filename.startswith(_NO_VARIABLES) else frame
 
@@ -242,14 +242,14 @@ def _labels(
 ) -> dict[int, Label]:
     """Map block numbers to labels, for blocks that outlived the recording; `block_at` maps addresses to numbers."""
     labels: dict[int, Label] = {}
-    for category, name, tensor in _named_tensors(model, optimizer):
-        for part in parts_of(tensor):
+    for category, name, tensor in _find_named_tensors(model, optimizer):
+        for part in find_parts(tensor):
             if (block := block_at.get(_address(part))) is not None:
                 labels.setdefault(block, Label(category, name))
     return labels
 
 
-def _named_tensors(
+def _find_named_tensors(
     model: nn.Module | None, optimizer: torch.optim.Optimizer | None
 ) -> Iterator[tuple[Category, str, Tensor]]:
     parameters: dict[Tensor, str] = {}
@@ -257,7 +257,7 @@ def _named_tensors(
         parameters |= {parameter: name for name, parameter in model.named_parameters()}
         yield from (("buffers", name, buffer) for name, buffer in model.named_buffers())
     if optimizer is not None:
-        for number, parameter in enumerate(parameters_of(optimizer)):
+        for number, parameter in enumerate(list_parameters(optimizer)):
             name = parameters.setdefault(parameter, f"parameter {number} of the optimizer")
             state = optimizer.state.get(parameter, {})
             yield from (("optimizer state", f"{name} {key}", x) for key, x in state.items() if isinstance(x, Tensor))

@@ -22,9 +22,9 @@ from lowtide.memory.events import (
     Free,
     Label,
     Mark,
-    bytes_added,
+    count_added_bytes,
+    parse_stream,
     read_json,
-    stream_from,
     write_json,
 )
 from lowtide.memory.snapshots.read import Snapshot
@@ -78,7 +78,7 @@ class Timeline(Displayed):
     def __init__(self, stream: EventStream, labels: Mapping[int, Label] | None = None) -> None:
         self.stream = stream
         self.labels = dict(labels or {})
-        self.curve: tuple[int, ...] = tuple(accumulate(map(bytes_added, stream.events)))
+        self.curve: tuple[int, ...] = tuple(accumulate(map(count_added_bytes, stream.events)))
         """Level after each event in bytes, above the level when the recording began."""
         self.peak_bytes: int = max((0, *self.curve))
         """The highest level in bytes, above the level when the recording began; 0 if it never rose above that level."""
@@ -166,4 +166,4 @@ class Timeline(Displayed):
             stream = record["stream"]
         except (KeyError, TypeError, AttributeError, ValueError) as error:
             raise LowtideError(f"this is not a timeline of format {FORMAT}: {in_one_line(repr(error))}.") from error
-        return cls(stream_from(stream), labels)
+        return cls(parse_stream(stream), labels)

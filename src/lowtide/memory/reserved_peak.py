@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from lowtide.memory.events import Recorder
 
 
-def reserved_excess_bytes(recorder: Recorder) -> int:
+def compute_reserved_excess(recorder: Recorder) -> int:
     """Return the reserved peak of a recorded step, less its requested peak.
 
     The recorded requests are met by a simulated allocator with the settings of this process, which has first allocated

@@ -11,7 +11,13 @@ import msgspec
 
 from lowtide.errors import LowtideError
 from lowtide.memory.untrusted_files import check_numbers, in_one_line, unpacked
-from lowtide.planner.planning import cheapest, plain_peak_bytes, smallest_peak, unplanned_step, with_lever_costs
+from lowtide.planner.planning import (
+    cheapest,
+    find_smallest_peak,
+    plain_peak_bytes,
+    predict_unplanned_step,
+    with_lever_costs,
+)
 from lowtide.planner.records import Fingerprint, Prediction, Profile
 from lowtide.planner.serialization import FORMAT, Record
 from lowtide.units import format_bytes
@@ -84,8 +90,8 @@ def frontier(profile: Profile, *, n_budgets: int = N_BUDGETS) -> Frontier:
     Profile.expect(profile, "frontier")
     if n_budgets < 2:
         raise ValueError(f"n_budgets must be at least 2, the smallest peak and the plain step; found {n_budgets}.")
-    plain = with_lever_costs(profile, unplanned_step(profile))
-    _, smallest = smallest_peak(profile)
+    plain = with_lever_costs(profile, predict_unplanned_step(profile))
+    _, smallest = find_smallest_peak(profile)
     span = plain.peak_bytes - smallest.peak_bytes
     budgets = [smallest.peak_bytes + span * i // (n_budgets - 1) for i in range(n_budgets - 1)]
     predictions = [cheapest(profile, budget) for budget in budgets if budget < plain_peak_bytes(profile)]

@@ -16,7 +16,7 @@ def without_in_place(profile: Profile) -> Profile:
     return replace(profile, in_place=(), allows_in_place=False)
 
 
-def prefix_lengths(profile: Profile) -> Iterator[int]:
+def list_prefix_lengths(profile: Profile) -> Iterator[int]:
     """Yield each number of leading entries of `profile.in_place` that a plan may use.
 
     The first number covers only the entries without extra time; each further number covers one entry more.
@@ -25,20 +25,20 @@ def prefix_lengths(profile: Profile) -> Iterator[int]:
     yield from range(free, len(profile.in_place) + 1)
 
 
-def nodes_in_prefix(profile: Profile, n: int) -> dict[str, int]:
+def collect_prefix_nodes(profile: Profile, n: int) -> dict[str, int]:
     """Map each kind of node in the first `n` entries of `profile.in_place` to the least bytes of a gradient that is
     written in place.
     """
     return {node: least for group in profile.in_place[:n] for node, least in group.nodes.items()}
 
 
-def prefix_length_of(profile: Profile, nodes: frozenset[str]) -> int:
+def find_prefix_length(profile: Profile, nodes: frozenset[str]) -> int:
     """Return the `n` for which the first `n` entries of `profile.in_place` have exactly these kinds of nodes.
 
     Raises ValueError if there is no such `n`.
     """
     for n in range(len(profile.in_place) + 1):
-        if nodes_in_prefix(profile, n).keys() == nodes:
+        if collect_prefix_nodes(profile, n).keys() == nodes:
             return n
     raise ValueError(f"this profile does not say what in-place gradients save for just {', '.join(sorted(nodes))}")
 

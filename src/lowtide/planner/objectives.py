@@ -52,7 +52,7 @@ def with_work_costs(profile: Profile) -> Profile:
         allocated_bytes[min(storage.allocated_at, end)] += storage.bytes
     allocated_before = np.concatenate(([0], allocated_bytes.cumsum()))
 
-    def cost_of(call: Call) -> int:
+    def compute_cost(call: Call) -> int:
         return int(allocated_before[min(call.exit, end)] - allocated_before[min(call.enter, end)])
 
     return replace(
@@ -62,8 +62,8 @@ def with_work_costs(profile: Profile) -> Profile:
         calls=tuple(
             replace(
                 call,
-                cost_ms=float(cost_of(call) + call.flops),
-                advance_ms=float(cost_of(call) + call.advance_flops),
+                cost_ms=float(compute_cost(call) + call.flops),
+                advance_ms=float(compute_cost(call) + call.advance_flops),
             )
             for call in profile.calls
         ),

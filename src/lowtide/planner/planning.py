@@ -20,7 +20,13 @@ from typing import Any, Literal
 
 from lowtide.errors import Infeasible
 from lowtide.planner.address_nodes import names_at
-from lowtide.planner.inplace_savings import extra_ms, nodes_in_prefix, prefix_length_of, prefix_lengths, with_in_place
+from lowtide.planner.inplace_savings import (
+    collect_prefix_nodes,
+    extra_ms,
+    find_prefix_length,
+    list_prefix_lengths,
+    with_in_place,
+)
 from lowtide.planner.objectives import Objective, with_flops_costs
 from lowtide.planner.records import Decided, Decisions, Plan, Prediction, Profile
 from lowtide.planner.simulate.simulator import Simulator
@@ -34,14 +40,14 @@ Allowed = Literal["all", "cheap"]
 def plain_peak_bytes(profile: Profile) -> int:
     """Return the peak of the step without recomputes and replays: as measured, or predicted if it was not measured."""
     measured = profile.measured_plain_peak_bytes
-    return simulator_of(profile).predict(Decisions()).peak_bytes if measured is None else measured
+    return get_simulator(profile).predict(Decisions()).peak_bytes if measured is None else measured
 
 
-def in_place_peak_bytes(profile: Profile) -> int:
+def predict_in_place_peak(profile: Profile) -> int:
     """Return the predicted peak of the step that keeps every saved tensor, and writes gradients in place where that
     takes no extra time.
     """
-    return simulator_of(profile, in_place=next(prefix_lengths(profile))).predict(Decisions()).peak_bytes
+    return get_simulator(profile, in_place=next(list_prefix_lengths(profile))).predict(Decisions()).peak_bytes
 
 
 def plan(
@@ -90,24 +96,24 @@ def plan(
         (710330, 789256, 658184)
     """
     Profile.expect(profile, "plan")
-    simulator = simulator_of(profile, offload=offload)
-    unplanned, plain_bytes = unplanned_step(profile), plain_peak_bytes(profile)
+    simulator = get_simulator(profile, offload=offload)
+    unplanned, plain_bytes = predict_unplanned_step(profile), plain_peak_bytes(profile)
     budget_bytes = parse_budget(budget, of=plain_bytes)
     decisions, predicted, bound_ms = Decisions(), unplanned, 0.0
     if plain_bytes > budget_bytes:
         until = None if time_limit_s is None else time.monotonic() + time_limit_s
-        make_simulator = functools.partial(simulator_of, profile, allow, offload=offload)
+        make_simulator = functools.partial(get_simulator, profile, allow, offload=offload)
         decisions, bound_ms = _search(simulator, make_simulator, budget_bytes, minimize, solver, until)
         predicted = simulator.predict(decisions)
         assert predicted.peak_bytes <= budget_bytes or decisions == Decisions(), (
             "the solver's decisions are over the budget"
         )
     n_in_place = len(profile.in_place)
-    smallest = minimize_peak(simulator_of(profile, allow, minimize, offload=offload, in_place=n_in_place))
-    smallest = replace(smallest, in_place=frozenset(nodes_in_prefix(profile, n_in_place)))
+    smallest = minimize_peak(get_simulator(profile, allow, minimize, offload=offload, in_place=n_in_place))
+    smallest = replace(smallest, in_place=frozenset(collect_prefix_nodes(profile, n_in_place)))
     fallback = with_free_recomputes(simulator, smallest)
     return Plan(
-        **_decided_fields(profile, decisions),
+        **_make_decided_fields(profile, decisions),
         fingerprint=profile.fingerprint,
         budget_bytes=budget_bytes,
         predicted=with_lever_costs(profile, predicted),
@@ -116,7 +122,9 @@ def plan(
         bound_ms=bound_ms + _levers_ms(profile),
         levers=profile.levers,
         input_shapes=profile.input_shapes,
-        fallback=None if fallback == decisions or profile.graphs else Decided(**_decided_fields(profile, fallback)),
+        fallback=None
+        if fallback == decisions or profile.graphs
+        else Decided(**_make_decided_fields(profile, fallback)),
         ambiguous_addresses=tuple(
             sorted((decisions.recompute | fallback.recompute) & _find_ambiguous_addresses(profile))
         ),
@@ -155,11 +163,11 @@ def _search(
     search = solver if solver is not solve else functools.partial(solve, until=until)
     results = {
         n: _solve_with_in_place(simulator, make_simulator(minimize, in_place=n), budget_bytes, n, search)
-        for n in prefix_lengths(profile)
+        for n in list_prefix_lengths(profile)
     }
     feasible = [result for result in results.values() if isinstance(result, Decisions)]
     if not feasible:
-        errors = _errors_in([*results.values()])
+        errors = _collect_errors([*results.values()])
         results.clear()
         # the error reports the time of the smallest peak, and the costs in this profile are not times
         if minimize == "flops":
@@ -169,17 +177,17 @@ def _search(
     if minimize == "flops":
         return decisions, 0.0
     return decisions, min(
-        _bound_ms(simulator, make_simulator(in_place=n), budget_bytes, n, results[n], until) for n in results
+        _compute_bound_ms(simulator, make_simulator(in_place=n), budget_bytes, n, results[n], until) for n in results
     )
 
 
-def unplanned_step(profile: Profile) -> Prediction:
+def predict_unplanned_step(profile: Profile) -> Prediction:
     """Return the peak and time of the step without any plan.
 
     Both are predicted, except that the peak of compiled code is as measured: without a plan compiled code saves other
     tensors than the profile has.
     """
-    plain = simulator_of(profile).predict(Decisions())
+    plain = get_simulator(profile).predict(Decisions())
     if not profile.graphs:
         return plain
     return with_peak(plain, plain_peak_bytes(profile))
@@ -196,7 +204,7 @@ def _levers_ms(profile: Profile) -> float:
 
 def forecast_peak(profile: Profile, plan: Plan) -> int:
     """Return the peak that `profile` predicts for the decisions of `plan`."""
-    return simulator_of(profile).predict(plan.decisions).peak_bytes
+    return get_simulator(profile).predict(plan.decisions).peak_bytes
 
 
 def with_peak(prediction: Prediction, peak_bytes: int) -> Prediction:
@@ -210,21 +218,21 @@ def cheapest(profile: Profile, budget_bytes: int) -> Prediction:
 
     Faster than `plan`, because no bound and no fallback are computed. Raises Infeasible if no plan fits.
     """
-    simulator = simulator_of(profile)
+    simulator = get_simulator(profile)
     results = [
-        _solve_with_in_place(simulator, simulator_of(profile, in_place=n), budget_bytes, n, solve)
-        for n in prefix_lengths(profile)
+        _solve_with_in_place(simulator, get_simulator(profile, in_place=n), budget_bytes, n, solve)
+        for n in list_prefix_lengths(profile)
     ]
     predictions = [simulator.predict(result) for result in results if isinstance(result, Decisions)]
     if not predictions:
-        errors = _errors_in(results)
+        errors = _collect_errors(results)
         results.clear()
         raise errors.pop()
     predicted = min(predictions, key=lambda prediction: (prediction.extra_ms, prediction.extra_flops))
     return with_lever_costs(profile, predicted)
 
 
-def smallest_plan(profile: Profile, minimize: Objective = "time") -> Plan:
+def find_smallest_plan(profile: Profile, minimize: Objective = "time") -> Plan:
     """Return the plan with the smallest peak at any cost. `minimize="flops"` computes no bound and needs no SciPy."""
 
     def search(allowed: Simulator, budget_bytes: int) -> Decisions:
@@ -233,10 +241,10 @@ def smallest_plan(profile: Profile, minimize: Objective = "time") -> Plan:
             raise Infeasible(budget_bytes=budget_bytes, smallest_peak_bytes=predicted.peak_bytes, parts=predicted.parts)
         return decisions
 
-    return plan(profile, smallest_peak(profile, minimize)[1].peak_bytes, minimize=minimize, solver=search)
+    return plan(profile, find_smallest_peak(profile, minimize)[1].peak_bytes, minimize=minimize, solver=search)
 
 
-def smallest_peak(
+def find_smallest_peak(
     profile: Profile, minimize: Objective = "time", *, offload: bool = False
 ) -> tuple[Decisions, Prediction]:
     """Return the decisions with the smallest peak that the search finds, and their prediction.
@@ -245,9 +253,9 @@ def smallest_peak(
     both functions share a cached simulator, and the search runs once.
     """
     n = len(profile.in_place)
-    smallest = minimize_peak(simulator_of(profile, minimize=minimize, offload=offload, in_place=n))
-    decisions = replace(smallest, in_place=frozenset(nodes_in_prefix(profile, n)))
-    return decisions, simulator_of(profile, offload=offload).predict(decisions)
+    smallest = minimize_peak(get_simulator(profile, minimize=minimize, offload=offload, in_place=n))
+    decisions = replace(smallest, in_place=frozenset(collect_prefix_nodes(profile, n)))
+    return decisions, get_simulator(profile, offload=offload).predict(decisions)
 
 
 def _solve_with_in_place(
@@ -262,11 +270,11 @@ def _solve_with_in_place(
     except Infeasible as error:
         return error.with_traceback(None)
     return with_free_recomputes(
-        simulator, replace(decisions, in_place=frozenset(nodes_in_prefix(simulator.profile, n)))
+        simulator, replace(decisions, in_place=frozenset(collect_prefix_nodes(simulator.profile, n)))
     )
 
 
-def _errors_in(results: list[Decisions | Infeasible]) -> list[Infeasible]:
+def _collect_errors(results: list[Decisions | Infeasible]) -> list[Infeasible]:
     """Return the errors among `results`.
 
     A function that raises such an error must hold no reference to it: a variable that does would close a reference
@@ -280,7 +288,7 @@ def _cost(predicted: Prediction, minimize: Objective) -> tuple[float, float]:
     return costs if minimize == "time" else costs[::-1]
 
 
-def _bound_ms(
+def _compute_bound_ms(
     simulator: Simulator,
     allowed: Simulator,
     budget_bytes: int,
@@ -298,7 +306,7 @@ def _bound_ms(
     return own_ms + lower_bound(allowed, budget_bytes, known_ms=known_ms, until=until)
 
 
-def _decided_fields(profile: Profile, decisions: Decisions) -> dict[str, Any]:
+def _make_decided_fields(profile: Profile, decisions: Decisions) -> dict[str, Any]:
     """Return `decisions` as fields of a `Decided` record: sorted, each address with the node that recomputes it."""
     recomputable_nodes = {index: value.node for index, value in enumerate(profile.values) if value.recipe}
     nodes = names_at(((slot.address, slot.value) for slot in profile.slots), recomputable_nodes)
@@ -307,7 +315,7 @@ def _decided_fields(profile: Profile, decisions: Decisions) -> dict[str, Any]:
         "replay": tuple(sorted(decisions.replay)),
         "advance": tuple(sorted(decisions.advance)),
         "offload": tuple(sorted(decisions.offload)),
-        "in_place": nodes_in_prefix(profile, prefix_length_of(profile, decisions.in_place)),
+        "in_place": collect_prefix_nodes(profile, find_prefix_length(profile, decisions.in_place)),
     }
 
 
@@ -341,10 +349,10 @@ def with_free_recomputes(simulator: Simulator, decisions: Decisions) -> Decision
 
 
 _RECENT: list[tuple[Profile, Allowed, Objective, bool, int, Simulator]] = []
-"""Arguments and results of the last few calls of `simulator_of`."""
+"""Arguments and results of the last few calls of `get_simulator`."""
 
 
-def simulator_of(
+def get_simulator(
     profile: Profile,
     allow: Allowed = "all",
     minimize: Objective = "time",

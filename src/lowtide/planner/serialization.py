@@ -11,7 +11,7 @@ import msgspec
 
 from lowtide.errors import LowtideError
 from lowtide.memory.untrusted_files import check_numbers, in_one_line, unpacked
-from lowtide.utils.rendering import Displayed, short_repr
+from lowtide.utils.rendering import Displayed, format_repr
 
 FORMAT = 3
 """Format of plans and profiles that this version writes, and the only one that it reads."""
@@ -26,7 +26,7 @@ class Record(Displayed):
             cls.__repr__ = Record.__repr__  # type: ignore[method-assign]  # else dataclass writes one of any length
 
     def __repr__(self) -> str:
-        return short_repr(type(self).__name__, self._summary())
+        return format_repr(type(self).__name__, self._summary())
 
     def _summary(self) -> str:
         """Return the text between the parentheses of the `repr`: each field, but only the lengths of containers."""
@@ -49,7 +49,7 @@ class Record(Displayed):
         name, text = cls.__name__, b""
         try:
             text = str(source).encode() if is_text else unpacked(Path(source))
-            if (written := _format_of(text)) not in (None, FORMAT):
+            if (written := _read_format(text)) not in (None, FORMAT):
                 raise ValueError(f"it has format {written}, which another version of Lowtide wrote")
             record = cls._read(text)
             check_numbers(record)
@@ -126,7 +126,7 @@ class _Versioned(msgspec.Struct):
     format: int | None = None
 
 
-def _format_of(text: bytes) -> int | None:
+def _read_format(text: bytes) -> int | None:
     """Return the number in the field `format` of a JSON text; None if it has no such field."""
     try:
         return msgspec.json.decode(text, type=_Versioned).format

@@ -97,7 +97,7 @@ def rehearse(
         attempt, profile = rehearsal.profiled()
         rehearsal.vary()
         if rehearsal.is_random:
-            draw = rehearsal.fullest_draw()
+            draw = rehearsal.find_fullest_draw()
             unchanged.seed(draw.seed)
             unchanged.restore()
             with drawn_as(draw.share, most=math.inf):  # the step is known to end under this draw, and runs often here

@@ -39,7 +39,7 @@ def refuse_other_nodes(values: list[ValueDraft], slots: Collection[SlotDraft]) -
                 values[index].refuse(OTHER_NODE)
 
 
-def nodes_at(values: list[ValueDraft], slots: Iterable[SlotDraft]) -> dict[str, str]:
+def map_addresses_to_nodes(values: list[ValueDraft], slots: Iterable[SlotDraft]) -> dict[str, str]:
     """Return, for each address, the name of the autograd node whose recipe recomputes the tensors saved there."""
     names = {index: draft.node for index, draft in enumerate(values) if draft.recipe is not None}
     return names_at(((slot.address, slot.value) for slot in slots), names)

@@ -8,16 +8,22 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from lowtide.memory.events import EventStream, peak_between
+from lowtide.memory.events import EventStream, compute_peaks_between
 from lowtide.planner.records import Call, Fingerprint, Profile, Slot, Static, StepClocks, Storage, Value
 from lowtide.profiler.audit_inplace import InPlaceGroup, in_place, with_their_own
-from lowtide.profiler.backward_passes import Pass, shared_passes, with_passes
+from lowtide.profiler.backward_passes import Pass, find_shared_passes, with_passes
 from lowtide.profiler.drafts import CallDraft, SlotDraft, StepDrafts, ValueDraft
 from lowtide.profiler.freed_operands import reject_unavailable
 from lowtide.profiler.step_sections import TimedSections
 from lowtide.profiler.trace_marks import RecomputeEnded, RecomputeStarted
-from lowtide.profiler.trace_reader import TraceIndex, index_trace, lifetimes_without_trace, memory_levels, phases
-from lowtide.profiler.unrecorded_operands import blocks_of
+from lowtide.profiler.trace_reader import (
+    TraceIndex,
+    compute_memory_levels,
+    index_trace,
+    phases,
+    set_lifetimes_without_trace,
+)
+from lowtide.profiler.unrecorded_operands import map_operand_blocks
 from lowtide.runtime.recipes import RECIPES
 
 
@@ -60,18 +66,18 @@ def assemble(
     add up.
     """
     slots, calls = step.drafts.slots, step.drafts.calls
-    values = _upstream_first(step.drafts)
+    values = _order_upstream_first(step.drafts)
     index = index_trace(step.stream, step.entry)
-    captured = blocks_of(values, index)
+    captured = map_operand_blocks(values, index)
     reject_unavailable(values, slots, index)
-    several = shared_passes(index, len(step.stream.events))
+    several = find_shared_passes(index, len(step.stream.events))
     replayed = {k for k, call in enumerate(calls) if call.id in step.replayed}
-    lifetimes_without_trace(index, slots, step.kept, replayed)
-    _one_storage_a_value(index, slots)
+    set_lifetimes_without_trace(index, slots, step.kept, replayed)
+    _unify_storages(index, slots)
     groups = _groups(values, step.drafts)
     _even_out(values, calls, groups)
     records = _Records(step, values, index, captured, several, groups, has_clocks=sections is not None)
-    levels = memory_levels(step.stream, records.cuts, set(records.blocks), index)
+    levels = compute_memory_levels(step.stream, records.cuts, set(records.blocks), index)
     profile = Profile(
         fingerprint=fingerprint,
         static=static,
@@ -281,7 +287,7 @@ class _Records:
         )
 
 
-def _one_storage_a_value(index: TraceIndex, slots: list[SlotDraft]) -> None:
+def _unify_storages(index: TraceIndex, slots: list[SlotDraft]) -> None:
     """In `index`, move each slot that saved a copy of a recomputed value to the block of the value's first slot.
 
     Graphs that backward creates save such copies. Under a plan that keeps the value, these slots save the kept memory.
@@ -297,14 +303,14 @@ def set_transient_bytes(values: Iterable[ValueDraft], stream: EventStream) -> No
     """Set `transient_bytes` of each audited recipe: the bytes that it allocated beyond its result, between the marks
     around its run.
     """
-    peaks = {ended.run: n_bytes for ended, n_bytes in peak_between(stream, RecomputeStarted, RecomputeEnded)}
+    peaks = {ended.run: n_bytes for ended, n_bytes in compute_peaks_between(stream, RecomputeStarted, RecomputeEnded)}
     for draft in values:
         if draft.spent is not None and draft.recipe is not None:
             most = max(peaks.get(run, 0) for run in (draft.spent, *draft.other_runs))
             draft.transient_bytes = max(0, most - draft.bytes)
 
 
-def _upstream_first(step: StepDrafts) -> list[ValueDraft]:
+def _order_upstream_first(step: StepDrafts) -> list[ValueDraft]:
     """Return the values sorted so that operands come first; adapt the indices of values in slots and calls."""
     values, slots, calls = step.values, step.slots, step.calls
     place: dict[int, int] = {}
@@ -358,7 +364,7 @@ def _groups(values: list[ValueDraft], step: StepDrafts) -> dict[int, str]:
     """
     keys: dict[int, str] = {}
     for k, call in enumerate(step.calls):
-        saved = [(draft.node, draft.bytes) for draft in (values[slot.value] for slot in step.slots_of(call))]
+        saved = [(draft.node, draft.bytes) for draft in (values[slot.value] for slot in step.list_slots(call))]
         if saved and call.parent is not None:
             keys[k] = hashlib.blake2b(repr((call.cls, saved)).encode(), digest_size=6).hexdigest()
     count = Counter(keys.values())

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lowtide._torch.backward import in_backward, running_function
+from lowtide._torch.backward import get_running_function, in_backward
 from lowtide._torch.checkpointed_functions import observe_checkpoints
 from lowtide.profiler.address_checks import refuse_other_nodes
 from lowtide.profiler.assemble import set_transient_bytes
@@ -32,18 +32,18 @@ from lowtide.profiler.recompute_trials import RecomputeTrials
 from lowtide.profiler.repeated_blocks import AuditedBlocks
 from lowtide.profiler.replay_trials import ReplayTrials
 from lowtide.runtime import saved_values as values
-from lowtide.runtime.batch_tensors import in_words
-from lowtide.runtime.call_arguments import tensors_in_call
+from lowtide.runtime.batch_tensors import put_in_words
+from lowtide.runtime.call_arguments import collect_call_tensors
 from lowtide.runtime.call_interceptor import CallInterceptor
 from lowtide.runtime.engine import Engine
-from lowtide.runtime.fingerprint import place_of
+from lowtide.runtime.fingerprint import find_device
 from lowtide.runtime.forward_pass import ForwardPass
 from lowtide.runtime.partial_saves import saves_signs
 from lowtide.runtime.recompute import Recompute
 from lowtide.runtime.replay import ReplayFrame
 from lowtide.runtime.saved_tensor_packer import SavedTensorPacker
 from lowtide.runtime.saved_values import Handle, Observer, Recomputation, Value
-from lowtide.state.process_group import n_computed
+from lowtide.state.process_group import count_computed_collectives
 from lowtide.utils import progress
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class AuditEngine(Engine):
     def begin(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.is_over:
             return interceptor.inner(*args, **kwargs)
-        if (function := running_function()) is not None and not function.__module__.startswith("torch."):
+        if (function := get_running_function()) is not None and not function.__module__.startswith("torch."):
             self.checkpointed.add(function, interceptor.path)
         return super().begin(interceptor, args, kwargs)
 
@@ -116,7 +116,7 @@ class Audit(SavedTensorPacker, Observer):
         """Gradients that can be written in place."""
         self.allows_in_place = in_place
         self._tried_in_place: AuditInPlace | None = None
-        self._frugal, self._mark, self._place = frugal, mark, place_of(model)
+        self._frugal, self._mark, self._place = frugal, mark, find_device(model)
         self.relied_on.takes_values = False
         self._recomputes = RecomputeTrials(
             self.step, self.builder.owners, self._place, static, mark, frugal=frugal, has_contents=self.has_contents
@@ -178,7 +178,7 @@ class Audit(SavedTensorPacker, Observer):
 
     def n_sent(self) -> int:
         """Return the number of collective operations so far, except those that gathered parameters."""
-        return n_computed() - self._units.n_sent
+        return count_computed_collectives() - self._units.n_sent
 
     def _count_checkpoint(self, *call: Any) -> None:
         """Count a call of torch.utils.checkpoint for the module whose call is in progress.
@@ -255,9 +255,9 @@ class Audit(SavedTensorPacker, Observer):
             self._recomputes.homes.begin(opened.index, is_gathered=module not in self._units.not_gathered)
         if parent is None:
             self._recomputes.begin_forward(self.model)
-            self.inputs.append([in_words([tensor]) for tensor in tensors_in_call(args, kwargs)])
+            self.inputs.append([put_in_words([tensor]) for tensor in collect_call_tensors(args, kwargs)])
             call.refused = "it is the whole model"
-        elif (why := self._blocks.why_not_replayed(module)) is not None:
+        elif (why := self._blocks.explain_not_replayed(module)) is not None:
             call.refused = why
         else:
             self._replays.begin(opened, ReplayFrame(interceptor, args, kwargs, self.argument))

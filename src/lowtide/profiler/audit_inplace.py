@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lowtide._torch.device_timing import now_ms
-from lowtide.memory.events import peak_between
+from lowtide.memory.events import compute_peaks_between
 from lowtide.planner import records
 from lowtide.profiler.measure_call import CAN_GO_WRONG
 from lowtide.profiler.trace_marks import TRACE, OwnKernelEnded, OwnKernelStarted
@@ -104,7 +104,7 @@ def _ms(calls: list[float]) -> float:
 def _allocated(stream: EventStream) -> dict[tuple[str, int], int]:
     """Return the peak bytes that torch's own kernels allocated, by the node's name and the size of the gradient."""
     most: dict[tuple[str, int], int] = defaultdict(int)
-    for (node, gradient_bytes), n_bytes in peak_between(stream, OwnKernelStarted, OwnKernelEnded):
+    for (node, gradient_bytes), n_bytes in compute_peaks_between(stream, OwnKernelStarted, OwnKernelEnded):
         most[node, gradient_bytes] = max(most[node, gradient_bytes], n_bytes)
     return most
 

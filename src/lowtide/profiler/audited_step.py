@@ -84,7 +84,7 @@ class AuditedStep(StepDrafts):
         self.saved.add(slot.value)
         self.slots.append(slot)
 
-    def slot_tensor(self, n: int) -> Tensor:
+    def get_slot_tensor(self, n: int) -> Tensor:
         """Return the tensor of slot `n` with the geometry it was saved with."""
         value, view = self.held[n]
         return value.get() if view is None else value.get().as_strided(*view)

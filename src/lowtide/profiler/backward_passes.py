@@ -19,7 +19,7 @@ Pass = dict[int, tuple[int, int]]
 """For each slot that a pass reads: the event of its first read, and the event by which its reader has run."""
 
 
-def shared_passes(index: TraceIndex, end: int) -> list[Pass]:
+def find_shared_passes(index: TraceIndex, end: int) -> list[Pass]:
     """Return, in order of time, the backward passes that read a slot which another pass reads too.
 
     For each slot that a pass reads, the result has the event of the read, and the event until which the tensor stays in

@@ -40,7 +40,7 @@ class BackwardTimings:
         """Time `maker`, which computes an intermediate of other recomputes, whenever it runs in backward."""
         self._indices[maker] = index
 
-    def recompute_of(self, value: Value) -> Recompute | None:
+    def get_recompute(self, value: Value) -> Recompute | None:
         """Return the recompute of a value that backward has not read yet; None if the value has none."""
         return self._recomputes.get(value)
 

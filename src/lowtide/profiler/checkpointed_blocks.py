@@ -11,10 +11,10 @@ from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
-from lowtide.planner.planning import smallest_peak
+from lowtide.planner.planning import find_smallest_peak
 from lowtide.planner.records import CALLED_AGAIN, CHECKPOINTED
 from lowtide.profiler.repeated_blocks import repeated_blocks
-from lowtide.runtime.fingerprint import place_of
+from lowtide.runtime.fingerprint import find_device
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def can_do_without(model: nn.Module) -> bool:
     Running out of memory on a CPU may end the process. If the model has repeated blocks, a frugal audit needs no more
     memory than checkpointing does.
     """
-    return place_of(model).type != "cpu" or bool(repeated_blocks(model))
+    return find_device(model).type != "cpu" or bool(repeated_blocks(model))
 
 
 def with_checkpoint_notes(profile: Profile, checkpointed: CheckpointedCalls, without: Profile | None) -> Profile:
@@ -75,7 +75,7 @@ def _note(profile: Profile, checkpointed: Counter[str], without: Profile | None)
     note = f"{calls} in {where} {checkpoint} ({CHECKPOINTED}), which plans leave as it is"
     if without is None:
         return f"{note}: rehearse without that to see what a plan for it needs"
-    now, then = smallest_peak(profile)[1].peak_bytes, smallest_peak(without)[1].peak_bytes
+    now, then = find_smallest_peak(profile)[1].peak_bytes, find_smallest_peak(without)[1].peak_bytes
     return (
         f"{note}: without that the smallest peak would be {format_bytes(then)} instead of {format_bytes(now)}. To do "
         "without, leave out the checkpointing (in transformers: gradient_checkpointing_disable())"

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from lowtide._torch.inductor import watched_calls
-from lowtide.memory.measure import recorder_for
+from lowtide.memory.measure import make_recorder
 from lowtide.profiler.compiled_profile import CALL
-from lowtide.runtime.batch_tensors import tensors_in
-from lowtide.runtime.fingerprint import place_of
+from lowtide.runtime.batch_tensors import collect_tensors
+from lowtide.runtime.fingerprint import find_device
 from lowtide.state.step_outcome import Outcome, digest, is_out_of_memory
 from lowtide.state.step_snapshot import StepSnapshot
 
@@ -41,7 +41,7 @@ def compiled_bits(model: nn.Module, call: Callable[..., Any], batch: tuple[Any, 
     return None
 
 
-def scheduled_calls(
+def record_scheduled_calls(
     model: nn.Module, call: Callable[..., Any], batch: tuple[Any, Any], held: Counter[int]
 ) -> EventStream | None:
     """Record a forward and backward pass of `call` with the arguments in `batch`, with marks at calls of compiled code.
@@ -57,7 +57,7 @@ def scheduled_calls(
             _without_gradients(model)
             step(batch)  # compiles the code: meanwhile dynamo holds objects of the call, such as its outputs
             _without_gradients(model)
-            with recorder_for(place_of(model)) as recorder, watched_calls(lambda *data: recorder.mark(CALL, data)):
+            with make_recorder(find_device(model)) as recorder, watched_calls(lambda *data: recorder.mark(CALL, data)):
                 step(batch)
     except Exception:  # the real code is measured then
         return None
@@ -83,10 +83,10 @@ def _step_of(
         result = call(*args, **kwargs)
         if any(parameter.grad is not None for parameter in model.parameters()):  # the call has run backward
             return result
-        outputs = [tensor for tensor in tensors_in(result) if tensor.requires_grad]
+        outputs = [tensor for tensor in collect_tensors(result) if tensor.requires_grad]
         heads = [tensor for tensor in outputs if tensor.numel() == 1] or outputs
         losses = [cast("torch.Tensor", _Loss.apply(head)) for head in heads]  # type: ignore[no-untyped-call]
-        result = [*map(_digest_of, tensors_in(result))] if held is None else _some(outputs, held.copy())
+        result = [*map(_digest_of, collect_tensors(result))] if held is None else _some(outputs, held.copy())
         del outputs, heads
         if losses:
             torch.autograd.backward(losses)

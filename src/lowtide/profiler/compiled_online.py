@@ -25,19 +25,19 @@ from lowtide._torch.inductor import (
     watched_products,
 )
 from lowtide.memory.events import EventStream
-from lowtide.memory.measure import recorder_for
+from lowtide.memory.measure import make_recorder
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.profiler.checkpointed_blocks import CheckpointedCalls
-from lowtide.profiler.compiled_profile import CALL, assembled, held_after_calls, peak_with_calls
-from lowtide.profiler.compiled_steps import noted_calls, on_parts_only
+from lowtide.profiler.compiled_profile import CALL, assembled, compute_peak_with_calls, count_held_after_calls
+from lowtide.profiler.compiled_steps import note_partly_compiled, noted_calls
 from lowtide.profiler.joint_memory import PRODUCT
 from lowtide.profiler.online import PATIENCE
-from lowtide.profiler.other_memory import in_words, with_others
+from lowtide.profiler.other_memory import put_in_words, with_others
 from lowtide.profiler.preconditions import check_compiled
 from lowtide.profiler.trial_updates import Update
-from lowtide.runtime.call_shapes import elements, shapes_in
+from lowtide.runtime.call_shapes import elements, parse_shapes
 from lowtide.runtime.compiled_plan import PlanPartitioner
-from lowtide.runtime.fingerprint import fingerprint, place_of
+from lowtide.runtime.fingerprint import find_device, fingerprint
 from lowtide.runtime.static_memory import static_bytes
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class _Recorded:
         """Sort key of recorded steps: elements of the batch, then True if nothing was compiled. The largest is planned
         for.
         """
-        return elements(shapes_in(self.size.batch)), self.is_clean
+        return elements(parse_shapes(self.size.batch)), self.is_clean
 
 
 @dataclass(slots=True, kw_only=True)
@@ -135,12 +135,12 @@ class OnlineCompiledProfiler:
         optimizers = tuple(optimizers)
         if self._steps_of:
             self._to_come = Update.tried(self.model, optimizers)
-        size, place = fingerprint(self.model, batch), place_of(self.model)
+        size, place = fingerprint(self.model, batch), find_device(self.model)
         static, addresses = static_bytes(self.model, batch, optimizers)
         n_before, recording = n_compiled(), contextlib.ExitStack()
         self._running = running = _RunningStep(
             recording=recording,
-            recorder=recording.enter_context(recorder_for(place)),
+            recorder=recording.enter_context(make_recorder(place)),
             size=size,
             static=static,
             addresses=addresses,
@@ -174,7 +174,7 @@ class OnlineCompiledProfiler:
         if self._running is None:
             return
         running, self._running = self._running, None
-        took_ms = now_ms(place_of(self.model)) - running.began_ms
+        took_ms = now_ms(find_device(self.model)) - running.began_ms
         running.recording.close()
         self.n_steps += 1
         self._steps_of[running.size] += 1
@@ -197,15 +197,15 @@ class OnlineCompiledProfiler:
         if self.profile is None:
             self._set_profile(may_wait=False)
 
-    def peak_with(self, record: Callable[[Counter[int]], EventStream | None]) -> int | None:
+    def predict_peak_with(self, record: Callable[[Counter[int]], EventStream | None]) -> int | None:
         """Return the profiled step's peak in bytes, if its compiled calls allocated the memory that `record` finds.
 
         `record` takes the number of blocks of each size in bytes that the step holds after the calls, and returns a
         recording of the calls alone, or None. Without such a recording the result is None.
         """
-        if self._best is None or (calls := record(held_after_calls(self._best.stream))) is None:
+        if self._best is None or (calls := record(count_held_after_calls(self._best.stream))) is None:
             return None
-        peak_bytes = peak_with_calls(self._best.stream, calls)
+        peak_bytes = compute_peak_with_calls(self._best.stream, calls)
         return None if peak_bytes is None else self._best.static.total + peak_bytes
 
     def restart(self) -> None:
@@ -240,6 +240,6 @@ class OnlineCompiledProfiler:
             static=step.static,
             measured_plain_peak_bytes=measured,
             input_shapes=step.inputs,
-            notes=(*in_words(self.model, step.static), *on_parts_only(self.model), *notes),
+            notes=(*put_in_words(self.model, step.static), *note_partly_compiled(self.model), *notes),
         )
         return profile if self._to_come is None else self._to_come.counted(profile)

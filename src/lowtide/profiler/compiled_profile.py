@@ -17,13 +17,13 @@ from itertools import accumulate, pairwise
 
 from lowtide._torch.joint_graph import JointGraph, JointNode
 from lowtide.errors import RehearsalError
-from lowtide.memory.events import Allocate, Event, EventStream, Free, Mark, bytes_added
+from lowtide.memory.events import Allocate, Event, EventStream, Free, Mark, count_added_bytes
 from lowtide.planner.records import Call, Fingerprint, Profile, Slot, Static, Storage, Value
 from lowtide.profiler.joint_memory import (
     GraphHalf,
-    backward_half,
-    forward_half,
-    scratch_of,
+    compute_backward_half,
+    compute_forward_half,
+    read_scratch_bytes,
     unmodelled,
     upstream,
     written,
@@ -131,7 +131,7 @@ def _calls(stream: EventStream) -> list[_GraphCall]:
     return calls
 
 
-def peak_with_calls(stream: EventStream, calls: EventStream) -> int | None:
+def compute_peak_with_calls(stream: EventStream, calls: EventStream) -> int | None:
     """Return the peak of a recorded step if its compiled calls allocated what they did in the recording `calls`.
 
     Args:
@@ -145,19 +145,19 @@ def peak_with_calls(stream: EventStream, calls: EventStream) -> int | None:
     of_kind: dict[object, list[tuple[int, int]]] = {}
     for kind, begin, end in reversed(_spans(calls)):
         of_kind.setdefault(kind, []).append((begin, end))
-    own, own_of_calls = _allocated_inside(stream), _allocated_inside(calls)
+    own, own_of_calls = _find_allocated_inside(stream), _find_allocated_inside(calls)
     events, done = list[Event](), 0
     for kind, enter, leave in _spans(stream):
         if kind not in of_kind:
             return None
         begin, end = of_kind[kind].pop() if len(of_kind[kind]) > 1 else of_kind[kind][0]
-        freed = Counter(event.bytes for event in _frees_of_others(stream.events[enter:leave], own))
+        freed = Counter(event.bytes for event in _select_frees_of_others(stream.events[enter:leave], own))
         events += [*stream.events[done:enter], *_with_frees(calls.events[begin:end], own_of_calls, freed)]
         done = leave
-    return max(accumulate(map(bytes_added, [*events, *stream.events[done:]])))
+    return max(accumulate(map(count_added_bytes, [*events, *stream.events[done:]])))
 
 
-def held_after_calls(stream: EventStream) -> Counter[int]:
+def count_held_after_calls(stream: EventStream) -> Counter[int]:
     """Count, by size, the blocks that compiled calls allocated and no compiled call freed: the program holds them."""
     spans = [stream.events[enter:leave] for _, enter, leave in _spans(stream)]
     own = {event.block: event.bytes for events in spans for event in events if type(event) is Allocate}
@@ -165,13 +165,13 @@ def held_after_calls(stream: EventStream) -> Counter[int]:
     return Counter(n_bytes for block, n_bytes in own.items() if block not in freed)
 
 
-def _allocated_inside(stream: EventStream) -> set[int]:
+def _find_allocated_inside(stream: EventStream) -> set[int]:
     """Return the numbers of the blocks that compiled calls allocated."""
     events = (event for _, enter, leave in _spans(stream) for event in stream.events[enter:leave])
     return {event.block for event in events if type(event) is Allocate}
 
 
-def _frees_of_others(events: Sequence[Event], own: Collection[int]) -> Iterator[Free]:
+def _select_frees_of_others(events: Sequence[Event], own: Collection[int]) -> Iterator[Free]:
     """Yield the frees of blocks that no compiled call allocated, such as the batch, which backward may hold last."""
     return (event for event in events if type(event) is Free and event.block not in own)
 
@@ -226,13 +226,13 @@ class _Graph:
     @classmethod
     def of(cls, slots: JointSlots, recorded: tuple[Sequence[Event], Sequence[Event]]) -> _Graph:
         joint, as_torch, saved, apart = slots.joint, slots.as_torch(), slots.without(()), slots.kept_apart
-        scratch = scratch_of(joint, as_torch, recorded)
-        plain = forward_half(joint, as_torch, scratch), backward_half(joint, as_torch, scratch)
+        scratch = read_scratch_bytes(joint, as_torch, recorded)
+        plain = compute_forward_half(joint, as_torch, scratch), compute_backward_half(joint, as_torch, scratch)
         return cls(
             slots,
             plain,
-            (forward_half(joint, saved, scratch, apart), backward_half(joint, saved, scratch, apart)),
-            forward_half(joint, Recomputed(frozenset(), frozenset()), kept_apart=apart),
+            (compute_forward_half(joint, saved, scratch, apart), compute_backward_half(joint, saved, scratch, apart)),
+            compute_forward_half(joint, Recomputed(frozenset(), frozenset()), kept_apart=apart),
             [_units(node) for node in joint.nodes],
             scratch,
             (_explained(joint, plain[0], recorded[0]), _explained(joint, plain[1], recorded[1])),
@@ -258,7 +258,7 @@ def _explained(joint: JointGraph, half: GraphHalf, events: Sequence[Event]) -> d
     bytes added.
     """
     more_bytes = unmodelled(joint, half, events)
-    recorded_bytes = max(accumulate(map(bytes_added, events)), default=0)
+    recorded_bytes = max(accumulate(map(count_added_bytes, events)), default=0)
     with_more_bytes = max(map(sum, zip(half.levels, more_bytes.values(), strict=True)))
     if max(half.levels) + recorded_bytes // SMALL < recorded_bytes >= with_more_bytes:
         return more_bytes
@@ -341,7 +341,7 @@ class _Records:
         return self._at[number, phase] + len(self._graphs[self._calls[number].graph].saved[phase].levels)
 
     def _put_on_axis(self, stream: EventStream) -> None:
-        levels = list(accumulate(map(bytes_added, stream.events)))
+        levels = list(accumulate(map(count_added_bytes, stream.events)))
         spans = [(call.forward, number, 0) for number, call in enumerate(self._calls)]
         spans += [(call.backward, number, 1) for number, call in enumerate(self._calls) if call.backward]
         held = done = 0
@@ -385,7 +385,7 @@ class _Records:
                 )
             )
             if slot is not None:
-                self._storages.append(self._storage_of(number, graph, node))
+                self._storages.append(self._make_storage(number, graph, node))
         backward, reads = self._at[number, 1], graph.saved[1]
         for node, slot in slots.items():
             is_read = node in reads.first
@@ -401,7 +401,7 @@ class _Records:
                 )
             )
 
-    def _storage_of(self, number: int, graph: _Graph, node: int) -> Storage:
+    def _make_storage(self, number: int, graph: _Graph, node: int) -> Storage:
         """Return the storage of `node`, a slot of `graph`, in call `number`."""
         value = graph.slots.joint.nodes[node]
         if value.is_copied:

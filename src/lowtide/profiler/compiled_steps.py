@@ -22,18 +22,18 @@ from lowtide._torch.inductor import (
     watched_products,
 )
 from lowtide.errors import RehearsalError
-from lowtide.memory.measure import recorder_for
+from lowtide.memory.measure import make_recorder
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.profiler.compiled_profile import CALL, assembled
 from lowtide.profiler.joint_memory import PRODUCT
-from lowtide.profiler.other_memory import in_words, with_others
+from lowtide.profiler.other_memory import put_in_words, with_others
 from lowtide.profiler.preconditions import check_compiled
 from lowtide.profiler.trial_updates import Updates
-from lowtide.runtime.batch_tensors import in_words as in_words_of
-from lowtide.runtime.call_arguments import tensors_in_call
+from lowtide.runtime.batch_tensors import put_in_words as in_words_of
+from lowtide.runtime.call_arguments import collect_call_tensors
 from lowtide.runtime.call_interceptor import OuterInterceptor
 from lowtide.runtime.compiled_plan import PlanPartitioner
-from lowtide.runtime.fingerprint import fingerprint, place_of
+from lowtide.runtime.fingerprint import find_device, fingerprint
 from lowtide.runtime.live_optimizers import Optimizers
 from lowtide.runtime.static_memory import static_bytes
 from lowtide.state.step_snapshot import StepSnapshot
@@ -81,7 +81,7 @@ def rehearse_compiled(
             unchanged.restore_for_rerun()
             static, places = static_bytes(model, batch, unchanged.optimizers)
             with (
-                recorder_for(place_of(model)) as recorder,
+                make_recorder(find_device(model)) as recorder,
                 watched_calls(lambda *data: recorder.mark(CALL, data)),
                 watched_products(lambda operands: recorder.mark(PRODUCT, operands)),
             ):
@@ -90,9 +90,9 @@ def rehearse_compiled(
                 break
         updates.undo()
         unchanged.restore_for_rerun()
-        began = now_ms(place_of(model))
+        began = now_ms(find_device(model))
         updates.step(batch)
-        step_ms = now_ms(place_of(model)) - began
+        step_ms = now_ms(find_device(model)) - began
     if len(graphs) != n_compiled:
         raise RehearsalError(CHANGING)
     static = with_others(static, places, recorder)
@@ -103,11 +103,11 @@ def rehearse_compiled(
         static=static,
         measured_plain_peak_bytes=measured,
         input_shapes=tuple(dict.fromkeys(inputs)),
-        notes=(*updates.notes(), *in_words(model, static), *on_parts_only(model)),
+        notes=(*updates.notes(), *put_in_words(model, static), *note_partly_compiled(model)),
     )
 
 
-def on_parts_only(model: nn.Module) -> tuple[str, ...]:
+def note_partly_compiled(model: nn.Module) -> tuple[str, ...]:
     """Return a note for each of torch's own classes, such as `nn.Sequential`, whose modules in `model` were compiled by
     `.compile()` only in part: it leaves layers of torch's own in eager mode.
     """
@@ -128,7 +128,7 @@ def noted_calls(model: nn.Module) -> Iterator[list[str]]:
     calls: list[str] = []
 
     def around(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        calls.append(in_words_of(tensors_in_call(args, kwargs)))
+        calls.append(in_words_of(collect_call_tensors(args, kwargs)))
         return inner(*args, **kwargs)
 
     front = OuterInterceptor(model, around) if has_compiled_modules(model) else None

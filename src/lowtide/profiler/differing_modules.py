@@ -15,7 +15,7 @@ class CallShape:
     n_saved: int = 0
 
 
-def modules_that_differ(one: Sequence[CallShape], other: Sequence[CallShape]) -> frozenset[str]:
+def find_differing_modules(one: Sequence[CallShape], other: Sequence[CallShape]) -> frozenset[str]:
     """Return the paths of the innermost modules with a call that differs between two steps.
 
     The model's own path, "", means that the steps have nothing else in common.
@@ -23,7 +23,7 @@ def modules_that_differ(one: Sequence[CallShape], other: Sequence[CallShape]) ->
     return frozenset(_uneven(_Step(one), _Step(other), None, None))
 
 
-def modules_called_by(path: str, calls: Sequence[CallShape]) -> frozenset[str]:
+def list_modules_called_by(path: str, calls: Sequence[CallShape]) -> frozenset[str]:
     """Return the paths of the modules that the module at `path` called directly."""
     return frozenset(call.path for call in calls if call.parent is not None and calls[call.parent].path == path)
 
@@ -35,7 +35,7 @@ class _Step:
         for index, call in enumerate(calls):
             self.inside.setdefault(call.parent, []).append(index)
 
-    def calls_in(self, index: int | None) -> list[int]:
+    def list_calls_in(self, index: int | None) -> list[int]:
         return self.inside.get(index, [])
 
     def looks(self, index: int | None) -> tuple[int, list[str]]:
@@ -44,12 +44,12 @@ class _Step:
         None stands for the code around the model's outermost calls, which saves nothing.
         """
         n_saved = 0 if index is None else self.calls[index].n_saved
-        return n_saved, [self.calls[child].path for child in self.calls_in(index)]
+        return n_saved, [self.calls[child].path for child in self.list_calls_in(index)]
 
 
 def _uneven(one: _Step, other: _Step, call: int | None, other_call: int | None) -> Iterator[str]:
     if one.looks(call) != other.looks(other_call):
         yield "" if call is None else one.calls[call].path
         return
-    for pair in zip(one.calls_in(call), other.calls_in(other_call), strict=True):
+    for pair in zip(one.list_calls_in(call), other.list_calls_in(other_call), strict=True):
         yield from _uneven(one, other, *pair)

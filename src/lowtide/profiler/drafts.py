@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lowtide.planner.address_nodes import node_name
-from lowtide.runtime.batch_tensors import in_words
+from lowtide.runtime.batch_tensors import put_in_words
 from lowtide.runtime.saved_values import SEED_BYTES
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ class StepDrafts:
     slots: list[SlotDraft] = field(default_factory=list)
     calls: list[CallDraft] = field(default_factory=list)
 
-    def slots_of(self, call: CallDraft) -> list[SlotDraft]:
+    def list_slots(self, call: CallDraft) -> list[SlotDraft]:
         """Return the slots of the tensors that a call, and the calls inside it, have saved."""
         return self.slots[call.first_slot : call.stop_slot]
 
@@ -112,13 +112,13 @@ class StepDrafts:
     @property
     def saved_bytes(self) -> int:
         """Bytes of all tensors saved for backward."""
-        return self.bytes_in(range(len(self.slots)))
+        return self.sum_bytes_in(range(len(self.slots)))
 
-    def bytes_in(self, slots: Iterable[int]) -> int:
+    def sum_bytes_in(self, slots: Iterable[int]) -> int:
         """Return the bytes of the values in the slots with these numbers; each value counts once."""
         return sum(self.values[index].bytes for index in {self.slots[n].value for n in slots})
 
 
 def describe(tensor: Tensor, node: str) -> str:
     """Describe a tensor by node, shape and dtype: `GeluBackward0 [8, 1024, 3072] float32`."""
-    return f"{node_name(node) or 'leaf'} {in_words([tensor])}"
+    return f"{node_name(node) or 'leaf'} {put_in_words([tensor])}"

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lowtide._torch.distributed import own_part
-from lowtide._torch.tensors import WeakStorage, storage_id
+from lowtide._torch.distributed import get_own_part
+from lowtide._torch.tensors import WeakStorage, get_storage_id
 from lowtide.errors import RehearsalError
 from lowtide.profiler.preconditions import NESTED
 
@@ -88,9 +88,9 @@ class ExternalReferences:
 
     def _count(self, holder: Value | Handle, tensor: Tensor) -> None:
         """Count the reference to `tensor` as the rehearsal's own while `holder` lives."""
-        tensor = own_part(tensor)
+        tensor = get_own_part(tensor)
         key = id(holder)
-        if key in self._counted or not storage_id(tensor):
+        if key in self._counted or not get_storage_id(tensor):
             return
         if tensor.is_nested:
             raise RehearsalError(NESTED)

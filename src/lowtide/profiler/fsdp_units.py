@@ -13,10 +13,10 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from lowtide._torch.distributed import n_collectives
-from lowtide._torch.fsdp import ShardGroup, has_default_resharding, shard_groups
+from lowtide._torch.distributed import count_collectives
+from lowtide._torch.fsdp import ShardGroup, find_shard_groups, has_default_resharding
 from lowtide._torch.nodes import next_sequence_number, sequence_number
-from lowtide.runtime.fsdp_scopes import units_in
+from lowtide.runtime.fsdp_scopes import find_units
 from lowtide.runtime.recompute_builder import Builder, ParameterOwners
 
 if TYPE_CHECKING:
@@ -36,20 +36,20 @@ class FsdpUnits:
     """Units (sharded modules) of an audited model that free their gathered parameters between forward and backward."""
 
     def __init__(self, model: nn.Module) -> None:
-        all_units = units_in(model.modules())
+        all_units = find_units(model.modules())
         inside = {below for unit in all_units for below in unit.modules() if below is not unit}
         resharding = (unit for unit in all_units if unit in inside or not has_default_resharding(unit))
         self.resharded = frozenset(
-            u for u in resharding if any(group.reshards_after_forward for group in shard_groups(u))
+            u for u in resharding if any(group.reshards_after_forward for group in find_shard_groups(u))
         )
         self.not_gathered = frozenset(
-            u for u in self.resharded if not all(g.is_gathered_in_backward for g in shard_groups(u))
+            u for u in self.resharded if not all(g.is_gathered_in_backward for g in find_shard_groups(u))
         )
         """Units of `resharded` that are not gathered for their backward."""
         modules = model.modules() if self.resharded else ()
         self.around = frozenset(m for m in modules if any(b in self.resharded for b in m.modules() if b is not m))
         """Modules that have units inside."""
-        self._gathering = [_Counted(group) for unit in all_units for group in shard_groups(unit)]
+        self._gathering = [_Counted(group) for unit in all_units for group in find_shard_groups(unit)]
         self._held: list[nn.Module] = []
 
     @contextmanager
@@ -75,7 +75,7 @@ class FsdpUnits:
         """Keep the parameters of `module` gathered after its forward, if it is a unit whose call begins."""
         if module in self.resharded:
             self._held.append(module)
-            for group in shard_groups(module):
+            for group in find_shard_groups(module):
                 group.keep_gathered()
 
     def reshard(self, module: nn.Module) -> None:
@@ -85,7 +85,7 @@ class FsdpUnits:
             self._reshard(module)
 
     def _reshard(self, module: nn.Module) -> None:
-        for group in shard_groups(module):
+        for group in find_shard_groups(module):
             group.reshard()
 
 
@@ -107,11 +107,11 @@ class _Counted:
         return self._gather.allocate(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        before = n_collectives()
+        before = count_collectives()
         try:
             return self._gather(*args, **kwargs)
         finally:
-            self.n += n_collectives() - before
+            self.n += count_collectives() - before
 
 
 class FsdpScopes:

@@ -29,10 +29,10 @@ def host_bandwidth(device: torch.device | str) -> float | None:
             if is_out_of_memory(error):
                 return None
             raise
-        return PROBE_BYTES / max(_took_ms(host, data), _took_ms(data, host))
+        return PROBE_BYTES / max(_time_copy(host, data), _time_copy(data, host))
 
 
-def _took_ms(to: torch.Tensor, source: torch.Tensor) -> float:
+def _time_copy(to: torch.Tensor, source: torch.Tensor) -> float:
     """Return the shortest time of `RUNS` copies in ms; the first copy pays for setup."""
     took = list[float]()
     for _ in range(RUNS):

@@ -55,7 +55,7 @@ class GraphHalf:
     """
 
 
-def forward_half(
+def compute_forward_half(
     joint: JointGraph, recomputed: Recomputed, scratch: Mapping[int, int] = NONE, kept_apart: Collection[int] = ()
 ) -> GraphHalf:
     """Compute the memory of the forward half of a joint graph, which saves the values that `recomputed` names.
@@ -71,20 +71,22 @@ def forward_half(
     return _half(joint, upstream(joint, outputs), (), outputs, scratch, kept_apart)
 
 
-def backward_half(
+def compute_backward_half(
     joint: JointGraph, recomputed: Recomputed, scratch: Mapping[int, int] = NONE, kept_apart: Collection[int] = ()
 ) -> GraphHalf:
     """Compute the memory of the backward half of a joint graph, which frees each saved value after its last read.
 
-    The arguments are those of `forward_half`.
+    The arguments are those of `compute_forward_half`.
     """
     nodes = joint.nodes
     given = {nodes[i].root for i in recomputed.given} | {i for i, node in enumerate(nodes) if node.is_tangent}
     given = {root for root in given if nodes[root].kind != "input" or nodes[root].is_tangent}
-    return _half(joint, _backward_order(joint, recomputed.again), given, joint.backward_outputs, scratch, kept_apart)
+    return _half(
+        joint, _list_backward_order(joint, recomputed.again), given, joint.backward_outputs, scratch, kept_apart
+    )
 
 
-def scratch_of(
+def read_scratch_bytes(
     joint: JointGraph, torchs_own: Recomputed, recorded: tuple[Sequence[Event], Sequence[Event]]
 ) -> dict[int, int]:
     """Return, by node, the bytes of scratch memory of extern kernels on 16-bit values, which sum in 32 bits.
@@ -98,7 +100,7 @@ def scratch_of(
         recorded: Events of forward and backward, with marks at matrix products.
     """
     outputs = [*joint.forward_outputs, *torchs_own.given]
-    orders = upstream(joint, outputs), _backward_order(joint, torchs_own.again)
+    orders = upstream(joint, outputs), _list_backward_order(joint, torchs_own.again)
     scratch = dict[int, int]()
     for order, events in zip(orders, recorded, strict=True):
         of_kernel: dict[_Kernel, list[int]] = {}
@@ -192,7 +194,7 @@ def upstream(joint: JointGraph, ends: Iterable[int]) -> list[int]:
     return sorted(reached)
 
 
-def _backward_order(joint: JointGraph, again: Collection[int]) -> list[int]:
+def _list_backward_order(joint: JointGraph, again: Collection[int]) -> list[int]:
     nodes, order, done = joint.nodes, list[int](), set[int]()
     for at, node in enumerate(nodes):
         if not node.is_backward:
@@ -208,7 +210,7 @@ def _backward_order(joint: JointGraph, again: Collection[int]) -> list[int]:
     return order
 
 
-def _fused_reads(joint: JointGraph, value: int, inside: Collection[int], is_written: Collection[int]) -> set[int]:
+def _find_fused_reads(joint: JointGraph, value: int, inside: Collection[int], is_written: Collection[int]) -> set[int]:
     """Return the values in memory that the fused kernel of `value` reads, except parameters; empty for an extern
     kernel.
 
@@ -230,7 +232,7 @@ def _fused_reads(joint: JointGraph, value: int, inside: Collection[int], is_writ
 def written(joint: JointGraph, order: Sequence[int], outputs: Collection[int]) -> set[int]:
     """Return the values of `order` that inductor writes to memory."""
     nodes, inside, outputs = joint.nodes, set(order), set(outputs)
-    into = _into_sums(joint, inside, outputs)
+    into = _find_fused_products(joint, inside, outputs)
     sums = set(into.values())
     values = set[int]()
     for at in order:
@@ -298,7 +300,7 @@ def _reused(joint: JointGraph, order: Sequence[int], is_written: Collection[int]
     return written
 
 
-def _into_sums(joint: JointGraph, inside: Collection[int], outputs: Collection[int]) -> dict[int, int]:
+def _find_fused_products(joint: JointGraph, inside: Collection[int], outputs: Collection[int]) -> dict[int, int]:
     """Return the matrix products that inductor fuses into a following sum (`addmm`), each with its sum.
 
     Such a product and its sum are one call, at the place of the sum; the product's operands stay in memory until then.
@@ -358,7 +360,7 @@ def _half(
     forward_outputs = {nodes[value].root for value in joint.forward_outputs}  # their memory is not backward's
     own = {*is_written, *(root for root in given if not nodes[root].is_tangent)} - forward_outputs
     for writer in [value for value in order if value in is_written and nodes[value].kind == "pointwise"]:
-        reads = _fused_reads(joint, writer, place, is_written) & own
+        reads = _find_fused_reads(joint, writer, place, is_written) & own
         for root in sorted(reads):  # the writer overwrites an input that nothing reads later
             is_free = latest.get(root) == place[writer] and last[root] < len(order)
             if is_free and nodes[root].bytes == nodes[writer].bytes:

@@ -13,10 +13,10 @@ from torch.utils.flop_counter import flop_registry
 from lowtide._torch.compiled_code import anything_compiled
 from lowtide._torch.device_timing import Stopwatch, Times, has_two_clocks, now_ms
 from lowtide._torch.modes import TorchDispatchMode
-from lowtide._torch.nodes import packet_of
+from lowtide._torch.nodes import get_packet
 from lowtide.profiler.drafts import ValueDraft
 from lowtide.profiler.trace_marks import TRACE, RecomputeEnded, RecomputeStarted
-from lowtide.runtime.advance import Advance, result_node
+from lowtide.runtime.advance import Advance, find_result_node
 from lowtide.runtime.replay import ReplayFrame
 from lowtide.state.bitwise import identical
 
@@ -34,7 +34,7 @@ SHORT_MS = 20.0
 """Time in ms below which a run is timed a second time."""
 
 
-def attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
+def count_attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> int:
     """Return the FLOPs of attention's two matrix products.
 
     Replaces torch's formula, which before torch 2.13 refuses keys with fewer heads than the queries.
@@ -43,7 +43,7 @@ def attention_flops(query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: An
 
 
 FORMULAS = flop_registry | {
-    getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}"): attention_flops
+    getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}"): count_attention_flops
     for kernel in ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 }
 """Torch's formulas, with one for attention of any kind."""
@@ -60,7 +60,7 @@ class Flops(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        formula = FORMULAS.get(packet_of(func))
+        formula = FORMULAS.get(get_packet(func))
         if formula is not None:
             with contextlib.suppress(
                 AssertionError, *CAN_GO_WRONG
@@ -161,13 +161,13 @@ def advance(frame: ReplayFrame, returned: Any, meter: Meter) -> tuple[Tensor, Ti
     Returns the original result tensor in `returned`, and the times and FLOPs of the second run; None if that run gives
     other bits or is not possible.
     """
-    node = result_node(frame, returned)
+    node = find_result_node(frame, returned)
     if node is None:
         return None
     tensor, base, _, _ = node
     try:
         forward = Advance(frame, frame.operands, tensor, base).forward
-        made, took, counted = meter.timed(forward, frame.forward_again)
+        made, took, counted = meter.timed(forward, frame.run_forward_again)
     except CAN_GO_WRONG:
         return None
     return (tensor, took, counted) if identical(made, base) else None

@@ -20,7 +20,7 @@ from lowtide.memory.lbfgs_history import coming_history
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner.records import LEFT_ALONE
 from lowtide.profiler.checkpointed_blocks import CheckpointedCalls
-from lowtide.profiler.differing_modules import modules_called_by, modules_that_differ
+from lowtide.profiler.differing_modules import find_differing_modules, list_modules_called_by
 from lowtide.profiler.other_memory import NOTEWORTHY
 from lowtide.profiler.peak_margin import DRAWS
 from lowtide.profiler.preconditions import (
@@ -37,15 +37,15 @@ from lowtide.profiler.training_step import (
     TracedTrainingStep,
     TrainingAudit,
     Unusable,
-    form_of,
-    inputs_in_words,
+    describe_form,
+    describe_inputs,
     kind_of,
+    measure_size,
     n_elements,
-    size_of,
 )
 from lowtide.profiler.trial_updates import Update
-from lowtide.runtime.fingerprint import fingerprint, place_of
-from lowtide.runtime.live_optimizers import missing_state_bytes, optimizers_of, state_bytes
+from lowtide.runtime.fingerprint import find_device, fingerprint
+from lowtide.runtime.live_optimizers import find_optimizers, missing_state_bytes, state_bytes
 from lowtide.runtime.static_memory import static_bytes
 from lowtide.state.process_group import check_sharding, n_with_new_buckets
 from lowtide.units import format_bytes
@@ -177,19 +177,19 @@ class OnlineProfiler:
             return
         check_one_device(self.model)
         check_sharding(self.model.modules())
-        begun, place = fingerprint(self.model, batch), place_of(self.model)
+        begun, place = fingerprint(self.model, batch), find_device(self.model)
         if any(size.model != begun.model for size in self._steps_of):
             self._forget()  # the loop trains other parameters now
         optimizers = tuple(optimizers)
         if self._kinds:
             self._to_come = Update.tried(self.model, optimizers)
         static, addresses = static_bytes(self.model, batch, optimizers)
-        known, best = self._kinds.expected(form_of(begun)), self._best
+        known, best = self._kinds.expected(describe_form(begun)), self._best
         recording = StepRecorder(begun, static, addresses, place)
         recording.n_with_new_buckets = n_with_new_buckets(self.model.modules())
         recording.start()
         self._recording = recording  # set after the start: a recording that failed to start must not be ended
-        if known is None or size_of(begun) > GROWN * size_of(known.fingerprint):
+        if known is None or measure_size(begun) > GROWN * measure_size(known.fingerprint):
             recording.audit = TrainingAudit(self.model, addresses, recording.mark, frugal=True, in_place=self._in_place)
             recording.audit.engine.excluded_modules = self._left_alone
             recording.installed.enter_context(recording.audit.running())
@@ -213,7 +213,7 @@ class OnlineProfiler:
             if recording.audit is not None:
                 recording.audit.engine.is_over = True
                 audited = AuditedTrainingStep(recording.size, recording.audit, recording.recorder)
-                self._kinds.add_audited(form_of(recording.size), audited)
+                self._kinds.add_audited(describe_form(recording.size), audited)
                 self._compare(audited)
                 self.checkpointed = recording.audit.checkpointed
             elif recording.known is not None and recording.trace is not None:
@@ -237,9 +237,9 @@ class OnlineProfiler:
         Raises Unusable if the two steps do different work, and then drops `known` if such batches need another audit.
         """
         audit, is_alike = known.audit, recording.size == known.fingerprint
-        form = form_of(recording.size)
+        form = describe_form(recording.size)
         n_kinds = self._kinds.add(form, kind_of(trace.calls, trace.reads))
-        if differing := modules_that_differ(audit.shapes, trace.calls):
+        if differing := find_differing_modules(audit.shapes, trace.calls):
             difference = (
                 f"it saved {trace.packs} tensors in {len(trace.calls)} calls, and another step on a batch of "
                 f"{'the same size' if is_alike else 'such a form'}, {known.fingerprint.batch}, saved "
@@ -250,7 +250,7 @@ class OnlineProfiler:
             skipping = {
                 path
                 for path in differing - {""}
-                if modules_called_by(path, audit.shapes) != modules_called_by(path, trace.calls)
+                if list_modules_called_by(path, audit.shapes) != list_modules_called_by(path, trace.calls)
             }
             self._skipping |= skipping
             if skipping and self.n_steps < WAIT_FOR_CALLS:
@@ -265,8 +265,8 @@ class OnlineProfiler:
             if n_elements(trace.inputs) > n_elements(audit.inputs):
                 self._kinds.forget_form(form)
             raise Unusable(
-                f"it called the model with {inputs_in_words(trace.inputs)}, and another step that began with "
-                f"{'the same' if is_alike else 'such a'} batch with {inputs_in_words(audit.inputs)}"
+                f"it called the model with {describe_inputs(trace.inputs)}, and another step that began with "
+                f"{'the same' if is_alike else 'such a'} batch with {describe_inputs(audit.inputs)}"
             )
         if recording.n_with_new_buckets != n_with_new_buckets(self.model.modules()):
             raise Unusable("DistributedDataParallel has put its buckets in another order in it")
@@ -318,7 +318,7 @@ class OnlineProfiler:
             recording.end()
             recording.installed.close()
 
-    def _left_alone_notes(self) -> Iterator[str]:
+    def _list_left_alone_notes(self) -> Iterator[str]:
         """Yield the notes on modules that plans leave alone."""
         if others := sorted(self._left_alone - self._skipping):
             yield f"{LEFT_ALONE} saves something else in each step: {', '.join(others)}"
@@ -327,8 +327,8 @@ class OnlineProfiler:
 
     def _with_state(self, profile: Profile) -> Profile:
         """Return `profile` with the optimizer state that steps of other kinds have made, or may make."""
-        place = place_of(self.model)
-        coming_bytes, note = coming_history(known := optimizers_of(self.model))
+        place = find_device(self.model)
+        coming_bytes, note = coming_history(known := find_optimizers(self.model))
         if coming_bytes >= NOTEWORTHY * profile.static.total:
             profile = replace(profile, notes=(*profile.notes, note))
         optimizers = [o for o in known if o.state and not isinstance(o, torch.optim.LBFGS)]
@@ -343,7 +343,7 @@ class OnlineProfiler:
 
     def _varies(self, best: TracedTrainingStep) -> bool:
         """Return True if steps like `best` may need more memory by their contents, or by what their backward reads."""
-        return best.is_sized_by_contents or self._kinds.are_irregular(form_of(best.fingerprint), best.kind.calls)
+        return best.is_sized_by_contents or self._kinds.are_irregular(describe_form(best.fingerprint), best.kind.calls)
 
     def _reads_all(self, best: TracedTrainingStep) -> bool:
         """Return True if `best` has read every saved tensor that backward read in any traced step of this size."""
@@ -371,7 +371,7 @@ class OnlineProfiler:
         if best is None or largest is None or fullest is None:
             return
         is_largest = best.extent() >= largest.extent() and self._steps_of[best.fingerprint] > 1
-        is_awaited = self._kinds.are_awaited or self._kinds.is_early(form_of(best.fingerprint), best.kind)
+        is_awaited = self._kinds.are_awaited or self._kinds.is_early(describe_form(best.fingerprint), best.kind)
         has_compared = len(self._traced[best.fingerprint]) >= N_COMPARED and self._reads_all(best)
         is_awaited |= self._varies(best) and not has_compared
         is_largest = is_largest and not is_awaited and not self.kinds <= self._known_kinds
@@ -380,7 +380,7 @@ class OnlineProfiler:
             if self._to_come is not None:
                 profile = self._to_come.counted(profile)
             profile = self._with_margin(self._with_state(profile), best)
-            notes = [*self._left_alone_notes()]
+            notes = [*self._list_left_alone_notes()]
             notes += best.unread_notes()
             several = self._kinds.several()
             is_drawn = self._is_drawn or self._kinds.are_drawn or not all(map(follow_rule, several))

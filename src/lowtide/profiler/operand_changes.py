@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from lowtide._torch.tensors import storage_id
+from lowtide._torch.tensors import get_storage_id
 from lowtide.profiler.unrecorded_operands import Unrecorded
 from lowtide.runtime.recompute import Recompute
 
@@ -38,17 +38,17 @@ class OperandChanges:
 
     def reads(self, index: int, maker: Recompute) -> None:
         """Record the storages that `maker`, the recompute of the value at `index`, reads."""
-        self._memory[index] = _memory_of(maker)
+        self._memory[index] = _collect_storages(maker)
 
-    def written_in_forward(self) -> set[int]:
+    def find_written_in_forward(self) -> set[int]:
         """Return the storages of parameters that were written to since forward began, for example by `max_norm`."""
-        return {storage_id(p) for p, version in self._versions if p._version != version} - {0}
+        return {get_storage_id(p) for p, version in self._versions if p._version != version} - {0}
 
     def take_overwritten(self) -> set[int]:
         """Return the indices of values with an operand that has changed since the audit recorded it. Then forget all
         operands, except the sites of captured operands.
         """
-        lost, written = self.captured.overwritten(), self.written_in_forward()
+        lost, written = self.captured.overwritten(), self.find_written_in_forward()
         indices = {index for index, sites in self.sites.items() if sites & lost}
         indices |= {index for index, memory in self._memory.items() if memory & written}
         self.captured.clear()
@@ -57,12 +57,12 @@ class OperandChanges:
         return indices
 
 
-def _memory_of(maker: Recompute) -> set[int]:
+def _collect_storages(maker: Recompute) -> set[int]:
     """Return the storages of all tensors that a recompute reads, by itself or through recomputes of its operands."""
     storages = set[int]()
     for value in (handle.value for handle in maker.operands if handle is not None):
         if isinstance(value.maker, Recompute):
-            storages |= _memory_of(value.maker)
+            storages |= _collect_storages(value.maker)
         elif value.tensor is not None:
-            storages.add(storage_id(value.tensor))
+            storages.add(get_storage_id(value.tensor))
     return storages

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Final
 
 from torch import nn
 
-from lowtide._torch.tensors import parts_of
+from lowtide._torch.tensors import find_parts
 from lowtide.memory.entry_storages import is_excluded
 from lowtide.memory.events import Free
 from lowtide.report.text_table import listed
-from lowtide.runtime.composite_model import name_of
-from lowtide.runtime.fingerprint import place_of
+from lowtide.runtime.composite_model import find_name
+from lowtide.runtime.fingerprint import find_device
 from lowtide.units import format_bytes
 from lowtide.utils.live_objects import live_objects
 
@@ -37,13 +37,13 @@ def with_others(static: Static, addresses: frozenset[int], recorder: Recorder) -
     entry = recorder.entry_addresses
     freed = (event for event in recorder.stream if type(event) is Free and event.block in entry)
     left_bytes = sum(event.bytes for event in freed if entry[event.block] not in addresses)
-    others_bytes = recorder.beside_bytes(addresses, static.total)
+    others_bytes = recorder.count_bytes_beside(addresses, static.total)
     return replace(static, carried_over=left_bytes, others=max(0, others_bytes - left_bytes))
 
 
-def in_words(model: nn.Module, static: Static) -> tuple[str, ...]:
+def put_in_words(model: nn.Module, static: Static) -> tuple[str, ...]:
     """Return a note on other memory that is counted, if any: `Teacher (12 MiB) and tensors of no model (5 MiB)`."""
-    models = other_models(model)
+    models = measure_other_models(model)
     parts = [f"{name} ({format_bytes(n_bytes)})" for name, n_bytes in models.items()]
     rest_bytes = static.others - sum(models.values())
     if rest_bytes >= NOTEWORTHY * static.total:
@@ -51,7 +51,7 @@ def in_words(model: nn.Module, static: Static) -> tuple[str, ...]:
     return (f"also in memory, and counted: {listed(parts)}",) if parts else ()
 
 
-def other_models(model: nn.Module) -> dict[str, int]:
+def measure_other_models(model: nn.Module) -> dict[str, int]:
     """Return the bytes of parameters, gradients and buffers of other live models on the model's device, by class.
 
     A module inside another module is part of the outer module. Memory shared with `model`, or with a model that was
@@ -59,20 +59,20 @@ def other_models(model: nn.Module) -> dict[str, int]:
     """
     alive = [module for module in live_objects(nn.Module) if "_modules" in vars(module)]
     inside = {id(child) for module in alive for child in module._modules.values()}
-    device, counted = place_of(model), set[int]()
-    own = {name_of(module) for module in (model, *model.children())}
+    device, counted = find_device(model), set[int]()
+    own = {find_name(module) for module in (model, *model.children())}
     bytes_of: Counter[str] = Counter()
     count: Counter[str] = Counter()
     for module in (model, *(module for module in alive if id(module) not in inside)):
         n_bytes = 0
         for tensor in (*module.parameters(), *(p.grad for p in module.parameters()), *module.buffers()):
-            for part in () if tensor is None or tensor.is_meta else parts_of(tensor):
+            for part in () if tensor is None or tensor.is_meta else find_parts(tensor):
                 storage = part.untyped_storage()
                 if part.device == device and storage.data_ptr() not in counted and not is_excluded(storage):
                     counted.add(storage.data_ptr())
                     n_bytes += storage.nbytes()
         if n_bytes and module is not model:
-            bytes_of[name_of(module)] += n_bytes
-            count[name_of(module)] += 1
+            bytes_of[find_name(module)] += n_bytes
+            count[find_name(module)] += 1
     number = {name: f"{n} of " if n > 1 else "another " if name in own else "" for name, n in count.items()}
     return {f"{number[name]}{name}": n_bytes for name, n_bytes in bytes_of.items()}

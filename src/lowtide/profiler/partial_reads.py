@@ -18,7 +18,7 @@ from lowtide._torch.fake_modes import is_fake
 from lowtide.planner.address_nodes import SHAPE, SIGNS
 from lowtide.profiler.drafts import ValueDraft
 from lowtide.profiler.recompute_trials import MIN_BYTES, RecomputeTrials
-from lowtide.runtime.partial_saves import packed, saved_for_shape
+from lowtide.runtime.partial_saves import find_input_saved_for_shape, packed
 from lowtide.runtime.recipes import CannotRecompute
 from lowtide.runtime.recompute import Recompute
 from lowtide.runtime.saved_values import registered
@@ -78,7 +78,7 @@ class PartialReads:
 
     def try_shape(self, call: int, result: Any) -> None:
         """If `call`, which returned `result`, has saved a tensor only for its shape, record that tensor's slot."""
-        held, step = saved_for_shape(result), self._step
+        held, step = find_input_saved_for_shape(result), self._step
         # several slots of the call may have saved the same tensor
         n = None if held is None else step.slot_of.get(held)
         if held is None or n is None or step.slots[n].call != call:

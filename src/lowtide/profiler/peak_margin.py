@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from lowtide.memory.measure import recorder_for
+from lowtide.memory.measure import make_recorder
 from lowtide.memory.memory_timeline import Timeline
-from lowtide.memory.reserved_peak import reserved_excess_bytes
-from lowtide.planner.planning import smallest_plan
+from lowtide.memory.reserved_peak import compute_reserved_excess
+from lowtide.planner.planning import find_smallest_plan
 from lowtide.profiler.other_memory import with_others
 from lowtide.profiler.random_work import HIGH, LOW, drawn_as
-from lowtide.runtime.fingerprint import place_of
+from lowtide.runtime.fingerprint import find_device
 from lowtide.runtime.planned_engine import PlannedEngine
 from lowtide.runtime.static_memory import static_bytes
 from lowtide.state.step_outcome import is_out_of_memory
@@ -37,7 +37,7 @@ def with_margin(profile: Profile, model: nn.Module, updates: Updates, batch: Any
 
     The step runs under the plan with the smallest peak, because errors name that peak as a budget that works.
     """
-    plan = smallest_plan(profile, "flops")
+    plan = find_smallest_plan(profile, "flops")
     engine = PlannedEngine(model, plan)
     engine.messages.tell = lambda said: None
     if profile.measured_plain_peak_bytes is None:  # a step that failed midway may leave any state behind
@@ -46,7 +46,11 @@ def with_margin(profile: Profile, model: nn.Module, updates: Updates, batch: Any
     engine.install()
     try:
         peaks = [recorded_peak(model, updates, batch, unchanged) for _ in range(1 + profile.draws)]
-        full = peaks_with_all_blocks(lambda: recorded_peak(model, updates, batch, unchanged)) if profile.draws else []
+        full = (
+            measure_peaks_with_all_blocks(lambda: recorded_peak(model, updates, batch, unchanged))
+            if profile.draws
+            else []
+        )
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -67,7 +71,7 @@ def with_margin(profile: Profile, model: nn.Module, updates: Updates, batch: Any
     return replace(with_room, notes=(*profile.notes, note))
 
 
-def peaks_with_all_blocks(measured: Callable[[], int]) -> list[int]:
+def measure_peaks_with_all_blocks(measured: Callable[[], int]) -> list[int]:
     """Return a step's peaks in bytes with all random numbers high, and with all low; one of the two runs every block.
 
     `measured` runs a step and returns its peak. A run that raises, except for lack of memory, adds no peak.
@@ -88,7 +92,7 @@ def recorded_peak(
 ) -> int:
     """Return the peak of a step and of the updates that follow it, including memory in use before the step."""
     static, addresses = static_bytes(model, batch, unchanged.optimizers)
-    with recorder_for(place_of(model)) as recorder:
+    with make_recorder(find_device(model)) as recorder:
         updates.run(batch)
     updates.undo()
     return peak_of(static, addresses, recorder, budget_for)
@@ -97,4 +101,4 @@ def recorded_peak(
 def peak_of(static: Static, addresses: frozenset[int], recorder: Recorder, budget_for: BudgetFor) -> int:
     """Return a recorded step's peak in the bytes that `budget_for` names, with memory from before the step."""
     peak_bytes = with_others(static, addresses, recorder).total + Timeline(recorder.stream).peak_bytes
-    return peak_bytes + (reserved_excess_bytes(recorder) if budget_for == "reserved" else 0)
+    return peak_bytes + (compute_reserved_excess(recorder) if budget_for == "reserved" else 0)

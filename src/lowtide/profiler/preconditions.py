@@ -18,9 +18,9 @@ from lowtide._torch.compiled_code import (
 from lowtide._torch.inductor import hindrances
 from lowtide._torch.modules import Convolution
 from lowtide.errors import LowtideError, RehearsalError
-from lowtide.runtime.batch_tensors import tensors_in
+from lowtide.runtime.batch_tensors import collect_tensors
 from lowtide.runtime.live_optimizers import listed
-from lowtide.state.introspection import names_in, user_functions, variables
+from lowtide.state.introspection import find_names, find_user_functions, variables
 from lowtide.state.process_group import check_sharding, several_processes
 from lowtide.state.reachable_state import ReachableState
 
@@ -79,7 +79,7 @@ def check_step(model: Any, step: Any, batch: Any, optimizer: Any = None) -> None
             f"no parameter of {type(model).__name__} requires a gradient, nor does anything else in the step: there "
             "is no backward to plan."
         )
-    named = (content for function in user_functions(step) for _, _, content in variables(function))
+    named = (content for function in find_user_functions(step) for _, _, content in variables(function))
     check_not_in_zero(*(content for content in (model, *named) if isinstance(content, torch.nn.Module)))
     check_one_device(model)
 
@@ -105,8 +105,10 @@ def _may_train_input(step: Any, batch: Any) -> bool:
     """Return True if the step may compute gradients through a frozen model for its input, such as a prompt or an
     image.
     """
-    tensors = (*tensors_in(batch), *ReachableState(step).tensors)
-    says = any("requires_grad" in name for function in user_functions(step) for name in names_in(function.__code__))
+    tensors = (*collect_tensors(batch), *ReachableState(step).tensors)
+    says = any(
+        "requires_grad" in name for function in find_user_functions(step) for name in find_names(function.__code__)
+    )
     return says or any(tensor.requires_grad for tensor in tensors)
 
 
@@ -125,7 +127,7 @@ def check_one_device(model: torch.nn.Module) -> None:
         )
 
 
-def nondeterminism_notes(model: torch.nn.Module, place: torch.device) -> tuple[str, ...]:
+def list_nondeterminism_notes(model: torch.nn.Module, place: torch.device) -> tuple[str, ...]:
     """Return notes on nondeterminism that may change bits although the rehearsal found no difference."""
     cudnn = torch.backends.cudnn
     convolves = any(isinstance(module, Convolution) for module in model.modules())
@@ -174,26 +176,26 @@ def has_planned_blocks(model: torch.nn.Module) -> bool:
 
 def _compiles_around(model: torch.nn.Module, step: Any) -> bool:
     """Return True if the step calls a compiled function (torch.compile) that calls `model`."""
-    return any(True for _ in _compiled_around(model, step))
+    return any(True for _ in _find_compiled_around(model, step))
 
 
-def _compiled_around(model: torch.nn.Module, step: Any) -> Iterator[Any]:
+def _find_compiled_around(model: torch.nn.Module, step: Any) -> Iterator[Any]:
     """Yield compiled callables that call `model`: `step` itself, or functions and `torch.compile(model)` in it."""
-    functions = {id(value): value for function in user_functions(step) for _, _, value in variables(function)}
+    functions = {id(value): value for function in find_user_functions(step) for _, _, value in variables(function)}
     for obj in (step, *functions.values()):
-        is_around = is_compiled_function(obj) and any(value is model for value in _named_by(obj))
+        is_around = is_compiled_function(obj) and any(value is model for value in _list_named_by(obj))
         if is_around or is_compiled_form(obj, model):
             yield obj
 
 
-def _named_by(function: Any) -> Iterator[Any]:
-    return (value for inner in user_functions(function) for _, _, value in variables(inner))
+def _list_named_by(function: Any) -> Iterator[Any]:
+    return (value for inner in find_user_functions(function) for _, _, value in variables(inner))
 
 
 def check_updates_outside(function: Any) -> None:
     """Refuse a compiled function that updates parameters itself. Raises RehearsalError."""
-    for inner in user_functions(function):
-        if "step" in names_in(inner.__code__) and any(isinstance(o, Optimizer) for _, _, o in variables(inner)):
+    for inner in find_user_functions(function):
+        if "step" in find_names(inner.__code__) and any(isinstance(o, Optimizer) for _, _, o in variables(inner)):
             raise RehearsalError(
                 f"the compiled function {inner.__qualname__} updates parameters itself (it calls step() of an "
                 "optimizer), and an update is not seen in compiled code.\n  Leave optimizer.step() and zero_grad() out "
@@ -203,7 +205,7 @@ def check_updates_outside(function: Any) -> None:
 
 def check_compiled(model: torch.nn.Module, step: Any = None) -> None:
     """Refuse settings and wrappers with which compiled code can't be planned for. Raises RehearsalError."""
-    for function in () if step is None else _compiled_around(model, step):
+    for function in () if step is None else _find_compiled_around(model, step):
         check_updates_outside(function)
     name = type(getattr(model, "_orig_mod", model)).__name__
     for why in hindrances():

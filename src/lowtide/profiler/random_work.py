@@ -24,7 +24,7 @@ import torch
 from lowtide._torch.backward import in_backward
 from lowtide._torch.patching import replace_function, wrap_module_calls
 from lowtide.errors import RehearsalError
-from lowtide.utils.frames import frames_from, module_name
+from lowtide.utils.frames import module_name, walk_frames
 
 if TYPE_CHECKING:
     from torch import nn
@@ -140,7 +140,7 @@ def _is_in_sampler(frame: FrameType) -> bool:
 
     `random.choices` is no such function, because it uses each number as drawn.
     """
-    callers = itertools.dropwhile(lambda caller: module_name(caller) == replace_function.__module__, frames_from(frame))
+    callers = itertools.dropwhile(lambda caller: module_name(caller) == replace_function.__module__, walk_frames(frame))
     samplers = itertools.takewhile(lambda caller: module_name(caller) == random.__name__, callers)
     names = {sampler.f_code.co_name for sampler in samplers}
     return bool(names) and "choices" not in names

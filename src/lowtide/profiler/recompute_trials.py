@@ -13,7 +13,7 @@ import torch
 from lowtide._torch.device_timing import Stopwatch
 from lowtide._torch.distributed import is_wrapping
 from lowtide._torch.nodes import sequence_number
-from lowtide._torch.tensors import parts_of
+from lowtide._torch.tensors import find_parts
 from lowtide.planner.address_nodes import INDICES, MASK, NOTED, with_captured_operands
 from lowtide.profiler.backward_timings import BackwardTimings
 from lowtide.profiler.drafts import OVERWRITTEN, ValueDraft
@@ -27,8 +27,8 @@ from lowtide.runtime.partial_saves import packed
 from lowtide.runtime.recipes import IMPLEMENTATIONS, CannotRecompute
 from lowtide.runtime.recompute import Recompute, certain
 from lowtide.runtime.replay import ReplayFrame
-from lowtide.runtime.saved_values import Handle, Value, register, registered, value_without_grad_fn
-from lowtide.runtime.view_geometry import base_node_and_view
+from lowtide.runtime.saved_values import Handle, Value, make_value_without_grad_fn, register, registered
+from lowtide.runtime.view_geometry import find_base_node_and_view
 from lowtide.state.bitwise import identical
 from lowtide.state.step_outcome import is_out_of_memory
 
@@ -78,15 +78,15 @@ class RecomputeTrials:
         self.homes = FsdpScopes()
         self._implementations = ImplementationTrials()
 
-    def value_of(self, tensor: Tensor) -> tuple[Value, Geometry | None]:
+    def find_value(self, tensor: Tensor) -> tuple[Value, Geometry | None]:
         """Return the value (output of an autograd node) of a tensor, and the tensor's geometry if it is a view of it.
 
         The recipe of a value is tried when the value is first seen.
         """
         step = self.step
-        base, node, output, view = base_node_and_view(tensor)
+        base, node, output, view = find_base_node_and_view(tensor)
         if node is None:
-            leaf = value_without_grad_fn(base)
+            leaf = make_value_without_grad_fn(base)
             self._add(leaf, base, "")
             return leaf, view
         value = registered(node, output)
@@ -110,20 +110,20 @@ class RecomputeTrials:
         return value, view
 
     def known(self, tensor: Tensor) -> tuple[Value, Geometry | None]:
-        """Return a tensor's value and geometry as `value_of` does.
+        """Return a tensor's value and geometry as `find_value` does.
 
         Inside a block whose saved tensors will be freed, a freed value is kept again, because the trial of the block
         compares the value in another slot.
         """
-        value, view = self.value_of(tensor)
+        value, view = self.find_value(tensor)
         if value in self.freed and self.step.is_in_freed_block:
-            self.freed.give_back(value, base_node_and_view(tensor)[0])
+            self.freed.give_back(value, find_base_node_and_view(tensor)[0])
         return value, view
 
     def _add(self, value: Value, base: Tensor, node: str) -> int:
         """Add `value` to the drafts, without the bytes of memory that every plan holds, and return its index."""
         is_gathered = self.builder.owners.is_gathered(value, base)  # then it is not kept for backward
-        parts = [p for p in parts_of(base) if not is_gathered and p.untyped_storage().data_ptr() not in self._static]
+        parts = [p for p in find_parts(base) if not is_gathered and p.untyped_storage().data_ptr() not in self._static]
         return self.step.add(value, ValueDraft(bytes=sum(p.numel() * p.element_size() for p in parts), node=node))
 
     def begin_forward(self, model: nn.Module) -> None:
@@ -244,7 +244,7 @@ class RecomputeTrials:
         step, maker = self.step, value.maker
         index, draft = step.index[known], step.draft(known)
         assert isinstance(maker, Recompute)
-        sites = self.operand_changes.sites[index] = self._sites_of(maker)
+        sites = self.operand_changes.sites[index] = self._collect_sites(maker)
         if step.is_captured_elsewhere(sites):
             draft.refused = CAPTURED_ELSEWHERE
             return
@@ -263,7 +263,7 @@ class RecomputeTrials:
         self.operand_changes.reads(index, maker)
         draft.operands = self._operands(maker)
         draft.own_strides = "out_stride" in maker.recipe.constants
-        draft.overwrites = self._overwritten_by(maker)
+        draft.overwrites = self._find_overwritten(maker)
         if maker.recipe.alias and [step.values[need].bytes for need in draft.operands] == [draft.bytes]:
             (draft.overwrites,) = draft.operands  # the result is a view and shares that operand's memory
         if any(map(step.only_given, draft.operands)):
@@ -299,13 +299,13 @@ class RecomputeTrials:
         except RuntimeError:  # an operand was changed in place; or the tensor itself, which PyTorch will report
             draft.refuse(OVERWRITTEN)
 
-    def _sites_of(self, maker: Recompute) -> set[CaptureSite]:
+    def _collect_sites(self, maker: Recompute) -> set[CaptureSite]:
         """Return the sites of operands captured for a recompute, and for recomputes of its operands that it may run."""
         sites = set(maker.captured_sites)
         for value in (handle.value for handle in maker.operands if handle is not None):
             index = self.step.index.get(value)
             if isinstance(value.maker, Recompute):
-                sites |= self._sites_of(value.maker)
+                sites |= self._collect_sites(value.maker)
             elif index is not None and index not in self.step.saved:
                 sites |= self.operand_changes.sites.get(index, set())
         return sites
@@ -325,14 +325,14 @@ class RecomputeTrials:
     def _add_intermediate(self, value: Value, maker: Recompute) -> None:
         """Add a draft for an intermediate value: recomputes of other values compute it, and no slot has saved it."""
         operands, spent = self._operands(maker), self.meter.of(maker)
-        draft = replace(spent, operands=operands, overwrites=self._overwritten_by(maker), recipe=spent.node)
+        draft = replace(spent, operands=operands, overwrites=self._find_overwritten(maker), recipe=spent.node)
         index = self.step.add(value, draft)
         self.timings.add_intermediate(maker, index)
         if value in self.builder.numbers:
             self.homes.allocated_at[index] = self.builder.numbers[value]
         self.step.passed_through.append(value)
 
-    def _overwritten_by(self, maker: Recompute) -> int | None:
+    def _find_overwritten(self, maker: Recompute) -> int | None:
         """Return the index of the operand that the recompute overwrites with its result, or None."""
         return None if maker.over is None else self.step.index[maker.over]
 

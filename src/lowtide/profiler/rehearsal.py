@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any, Final
 from lowtide._torch.checkpointed_functions import without_checkpoints
 from lowtide._torch.device_timing import now_ms
 from lowtide.errors import LowtideError, RehearsalError, ReplayMismatch
-from lowtide.memory.measure import recorder_for
+from lowtide.memory.measure import make_recorder
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner.records import Profile
 from lowtide.profiler.assemble import TracedStep, assemble
 from lowtide.profiler.audit import Audit
 from lowtide.profiler.host_bandwidth import host_bandwidth
-from lowtide.profiler.other_memory import in_words, with_others
+from lowtide.profiler.other_memory import put_in_words, with_others
 from lowtide.profiler.preconditions import (
     SEVERAL_STREAMS,
     by_contents,
@@ -24,15 +24,15 @@ from lowtide.profiler.preconditions import (
     check_saved,
     did_same_work,
     is_specialised,
-    nondeterminism_notes,
+    list_nondeterminism_notes,
 )
 from lowtide.profiler.random_work import OTHER_DRAWS, Draw, called, drawn_as, fullest
 from lowtide.profiler.replay_trials import CHANGED
-from lowtide.profiler.step_sections import TimedSections, timed_sections
+from lowtide.profiler.step_sections import TimedSections, time_sections
 from lowtide.profiler.trace import MaxSavingEngine, Trace
 from lowtide.profiler.trial_updates import Updates
-from lowtide.runtime.fingerprint import fingerprint, place_of
-from lowtide.runtime.host_rng import numpy_state, python_state
+from lowtide.runtime.fingerprint import find_device, fingerprint
+from lowtide.runtime.host_rng import read_numpy_state, read_python_state
 from lowtide.runtime.static_memory import static_bytes
 from lowtide.runtime.tensor_writers import Overwritten
 from lowtide.state.process_group import check_waits_for_no_process, n_sent
@@ -86,7 +86,7 @@ class Rehearsal:
             return
         for draw in OTHER_DRAWS:
             with drawn_as(draw.share):
-                calls = self._calls_under(draw)
+                calls = self._run_under(draw)
             if calls:  # else the step failed
                 self._orders.add(tuple(calls))
             if len(self._orders) > 1:
@@ -108,12 +108,12 @@ class Rehearsal:
             attempt = self._without_mismatch()
         # An audit needs more memory than the plain step, so the plain step may still fit. On a CPU, running out of
         # memory may end the process.
-        hopeless = attempt.frugal and place_of(self.model).type == "cpu"
+        hopeless = attempt.frugal and find_device(self.model).type == "cpu"
         # gradients are at other addresses than before the trace
         static, places = static_bytes(self.model, self.batch, self._unchanged.optimizers)
         plain, step_ms = (None, 0.0) if hopeless else self._plain()
         self._draw_as_before()
-        sections = None if plain is None else timed_sections(self.model, self._updates, self.batch)
+        sections = None if plain is None else time_sections(self.model, self._updates, self.batch)
         measured = None
         if plain is not None:
             measured = with_others(static, places, plain).total + Timeline(plain.stream).peak_bytes
@@ -121,9 +121,9 @@ class Rehearsal:
         notes = [NOT_MEASURED] * (measured is None) + [OVERFLOWS] * self._unchanged.overflows + [*self._updates.notes()]
         return attempt, attempt.profile(self.model, self.made_for, (measured, step_ms), notes, sections)
 
-    def fullest_draw(self) -> Draw:
+    def find_fullest_draw(self) -> Draw:
         """Return the random numbers under which the step calls the most modules."""
-        return fullest(self._calls_under)
+        return fullest(self._run_under)
 
     def without_checkpoints(self) -> Attempt | None:
         """Audit and trace the step with torch.utils.checkpoint disabled; None if it can't be rehearsed that way."""
@@ -154,7 +154,7 @@ class Rehearsal:
         static = static_bytes(self.model, self.batch, self._unchanged.optimizers)
         self._unchanged.restore_for_rerun()
         engine, sent = MaxSavingEngine(self.model, audit), n_sent()
-        trace, recorder = unless_out_of_memory(lambda: _trace(engine, self._run, self.batch), _does_not_fit)
+        trace, recorder = unless_out_of_memory(lambda: _trace(engine, self._run, self.batch), _make_fit_error)
         check_waits_for_no_process(sent)
         return Attempt(audit, frugal, static, engine, trace, recorder)
 
@@ -167,7 +167,7 @@ class Rehearsal:
                 raise
         gc.collect()  # outside `except`, so that the frames of the failed step, and all that they hold, can be freed
         self._unchanged.restore()
-        return unless_out_of_memory(lambda: self._audit_without_leak(frugal=True), _does_not_fit), True
+        return unless_out_of_memory(lambda: self._audit_without_leak(frugal=True), _make_fit_error), True
 
     def _audit_without_leak(self, *, frugal: bool) -> Audit:
         while (audit := self._audit(frugal=frugal)).leaked:
@@ -178,7 +178,7 @@ class Rehearsal:
         _, static = static_bytes(self.model, self.batch, ())
         name = type(self.model).__name__
         auditing = Stage(f"auditing {name}", total=sum(1 for _ in self.model.modules()))
-        with auditing, recorder_for(place_of(self.model)) as recorder:
+        with auditing, make_recorder(find_device(self.model)) as recorder:
             audit = Audit(
                 self.model, static, recorder.mark, frugal=frugal, refused=self._refused, in_place=self._in_place
             )
@@ -206,11 +206,11 @@ class Rehearsal:
 
     def _plain(self) -> tuple[Recorder | None, float]:
         """Record the step without any plan, and time it; None for the recording if the step runs out of memory."""
-        place = place_of(self.model)
+        place = find_device(self.model)
         self._updates.undo()
         try:
             self._draw_as_before()
-            with recorder_for(place) as recorder:
+            with make_recorder(place) as recorder:
                 self._run(self.batch)
             self._updates.undo()
             self._draw_as_before()
@@ -233,13 +233,13 @@ class Rehearsal:
 
     def _run(self, batch: Any) -> None:
         """Run the step and the updates that follow it, and note the order of module calls."""
-        python, numpy = python_state(), numpy_state()
+        python, numpy = read_python_state(), read_numpy_state()
         with called(self.model) as calls:
             self._updates.run(batch)
         self._orders.add(tuple(calls))
-        self._draws_on_host |= python_state() is not python or numpy_state() is not numpy
+        self._draws_on_host |= read_python_state() is not python or read_numpy_state() is not numpy
 
-    def _calls_under(self, draw: Draw) -> list[str]:
+    def _run_under(self, draw: Draw) -> list[str]:
         """Return the modules called by a step run from the initial state under `draw`; an empty list if it raises."""
         self._unchanged.seed(draw.seed)
         self._unchanged.restore()
@@ -272,7 +272,7 @@ class Attempt:
         sections: TimedSections | None = None,
     ) -> Profile:
         """Return the profile, given the plain step's peak and time, and the times of its sections."""
-        audit, place = self.audit, place_of(model)
+        audit, place = self.audit, find_device(model)
         static = with_others(*self.static_before, self.recorder)
         traced = TracedStep(
             drafts=audit.step,
@@ -292,11 +292,11 @@ class Attempt:
             plain=plain,
             sections=sections,
             offload_bytes_per_ms=host_bandwidth(place),
-            notes=(*nondeterminism_notes(model, place), *by_contents(audit), *notes, *in_words(model, static)),
+            notes=(*list_nondeterminism_notes(model, place), *by_contents(audit), *notes, *put_in_words(model, static)),
         )
 
 
-def _does_not_fit(said: str) -> RehearsalError:
+def _make_fit_error(said: str) -> RehearsalError:
     return RehearsalError(
         f"the step runs out of memory even if each repeated block is freed as soon as it has run: {said}\n  "
         "Rehearse it with a smaller batch (lowtide.accumulate builds a large batch from small ones), or free memory "
@@ -305,7 +305,7 @@ def _does_not_fit(said: str) -> RehearsalError:
 
 
 def _trace(engine: MaxSavingEngine, step: Step, batch: Any) -> tuple[Trace, Recorder]:
-    with recorder_for(place_of(engine.model)) as recorder:
+    with make_recorder(find_device(engine.model)) as recorder:
         trace = Trace(engine, recorder.mark)
         with trace.running():
             step(batch)

@@ -51,7 +51,7 @@ class FreedValues:
 
     def add_slot(self, n: int, maker: Recomputation) -> None:
         """Free the value of slot `n`, which `maker` recomputes, and store a checksum of the tensor."""
-        self.witness.saved(n, self._step.slot_tensor(n))
+        self.witness.saved(n, self._step.get_slot_tensor(n))
         self.add(self._step.held[n][0], maker)
 
     def leave_to(self, frame: ReplayFrame, freed: dict[Value, int]) -> None:
@@ -74,7 +74,7 @@ class FreedValues:
     def try_free(self, handle: Handle, tensor: Tensor) -> None:
         """Free a tensor that was just saved, if it can be recomputed from kept tensors without a matrix product."""
         value = handle.value
-        draft, maker = self._step.draft(value), self._timings.recompute_of(value)
+        draft, maker = self._step.draft(value), self._timings.get_recompute(value)
         is_cheap = bool(draft.recipe) and not draft.flops
         if maker is not None and is_cheap and self._may_go(value, maker):
             self.witness.saved(self._step.slot_of[handle], tensor)
@@ -94,7 +94,7 @@ class FreedValues:
         step = self._step
         needed = step.saved.union(slot.value for call in step.calls for slot in call.inputs)
         for value in self._results:
-            draft, maker = step.draft(value), self._timings.recompute_of(value)
+            draft, maker = step.draft(value), self._timings.get_recompute(value)
             if step.index[value] in needed:
                 continue
             if maker is not None and draft.recipe:

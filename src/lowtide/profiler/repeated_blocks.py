@@ -28,7 +28,7 @@ class AuditedBlocks:
         self._around = frozenset(
             m for m in model.modules() if m not in self.repeated and self.repeated & set(m.modules())
         )
-        self.freed = freed_blocks(model) if frugal else frozenset()
+        self.freed = find_freed_blocks(model) if frugal else frozenset()
         """Blocks whose saved tensors are freed once the block has been audited."""
         self._is_frugal = frugal
         self._called: set[tuple[int, int]] = set()
@@ -51,7 +51,7 @@ class AuditedBlocks:
         is_block = self._is_frugal and is_called_again and has_children(module) and not has_torchscript(module)
         return is_block or module in self.freed
 
-    def why_not_replayed(self, module: nn.Module) -> str | None:
+    def explain_not_replayed(self, module: nn.Module) -> str | None:
         """Return the reason why no replay of `module` is tried, or None."""
         if not worth_a_replay(module):
             return "what it saves has recipes"
@@ -98,7 +98,7 @@ def repeated_blocks(model: nn.Module) -> frozenset[nn.Module]:
     return frozenset(blocks)
 
 
-def freed_blocks(model: nn.Module) -> frozenset[nn.Module]:
+def find_freed_blocks(model: nn.Module) -> frozenset[nn.Module]:
     """Find the modules whose saved tensors a frugal audit frees; none is inside another.
 
     These are the repeated blocks, and modules with children in which the search finds no block. A module without

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lowtide._torch.backward import running_node_name
+from lowtide._torch.backward import get_running_node_name
 from lowtide._torch.fake_modes import is_fake
 from lowtide._torch.nodes import is_workspace
-from lowtide._torch.tensors import parts_of
+from lowtide._torch.tensors import find_parts
 from lowtide.errors import ReplayMismatch
 from lowtide.memory.events import OWN_WORK
 from lowtide.runtime import saved_values as values
@@ -60,12 +60,12 @@ class Witness:
         order), and the plain step's bits vary, too.
         """
         known = self._saved.get(key)
-        if known is None or is_workspace(tensor, running_node_name()) or (checksum := self._sum(tensor)) == known:
+        if known is None or is_workspace(tensor, get_running_node_name()) or (checksum := self._sum(tensor)) == known:
             return
         maker = handle.value.maker
         if isinstance(maker, ReplayFrame):
             with self._own_work():
-                if _checksum(_once_more(maker, handle.value)) != checksum:
+                if _checksum(_replay_once_more(maker, handle.value)) != checksum:
                     return
         frame = maker if isinstance(maker, ReplayFrame) else None
         source = "a tensor recomputed in a replayed block" if frame is None else str(frame.interceptor)
@@ -134,10 +134,10 @@ class ReplayChecker(Observer):
 def _checksum(tensor: Tensor) -> int:
     """Return a checksum of all parts of `tensor`; see `content_hash`."""
     with torch.no_grad():
-        return hash(tuple(content_hash(part) for part in parts_of(tensor)))
+        return hash(tuple(content_hash(part) for part in find_parts(tensor)))
 
 
-def _once_more(frame: ReplayFrame, value: Value) -> Tensor:
+def _replay_once_more(frame: ReplayFrame, value: Value) -> Tensor:
     """Replay the call of `frame` once more, and return the tensor of `value` from this replay."""
     tensors = frame.collect_saved()
     return next(tensor for place, tensor in tensors.items() if frame.values[place]() is value)

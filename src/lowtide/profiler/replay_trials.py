@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide._torch.device_timing import now_ms
 from lowtide._torch.nodes import is_workspace, next_sequence_number
-from lowtide._torch.tensors import storage_id
+from lowtide._torch.tensors import get_storage_id
 from lowtide.errors import ReplayMismatch, summarize
 from lowtide.profiler.audited_step import RAISED
 from lowtide.profiler.measure_call import CAN_GO_WRONG, advance
 from lowtide.profiler.recompute_trials import MIN_BYTES, RecomputeTrials
-from lowtide.runtime.batch_tensors import tensors_in
-from lowtide.runtime.call_arguments import tensors_in_call
+from lowtide.runtime.batch_tensors import collect_tensors
+from lowtide.runtime.call_arguments import collect_call_tensors
 from lowtide.state.appended_items import undo_appends
 from lowtide.state.bitwise import identical
 from lowtide.state.own_generators import DRAWS, OwnGenerators
@@ -70,7 +70,7 @@ class ReplayTrials:
         module, step = frame.interceptor.module, self._step
         is_block = self._blocks.begin_call(module, in_call=step.open_calls[0].index)
         opened.frame, opened.is_freed = frame, is_block and not step.is_in_freed_block
-        if self._why_refused(module) is None:
+        if self._explain_refusal(module) is None:
             opened.own_state = CodeState(module, frame.call_context)
 
     def try_call(self, opened: OpenCall) -> None:
@@ -83,22 +83,22 @@ class ReplayTrials:
         call.refused = self._why_not(opened, frame)
         if call.refused is None:
             call.state = self._step.add_state(frame.call_context.nbytes)
-            self._read.append((call, frame.tensors_read(with_arguments=not self._frugal)))
+            self._read.append((call, frame.list_read_tensors(with_arguments=not self._frugal)))
 
     def withdraw_overwritten(self) -> None:
         """Refuse calls whose replay would read a tensor that has been written to since the call."""
-        written = self._recomputes.operand_changes.written_in_forward()
+        written = self._recomputes.operand_changes.find_written_in_forward()
         lost = {
             call.id
             for call, read in self._read
-            if any(tensor._version != version or storage_id(tensor) in written for tensor, version in read)
+            if any(tensor._version != version or get_storage_id(tensor) in written for tensor, version in read)
         }
         self._read.clear()
         for call in self._step.calls if lost else ():
             if call.id in lost:
                 call.result_value, call.refused = None, CHANGED
 
-    def _why_refused(self, module: nn.Module) -> str | None:
+    def _explain_refusal(self, module: nn.Module) -> str | None:
         """Return the reason not to replay a module that belongs to a refused class, or contains such a module; else
         None.
         """
@@ -108,7 +108,7 @@ class ReplayTrials:
     def _why_not(self, opened: OpenCall, frame: ReplayFrame) -> str | None:
         """Try to replay a call. Return the reason why it can't be replayed, or None if it can."""
         call, module, returned = opened.draft, frame.interceptor.module, opened.returned
-        why = RAISED if returned is RAISED else self._why_refused(module)
+        why = RAISED if returned is RAISED else self._explain_refusal(module)
         if why is not None:
             return why
         assert opened.own_state is not None
@@ -116,7 +116,7 @@ class ReplayTrials:
             return why
         frame.held, first, states = [], next_sequence_number(), self._own_draws.states()
         is_freed = opened.is_freed or module in self._blocks.freed_before
-        freed = self._values_to_free(call, module, returned) if is_freed else {}
+        freed = self._choose_values_to_free(call, module, returned) if is_freed else {}
         self._freed.free()
         refused = self._try_replay(call, frame, freed)
         if refused is None and module in self._blocks.repeated and module not in self._units.resharded:
@@ -145,12 +145,12 @@ class ReplayTrials:
         are freed before the replay. If their trial fails, ReplayMismatch is raised.
         """
         step, meter = self._step, self._meter
-        inside = {slot.value for slot in step.slots_of(call)} - {slot.value for slot in call.inputs}
+        inside = {slot.value for slot in step.list_slots(call)} - {slot.value for slot in call.inputs}
         if not any(step.values[value].bytes >= MIN_BYTES for value in inside):
             return "it saves little besides its arguments"
         frame.values = {
             place: weakref.ref(step.held[call.first_slot + place][0])
-            for place, slot in enumerate(step.slots_of(call))
+            for place, slot in enumerate(step.list_slots(call))
             if not step.values[slot.value].is_seed
         }
         is_freed_before = bool(freed) and frame.interceptor.module in self._blocks.freed_before
@@ -173,7 +173,7 @@ class ReplayTrials:
         try:
             _, (call.host_ms, call.cost_ms), call.flops = meter.timed(
                 lambda: frame.visit_saved(look),
-                frame.forward_again,
+                frame.run_forward_again,
                 lambda: looked_ms[0],
                 quietly=lambda: frame.visit_saved(lambda _place, _tensor: None),
             )
@@ -212,25 +212,27 @@ class ReplayTrials:
         """Run a call forward again for its result alone. If the result has the same bits, record it and the costs."""
         if (advanced := advance(frame, returned, self._meter)) is not None:
             result, (call.advance_host_ms, call.advance_ms), call.advance_flops = advanced
-            value, _ = self._recomputes.value_of(result)  # it was compared and freed, and stays freed
+            value, _ = self._recomputes.find_value(result)  # it was compared and freed, and stays freed
             call.result_value = self._step.index[value]
             self._step.passed_through.append(value)
 
-    def _values_to_free(self, call: CallDraft, module: nn.Module, returned: Any) -> dict[Value, int]:
+    def _choose_values_to_free(self, call: CallDraft, module: nn.Module, returned: Any) -> dict[Value, int]:
         """Return the values that only this block's call has saved, each with its first ordinal among the call's saved
         tensors.
         """
         step = self._step
         self._freed.free_results()
-        for result in tensors_in_call((returned,), {}):
+        for result in collect_call_tensors((returned,), {}):
             if result.requires_grad:  # before its operands are freed, which its recompute may need
                 self._freed.add_result(self._recomputes.known(result)[0])
         values = [step.held[n][0] for n in range(call.first_slot, call.stop_slot)]
         needed = {slot.value for slot in call.inputs}
         if module in self._units.resharded:  # the results of a unit are read at places where the unit can't be replayed
-            given = {storage_id(tensor) for tensor in tensors_in(returned)}
+            given = {get_storage_id(tensor) for tensor in collect_tensors(returned)}
             needed |= {
-                step.index[value] for value in values if value.tensor is not None and storage_id(value.tensor) in given
+                step.index[value]
+                for value in values
+                if value.tensor is not None and get_storage_id(value.tensor) in given
             }
         freed: dict[Value, int] = {}
         for place, value in enumerate(values):

@@ -17,7 +17,7 @@ def resized(step: StepDrafts, traced: Sequence[int]) -> StepDrafts:
     """Return the drafts of a step like `step` on another batch, in which the slots have `traced` elements."""
     audited = [slot.n_elements for slot in step.slots]
     growth = [Fraction(now, before) if before else Fraction(1) for before, now in zip(audited, traced, strict=True)]
-    of_value = _of_values(step, growth)
+    of_value = _compute_growths(step, growth)
     overall = Fraction(sum(traced), max(1, sum(audited)))
     larger = [
         replace(
@@ -35,7 +35,7 @@ def resized(step: StepDrafts, traced: Sequence[int]) -> StepDrafts:
     return StepDrafts(larger, step.slots, [_resized(call, audited, traced) for call in step.calls])
 
 
-def _of_values(step: StepDrafts, growth: Sequence[Fraction]) -> dict[int, Fraction]:
+def _compute_growths(step: StepDrafts, growth: Sequence[Fraction]) -> dict[int, Fraction]:
     """Return the factor by which each value grows: the largest factor in `growth` among the slots that hold the value.
 
     A value in no slot grows like the values computed from it, by the largest of their factors.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide.runtime.engine import Engine
-from lowtide.runtime.plan_table import actions_for
+from lowtide.runtime.plan_table import parse_actions
 
 COUNT = 64
 """Number of saved tensors in the measured step."""
@@ -52,20 +52,20 @@ def slot_costs() -> SlotCosts:
                 start.tanh()
 
     def planned_ms(recomputed: range) -> float:
-        engine = Engine(model, actions_for({f"#0:{n}": "TanhBackward0" for n in recomputed}, ()))
+        engine = Engine(model, parse_actions({f"#0:{n}": "TanhBackward0" for n in recomputed}, ()))
         engine.install()
         try:
-            return _fastest_ms(step)
+            return _measure_fastest_ms(step)
         finally:
             engine.remove()
 
     with torch.enable_grad():
-        plain, alone = _fastest_ms(step), _fastest_ms(operators)
+        plain, alone = _measure_fastest_ms(step), _measure_fastest_ms(operators)
         one, all_ = planned_ms(range(COUNT - 1, COUNT)), planned_ms(range(1, COUNT))
     return SlotCosts(kept=max(0.0, one - plain) / COUNT, packed=max(0.0, all_ - plain - alone) / COUNT)
 
 
-def _fastest_ms(run: Callable[[], None]) -> float:
+def _measure_fastest_ms(run: Callable[[], None]) -> float:
     for _ in range(2):
         run()
     fastest = float("inf")

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from lowtide._torch.compiled_code import anything_compiled
-from lowtide._torch.device_timing import has_two_clocks, now_ms, occupy, timing_event
+from lowtide._torch.device_timing import has_two_clocks, make_timing_event, now_ms, occupy
 from lowtide.planner.records import StepClocks
 from lowtide.profiler.slot_costs import slot_costs
-from lowtide.runtime.batch_tensors import tensors_in
-from lowtide.runtime.fingerprint import place_of
+from lowtide.runtime.batch_tensors import collect_tensors
+from lowtide.runtime.fingerprint import find_device
 from lowtide.state.step_outcome import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -86,12 +86,12 @@ class TimedSections:
         )
 
 
-def timed_sections(model: nn.Module, updates: Updates, batch: Any) -> TimedSections | None:
+def time_sections(model: nn.Module, updates: Updates, batch: Any) -> TimedSections | None:
     """Return the times of the plain step's sections; None where host and device are one resource, or if timing fails.
 
     Runs the step twice, from the state in which `updates` restores it.
     """
-    place = place_of(model)
+    place = find_device(model)
     if not has_two_clocks(place) or anything_compiled():  # hooks would make torch recompile compiled modules
         return None
 
@@ -156,7 +156,7 @@ class DeviceClock:
         number = min(len(self.boundaries), len(self._host_ms) - 1)
         self.boundaries.append(boundary)
         occupy(max(LEAST_AHEAD_MS, AHEAD * self._host_ms[number]))
-        first, last = timing_event(), timing_event()
+        first, last = make_timing_event(), make_timing_event()
         first.record()
         self._events.append((first, last))
 
@@ -181,12 +181,12 @@ def boundaries(model: nn.Module, reach: Callable[[Boundary], None]) -> Iterator[
     def leaves(path: str, result: Any) -> None:
         call = f"{path}#{numbers[path]}"
         numbers[path] += 1
-        node: Node | None = next((t.grad_fn for t in tensors_in(result) if t.grad_fn is not None), None)
+        node: Node | None = next((t.grad_fn for t in collect_tensors(result) if t.grad_fn is not None), None)
         if node is not None:
             results.append(node.register_prehook(lambda _: reach(Boundary(call, True))))
 
     with ExitStack() as stack:
-        for path, module in outer_modules(model):
+        for path, module in list_outer_modules(model):
             before = module.register_forward_pre_hook(lambda _module, _args, path=path: enters(path))
             after = module.register_forward_hook(lambda _module, _args, result, path=path: leaves(path, result))
             stack.callback(before.remove)
@@ -196,7 +196,7 @@ def boundaries(model: nn.Module, reach: Callable[[Boundary], None]) -> Iterator[
         hook.remove()
 
 
-def outer_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
+def list_outer_modules(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return the first MOST_MODULES modules inside the model, the outer ones first."""
     named = [(path, module) for path, module in model.named_modules() if path]
     return sorted(named, key=lambda pair: pair[0].count("."))[:MOST_MODULES]

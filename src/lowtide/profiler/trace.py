@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from lowtide._torch.backward import backward_number, running_node_number
+from lowtide._torch.backward import backward_number, get_running_node_number
 from lowtide._torch.compiled_code import in_compiled_backward
-from lowtide._torch.distributed import own_part
+from lowtide._torch.distributed import get_own_part
 from lowtide._torch.patching import this_thread_only
-from lowtide._torch.tensors import parts_of
+from lowtide._torch.tensors import find_parts
 from lowtide.planner.records import Decisions
-from lowtide.profiler.address_checks import nodes_at
+from lowtide.profiler.address_checks import map_addresses_to_nodes
 from lowtide.profiler.differing_modules import CallShape
 from lowtide.profiler.drafts import StepDrafts
 from lowtide.profiler.external_references import ExternalReferences
@@ -47,11 +47,11 @@ from lowtide.profiler.trace_marks import (
     WrittenInPlace,
 )
 from lowtide.runtime import saved_values as values
-from lowtide.runtime.batch_tensors import in_words
-from lowtide.runtime.call_arguments import tensors_in_call
+from lowtide.runtime.batch_tensors import put_in_words
+from lowtide.runtime.call_arguments import collect_call_tensors
 from lowtide.runtime.call_interceptor import CallInterceptor
 from lowtide.runtime.engine import Engine
-from lowtide.runtime.plan_table import actions_for
+from lowtide.runtime.plan_table import parse_actions
 from lowtide.runtime.recompute import Recompute
 from lowtide.runtime.replay import ReplayFrame
 from lowtide.runtime.saved_values import Handle, Observer, Recomputation
@@ -77,10 +77,10 @@ class MaxSavingEngine(Engine):
         allow other writes.
         """
         self.decisions = decisions = most_saving(audit.step)
-        nodes = nodes_at(audit.step.values, audit.step.slots)
+        nodes = map_addresses_to_nodes(audit.step.values, audit.step.slots)
         written_over = audit.written_over if in_place else []
         least = {node: n_bytes for group in written_over for node, n_bytes in group.nodes.items()}
-        actions = actions_for({a: nodes[a] for a in decisions.recompute}, decisions.replay)
+        actions = parse_actions({a: nodes[a] for a in decisions.recompute}, decisions.replay)
         super().__init__(model, actions, in_place=[least])
         self.learning.is_possible = False
         self.packer.captures_all = True
@@ -156,16 +156,16 @@ class Trace(Observer):
 
     def _gradients(self, *, at_entry: bool = False) -> None:
         gradients = (p.grad for p in self.engine.model.parameters() if p.is_leaf)
-        addresses = tuple(self._address(part) for g in gradients if g is not None for part in parts_of(g))
+        addresses = tuple(self._address(part) for g in gradients if g is not None for part in find_parts(g))
         self.mark(Gradients(addresses, at_entry), everything=True)
 
     def _address(self, tensor: Tensor) -> int:
         return address(tensor)
 
     def on_enter(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        tensors = tensors_in_call(args, kwargs)
+        tensors = collect_call_tensors(args, kwargs)
         if not self._open:
-            self.inputs.append([in_words([tensor]) for tensor in tensors])
+            self.inputs.append([put_in_words([tensor]) for tensor in tensors])
         self.mark(Entered(len(self.calls), tuple(map(self._address, tensors))))
         self.calls.append(CallShape(interceptor.path, self._open[-1] if self._open else None))
         self._open.append(len(self.calls) - 1)
@@ -196,7 +196,7 @@ class Trace(Observer):
         is_gathered = self.engine.packer.builder.owners.is_gathered(handle.value, tensor)
         self.mark(Packed(slot, 0 if is_gathered else self._address(tensor)))
         self._holding.watch(handle)
-        self.mark(HeldForRecompute(tuple(map(self._address, states_of(handle.value.maker)))))
+        self.mark(HeldForRecompute(tuple(map(self._address, list_states(handle.value.maker)))))
         if not (handle.value.kept or handle.value.is_partial):
             self._witness.saved(slot, tensor)
 
@@ -210,7 +210,7 @@ class Trace(Observer):
         number = backward_number()
         begins, self._pass = number != self._pass, number
         self.reads.add(self._slots[handle])
-        self.mark(ReadInBackward(self._slots[handle], number, running_node_number()), everything=begins)
+        self.mark(ReadInBackward(self._slots[handle], number, get_running_node_number()), everything=begins)
 
     def on_unpack(self, handle: Handle, tensor: Tensor) -> None:
         # A graph that backward makes, or compiled code, holds the tensor independently of the handle.
@@ -228,7 +228,7 @@ class Trace(Observer):
         self.mark(WrittenInPlace(node, n_bytes))
 
 
-def states_of(maker: Recomputation | None) -> Iterable[Tensor]:
+def list_states(maker: Recomputation | None) -> Iterable[Tensor]:
     """Return the tensors of state that only `maker` holds: none if it is None.
 
     A replay holds RNG states and buffers; a recompute may hold the bits of a mask.
@@ -241,7 +241,7 @@ def states_of(maker: Recomputation | None) -> Iterable[Tensor]:
 def address(tensor: Tensor) -> int:
     """Return the start address of a tensor's memory; 0 for tensors without memory."""
     try:
-        return own_part(tensor).untyped_storage().data_ptr()
+        return get_own_part(tensor).untyped_storage().data_ptr()
     except RuntimeError:
         return 0
 
@@ -253,7 +253,7 @@ def most_saving(step: StepDrafts) -> Decisions:
     Tensors whose recompute would need a replay are kept: chains of such recomputes would restore all blocks at once.
     """
     values, slots, calls = step.values, step.slots, step.calls
-    total = [sum(values[index].bytes for index in {slot.value for slot in step.slots_of(call)}) for call in calls]
+    total = [sum(values[index].bytes for index in {slot.value for slot in step.list_slots(call)}) for call in calls]
     replay: set[int] = set()
     outside: set[int] = set()
     for index, call in enumerate(calls):  # parents come before their children

@@ -158,7 +158,7 @@ class _IndexBuilder:
         return index
 
 
-def lifetimes_without_trace(index: TraceIndex, slots: list[SlotDraft], kept: set[int], replayed: set[int]) -> None:
+def set_lifetimes_without_trace(index: TraceIndex, slots: list[SlotDraft], kept: set[int], replayed: set[int]) -> None:
     """Set the end of each memory block that only the trace kept alive (`index.freed_at`) to the event at which a step
     without the trace would free the block.
 
@@ -203,7 +203,7 @@ class MemoryLevels:
     """Gradients written in place: position, bytes just before, and (kind of node, bytes of the gradient)."""
 
 
-def memory_levels(stream: EventStream, cuts: list[int], storages: set[int], index: TraceIndex) -> MemoryLevels:
+def compute_memory_levels(stream: EventStream, cuts: list[int], storages: set[int], index: TraceIndex) -> MemoryLevels:
     """Return the bytes in memory, except in the blocks `storages` and in recomputed copies, for each position.
 
     `cuts` has the event with which each position begins.

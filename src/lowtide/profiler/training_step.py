@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from lowtide._torch.device_timing import now_ms
 from lowtide.errors import RehearsalError
-from lowtide.memory.measure import recorder_for
+from lowtide.memory.measure import make_recorder
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.profiler.assemble import TracedStep, assemble
 from lowtide.profiler.audit import Audit
 from lowtide.profiler.host_bandwidth import host_bandwidth
-from lowtide.profiler.other_memory import NOTEWORTHY, in_words, with_others
+from lowtide.profiler.other_memory import NOTEWORTHY, put_in_words, with_others
 from lowtide.profiler.pass_reads import PassReads, ReadSlots
 from lowtide.profiler.preconditions import (
     SEVERAL_STREAMS,
     by_contents,
     check_saved,
-    nondeterminism_notes,
+    list_nondeterminism_notes,
 )
 from lowtide.profiler.rescale import resized
 from lowtide.profiler.trace import MaxSavingEngine, Trace
-from lowtide.runtime.call_shapes import elements, shapes_in
-from lowtide.runtime.fingerprint import place_of
+from lowtide.runtime.call_shapes import elements, parse_shapes
+from lowtide.runtime.fingerprint import find_device
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class RecordedStep:
     @property
     def fullness(self) -> tuple[int, int]:
         """Return the bytes that the step saved, and the saved bytes that backward read, added up over its passes."""
-        return self.drafts.saved_bytes, sum(self.drafts.bytes_in(slots) for _, slots in self.kind.reads)
+        return self.drafts.saved_bytes, sum(self.drafts.sum_bytes_in(slots) for _, slots in self.kind.reads)
 
     def extent(self) -> tuple[int, int, int]:
         """Return a key that orders steps by size: elements of the inputs, then fullness.
@@ -127,7 +127,7 @@ class TracedTrainingStep(RecordedStep):
         """Return a note on saved tensors that no backward pass has read, unless they are few."""
         read = frozenset[int]().union(*(slots for _, slots in self.kind.reads))
         saved_bytes = self.drafts.saved_bytes
-        unread_bytes = saved_bytes - self.drafts.bytes_in(read)
+        unread_bytes = saved_bytes - self.drafts.sum_bytes_in(read)
         if unread_bytes < NOTEWORTHY * saved_bytes:
             return []
         unread = f"{format_bytes(unread_bytes)} of saved tensors, as those of an output without a loss"
@@ -172,31 +172,31 @@ class TracedTrainingStep(RecordedStep):
             fingerprint=self.fingerprint,
             static=static,
             plain=(peak_bytes, step_ms),
-            offload_bytes_per_ms=host_bandwidth(place_of(model)),
+            offload_bytes_per_ms=host_bandwidth(find_device(model)),
             notes=(
-                *nondeterminism_notes(model, place_of(model)),
+                *list_nondeterminism_notes(model, find_device(model)),
                 *by_contents(self._audit),
-                *in_words(model, static),
+                *put_in_words(model, static),
                 *notes,
             ),
         )
 
 
-def form_of(fingerprint: Fingerprint) -> str:
+def describe_form(fingerprint: Fingerprint) -> str:
     """Describe the batch in a fingerprint without its sizes: `[_, _] int64`."""
     return re.sub(r"\[.*?\]", lambda shape: re.sub(r"\d+", "_", shape[0]), fingerprint.batch)
 
 
-def size_of(fingerprint: Fingerprint) -> int:
+def measure_size(fingerprint: Fingerprint) -> int:
     """Return the number of elements of the batch in a fingerprint."""
-    return elements(shapes_in(fingerprint.batch))
+    return elements(parse_shapes(fingerprint.batch))
 
 
 def n_elements(inputs: list[list[str]]) -> int:
-    return sum(elements(shapes_in(words)) for call in inputs for words in call)
+    return sum(elements(parse_shapes(words)) for call in inputs for words in call)
 
 
-def inputs_in_words(inputs: list[list[str]]) -> str:
+def describe_inputs(inputs: list[list[str]]) -> str:
     """Describe the model's inputs, with equal calls counted together."""
     times = Counter(", ".join(call) for call in inputs)
     kinds = [words if n == 1 else f"{n} times {words}" for words, n in times.items()]
@@ -238,7 +238,7 @@ class StepRecorder:
 
     def start(self) -> None:
         """Start recording, then the clock: the recorder first collects garbage and looks for tensors."""
-        self.recorder = self._open.enter_context(recorder_for(self._place))
+        self.recorder = self._open.enter_context(make_recorder(self._place))
         self._began = now_ms(self._place)
 
     @property

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from lowtide._torch.optim import parameters_of
+from lowtide._torch.optim import list_parameters
 from lowtide._torch.patching import this_thread_only
 from lowtide.errors import summarize
-from lowtide.memory.measure import recorder_for
+from lowtide.memory.measure import make_recorder
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.report.text_table import listed
-from lowtide.runtime.fingerprint import place_of
-from lowtide.runtime.live_optimizers import Optimizers, optimizers_of, state_bytes
+from lowtide.runtime.fingerprint import find_device
+from lowtide.runtime.live_optimizers import Optimizers, find_optimizers, state_bytes
 from lowtide.state.step_outcome import is_out_of_memory
 from lowtide.state.step_snapshot import StepSnapshot
 from lowtide.units import format_bytes
@@ -55,10 +55,10 @@ class Update:
 
         They update `model` twice, which is then restored. Missing gradients are zeros.
         """
-        optimizers = [o for o in optimizers_of(model, stepped) if all(o is not known for known in stepped)]
+        optimizers = [o for o in find_optimizers(model, stepped) if all(o is not known for known in stepped)]
         if not optimizers:
             return None
-        place = place_of(model)
+        place = find_device(model)
         with (
             StepSnapshot(model, step=lambda _: None) as unchanged,
             Updates(unchanged, model, only=optimizers) as updates,
@@ -68,7 +68,7 @@ class Update:
             before_bytes = state_bytes(optimizers, place)
             updates.run(None)
             made_bytes = state_bytes(optimizers, place) - before_bytes
-            with recorder_for(place) as recorder:
+            with make_recorder(place) as recorder:
                 updates.run(None)
         names = tuple(type(optimizer).__name__ for optimizer in updates.following)
         return cls(names, made_bytes, Timeline(recorder.stream).peak_bytes, updates.untried)
@@ -92,11 +92,11 @@ class Update:
     def _notes(self) -> tuple[str, ...]:
         """Return notes on updates whose memory is counted, and on updates that could not be tried."""
         if not self.names:
-            return _not_tried(self.untried)
+            return _note_untried(self.untried)
         made = (
             f"updates by {listed(self.names)} are yet to come, and counted: {format_bytes(self.state_bytes)} of state"
         )
-        return (made, *_not_tried(self.untried))
+        return (made, *_note_untried(self.untried))
 
 
 class Updates:
@@ -114,9 +114,9 @@ class Updates:
         only: Iterable[Optimizer] | None = None,
     ) -> None:
         self._unchanged, self._model = unchanged, model
-        self.following = optimizers_of(model, named) if only is None else [*only]
+        self.following = find_optimizers(model, named) if only is None else [*only]
         """Optimizers that update the model after the step if they have not done so inside it."""
-        self._updated = {id(p) for optimizer in self.following for p in parameters_of(optimizer)}
+        self._updated = {id(p) for optimizer in self.following for p in list_parameters(optimizer)}
         self._stepped: set[int] = set()
         self._followed: list[Optimizer] = []
         self._has_stepped = False
@@ -158,18 +158,18 @@ class Updates:
 
     def undo(self) -> None:
         """Restore parameters that `follow` updated, because the loop may clip gradients before its own update."""
-        self._unchanged.restore_contents({id(p) for optimizer in self._followed for p in parameters_of(optimizer)})
+        self._unchanged.restore_contents({id(p) for optimizer in self._followed for p in list_parameters(optimizer)})
         self._followed.clear()
 
     def notes(self) -> tuple[str, ...]:
         """Return notes for a profile on updates whose memory is unknown."""
         if not (self.following or self._has_stepped or self.untried):
             return (NO_OPTIMIZER,) if any(p.requires_grad for p in self._model.parameters()) else ()
-        return _not_tried(self.untried)
+        return _note_untried(self.untried)
 
     def _can_update(self, optimizer: Optimizer) -> bool:
         """Return True if the optimizer has gradients, and a gradient scaler would not skip the update."""
-        gradients = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+        gradients = [p.grad for p in list_parameters(optimizer) if p.grad is not None]
         return bool(gradients) and not (self._unchanged.scales and any(not torch.isfinite(g).all() for g in gradients))
 
     def _leave_out(self, optimizer: Optimizer, why: str) -> None:
@@ -181,7 +181,7 @@ class Updates:
         self._has_stepped = True
 
 
-def _not_tried(untried: dict[str, str]) -> tuple[str, ...]:
+def _note_untried(untried: dict[str, str]) -> tuple[str, ...]:
     return tuple(
         f"an update by {name} could not be rehearsed ({why}): its state comes on top of the budget"
         for name, why in untried.items()

@@ -66,7 +66,7 @@ class Unrecorded:
         self._number.clear()
 
 
-def blocks_of(values: list[ValueDraft], trace: TraceIndex) -> dict[int, int]:
+def map_operand_blocks(values: list[ValueDraft], trace: TraceIndex) -> dict[int, int]:
     """Map the index of each value that is an unrecorded operand to the operand's memory block in the trace.
 
     Memory allocated before the step stays allocated, and is not mapped. Operands missing from the trace can't be held:

@@ -19,7 +19,7 @@ from lowtide.units import format_bytes
 SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
-def tracks_of(run: RunRecord) -> list[tuple[str, StepMemory]]:
+def list_tracks(run: RunRecord) -> list[tuple[str, StepMemory]]:
     """Return the memory of a run's steps, named `before` and `after`. Raises LowtideError if there is none."""
     tracks = [(name, memory) for name, memory in (("before", run.before), ("after", run.after)) if memory is not None]
     if not tracks:
@@ -27,12 +27,12 @@ def tracks_of(run: RunRecord) -> list[tuple[str, StepMemory]]:
     return tracks
 
 
-def csv_of(run: RunRecord) -> str:
+def format_csv(run: RunRecord) -> str:
     """Return memory over time as CSV: one row per moment of each step, one column of bytes per category."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(("step", "event", "phase", "module", *CATEGORIES, "total"))
-    for name, memory in tracks_of(run):
+    for name, memory in list_tracks(run):
         columns = [memory.bytes.get(category, (0,) * len(memory.at)) for category in CATEGORIES]
         for moment, total in enumerate(memory.totals):
             parts = [column[moment] for column in columns]
@@ -41,17 +41,17 @@ def csv_of(run: RunRecord) -> str:
     return text.getvalue()
 
 
-def perfetto_trace(run: RunRecord) -> str:
+def format_perfetto_trace(run: RunRecord) -> str:
     """Return a trace in Chrome's JSON format: memory as counters, phases as slices, peaks and the budget as marks.
 
     One microsecond of the trace represents one event of the step.
     """
     events = [
-        event for number, (name, memory) in enumerate(tracks_of(run), 1) for event in _events(number, name, memory)
+        event for number, (name, memory) in enumerate(list_tracks(run), 1) for event in _events(number, name, memory)
     ]
     if run.plan is not None:
         text = f"budget {format_bytes(run.plan.budget_bytes)}"
-        events.append({"ph": "i", "s": "g", "name": text, "ts": 0, "pid": len(tracks_of(run)), "tid": 1})
+        events.append({"ph": "i", "s": "g", "name": text, "ts": 0, "pid": len(list_tracks(run)), "tid": 1})
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}, separators=(",", ":"))
 
 
@@ -101,7 +101,7 @@ def sarif(run: RunRecord) -> str:
     return json.dumps(log, indent=1)
 
 
-def github_annotations(run: RunRecord, findings: Sequence[Finding] | None = None) -> str:
+def format_github_annotations(run: RunRecord, findings: Sequence[Finding] | None = None) -> str:
     """Return a workflow command of GitHub Actions for each finding, which annotates the finding's line.
 
     `findings` are by default all of the run.

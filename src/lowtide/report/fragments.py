@@ -7,11 +7,21 @@ from typing import Any
 
 from lowtide.planner.budget_frontier import Frontier
 from lowtide.planner.records import Plan, Profile
-from lowtide.report.page import alternatives, asset, decided, document, fits, memory, obtained, outlives, run_page
+from lowtide.report.page import (
+    alternatives,
+    asset,
+    decided,
+    document,
+    fits,
+    memory,
+    obtained,
+    outlives,
+    render_run_page,
+)
 from lowtide.report.pictures import escape
-from lowtide.report.run_record import RunRecord, record_of
+from lowtide.report.run_record import RunRecord, build_record
 from lowtide.report.run_text import about
-from lowtide.report.step_memory import StepMemory, recorded_memory
+from lowtide.report.step_memory import StepMemory, read_recorded_memory
 
 Section = tuple[str, str, str]
 """Id, heading and HTML."""
@@ -29,19 +39,19 @@ def fragment(record: object) -> str:
 def page(record: object) -> str:
     """Return a standalone HTML page for a record."""
     if isinstance(record, RunRecord):
-        return run_page(record)
-    run = _run_of(record)
-    return run_page(run) if run is not None else document(type(record).__name__, "", _sections(record))
+        return render_run_page(record)
+    run = _make_run_record(record)
+    return render_run_page(run) if run is not None else document(type(record).__name__, "", _sections(record))
 
 
-def _run_of(record: object) -> RunRecord | None:
+def _make_run_record(record: object) -> RunRecord | None:
     """Return `record` itself if it is a RunRecord, or the RunRecord made from it; None if none can be made."""
     if isinstance(record, RunRecord):
         return record
     if isinstance(record, Profile):
-        return record_of("lowtide.rehearse(model, step, batch)", profile=record)
+        return build_record("lowtide.rehearse(model, step, batch)", profile=record)
     if isinstance(record, Plan):
-        return record_of("lowtide.plan(profile, budget)", plan=record)
+        return build_record("lowtide.plan(profile, budget)", plan=record)
     to_record: Callable[[], object] | None = getattr(record, "to_record", None)
     made = None if to_record is None else to_record()
     return made if isinstance(made, RunRecord) else None
@@ -52,10 +62,10 @@ def _sections(record: object) -> list[Section]:
         return [("else", f"What each budget costs: {escape(record.fingerprint.model)}", alternatives(record, None))]
     if isinstance(record, StepMemory):
         return [("memory", "Where memory goes", memory(record, None))]
-    if (timeline := _timeline_of(record)) is not None:
-        shown = recorded_memory(timeline, "measured")
+    if (timeline := _find_timeline(record)) is not None:
+        shown = read_recorded_memory(timeline, "measured")
         return [("memory", "Where memory goes", memory(shown, None)), ("text", "In words", _text(record))]
-    run = _run_of(record)
+    run = _make_run_record(record)
     if run is None:
         return [("text", type(record).__name__, _text(record))]
     sections = [
@@ -72,7 +82,7 @@ def _sections(record: object) -> list[Section]:
     return [section for section in sections if section[2]]
 
 
-def _timeline_of(record: object) -> Any:
+def _find_timeline(record: object) -> Any:
     """Return the timeline of an object that `measure` or `timeline` returned; None for other objects."""
     from lowtide.memory.memory_timeline import Timeline
 

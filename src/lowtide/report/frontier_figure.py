@@ -214,7 +214,7 @@ def _names(axes: Axes, scale: _Scale, frontier: Frontier, others: Sequence[Point
         nbr_candidates=1000,
     )
 
-    def lines_to_names(way: dict[str, Any]) -> tuple[int, float]:
+    def measure_leader_lines(way: dict[str, Any]) -> tuple[int, float]:
         """Place labels with the options `way`; return two penalties: labels without a place, pixels of leader lines."""
         _, _, texts, leaders = allocate(axes, **settings, **way, draw_all=False)
         lines = [_pixels(axes, leader) for leader in leaders if isinstance(leader, Line2D)]
@@ -225,7 +225,7 @@ def _names(axes: Axes, scale: _Scale, frontier: Frontier, others: Sequence[Point
 
     def best(apart: bool) -> tuple[tuple[int, float], dict[str, Any]]:
         ways = [dict(priority_strategy=order, avoid_label_lines_overlap=apart) for order in range(ORDERS)]
-        return min(((lines_to_names(way), way) for way in ways), key=itemgetter(0))
+        return min(((measure_leader_lines(way), way) for way in ways), key=itemgetter(0))
 
     (missing, _), way = best(apart=True)
     if missing:

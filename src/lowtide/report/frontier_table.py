@@ -17,7 +17,7 @@ def table(points: Iterable[tuple[str | Styled, Point]], step_ms: float) -> Table
             name,
             format_bytes(point.peak_bytes, round_up=True),
             format_ratio(point.share),
-            extra_time(point.extra_ms, step_ms),
+            format_extra_time(point.extra_ms, step_ms),
             f"{point.extra_flops:.3g}",
         )
         for name, point in points
@@ -34,7 +34,7 @@ def show(frontier: Frontier, others: Sequence[Point] = ()) -> str:
     return "\n".join([*whole.lines(), *untimed_lines(frontier.step_ms)])
 
 
-def extra_time(extra_ms: float | None, step_ms: float) -> str:
+def format_extra_time(extra_ms: float | None, step_ms: float) -> str:
     if extra_ms is None:
         return ""
     return format_ratio(extra_ms / step_ms, signed=True) if step_ms else f"+{format_time(extra_ms)}"

@@ -11,13 +11,13 @@ from lowtide.planner.budget_frontier import Frontier, Point
 from lowtide.planner.records import Plan
 from lowtide.report.decision_tree import DECISIONS, Branch, decision_tree
 from lowtide.report.finding import Finding
-from lowtide.report.frontier_table import extra_time, table
-from lowtide.report.pictures import escape, frontier_plot, legend, memory_plot, places
+from lowtide.report.frontier_table import format_extra_time, table
+from lowtide.report.pictures import draw_frontier_plot, draw_memory_plot, escape, legend, places
 from lowtide.report.plan_text import blocks, extra
 from lowtide.report.run_record import RunRecord
-from lowtide.report.run_text import peak_sentence, verdict
+from lowtide.report.run_text import describe_peak, verdict
 from lowtide.report.step_memory import CATEGORIES, StepMemory
-from lowtide.report.text_table import added_time, decisions, lever_lines, listed
+from lowtide.report.text_table import decisions, format_added_time, format_lever_lines, listed
 from lowtide.units import format_bytes, format_ratio, format_time
 from lowtide.utils.tables import Styled, Table
 
@@ -37,7 +37,7 @@ def prose(text: str) -> str:
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
-def run_page(run: RunRecord) -> str:
+def render_run_page(run: RunRecord) -> str:
     """Render a run as a standalone HTML page."""
     made_for = run.fingerprint
     title = run.subject or ("A run" if made_for is None else made_for.model.partition(" ")[0])
@@ -88,9 +88,9 @@ def fits(run: RunRecord) -> str:
         kind = "is-no" if run.proof.is_proven is False else "is-yes"
         parts.append(f'<p class="lt-proof {kind}">{escape(_sentence(run.proof.text))}</p>')
     if run.needs:
-        parts.append(_needs_table(run))
+        parts.append(_render_needs_table(run))
     if run.trained:
-        parts.append(_trained_table(run))
+        parts.append(_render_trained_table(run))
     return "".join(parts)
 
 
@@ -166,7 +166,7 @@ def _bars(run: RunRecord) -> str:
     return f'<div class="lt-hbars" aria-hidden="true">{rows}{mark}</div>'
 
 
-def _needs_table(run: RunRecord) -> str:
+def _render_needs_table(run: RunRecord) -> str:
     rows = []
     for need in run.needs:
         least, most = format_bytes(need.least_reserved_bytes), format_bytes(need.most_reserved_bytes)
@@ -198,7 +198,7 @@ def _needs_table(run: RunRecord) -> str:
     return Table(headings=headings, rows=rows).html("Memory on the GPU") + words
 
 
-def _trained_table(run: RunRecord) -> str:
+def _render_trained_table(run: RunRecord) -> str:
     def size(n: int | None) -> str:
         return "" if n is None else format_bytes(n)
 
@@ -251,7 +251,7 @@ def memory(
     headings = [f"<b>{escape(_heading(word))}:</b> " for word in words] if len(words) == len(tracks) else [""]
     said = "".join(
         f'<p class="lt-peak-sentence" data-track="{key}"{"" if key == name else " hidden"}>'
-        f"{heading}{escape(peak_sentence(m))}</p>"
+        f"{heading}{escape(describe_peak(m))}</p>"
         for (key, m), heading in zip(tracks, headings, strict=True)
     )
     names = {category for _, memory in tracks for category in memory.bytes}
@@ -264,8 +264,9 @@ def memory(
     }[shown.how]
     if any(m.n_events > len(m.at) for _, m in tracks):
         how += f" {len(shown.at)} of {shown.n_events:,} moments are drawn: the highest of each part of the step."
+    plot = draw_memory_plot(tracks, budget_bytes=budget_bytes)
     return (
-        f'{said}<figure class="lt-memory" data-shown="{name}">{choice}{memory_plot(tracks, budget_bytes=budget_bytes)}'
+        f'{said}<figure class="lt-memory" data-shown="{name}">{choice}{plot}'
         f'<input type="range" class="lt-moment" min="0" max="{len(shown.at) - 1}" value="{moment}" '
         f'aria-label="Moment of the step" aria-valuetext="{escape(reading(shown, moment))}">'
         f'<p class="lt-reading" aria-live="polite">{escape(reading(shown, moment))}</p>'
@@ -340,7 +341,7 @@ def decided(run: RunRecord) -> str:
             return f'<pre class="lt-command">{escape(run.refusal)}</pre>'
         return "<p>Nothing: this command makes no plan; <code>lowtide run --budget</code> makes one.</p>"
     plan = run.plan
-    said = "".join(f"<li>{escape(_sentence(line))}</li>" for line in [decisions(plan), *lever_lines(plan)])
+    said = "".join(f"<li>{escape(_sentence(line))}</li>" for line in [decisions(plan), *format_lever_lines(plan)])
     listing = f'<ul class="lt-plain">{said}</ul>'
     if run.profile is None:
         rows = "".join(f"<li><code>{escape(line)}</code></li>" for line in blocks(plan))
@@ -362,7 +363,7 @@ def decided(run: RunRecord) -> str:
         f"{in_place}</p>{listing}"
         "<p>For each module: the bytes of the tensors that it saves for backward, and the time of their recomputes and "
         "replays. With all tensors that these recompute on the way, the plan takes "
-        f"{added_time(plan.predicted.extra_ms, plan.step_ms).removeprefix('+')} more.</p>"
+        f"{format_added_time(plan.predicted.extra_ms, plan.step_ms).removeprefix('+')} more.</p>"
         f'<div class="lt-tree">{"".join(_branch(tree, tree.total, 0, plan.step_ms))}</div>'
     )
 
@@ -414,7 +415,7 @@ def alternatives(frontier: Frontier | None, plan: Plan | None, budget_bytes: int
         bound = f" No plan within this budget takes less than {extra(plan.bound_ms, plan.step_ms)} (hollow mark)."
     return (
         f"<p>{escape(_beside(frontier, plan))}{escape(bound)}</p>"
-        f'<figure><p class="lt-axis">extra time of a step</p>{frontier_plot(frontier, plan, budget_bytes)}'
+        f'<figure><p class="lt-axis">extra time of a step</p>{draw_frontier_plot(frontier, plan, budget_bytes)}'
         '<p class="lt-axis is-x">peak memory of the step</p></figure>'
         f"<details><summary>All plans as a table</summary>{plans}</details>"
     )
@@ -461,7 +462,7 @@ def _beside(frontier: Frontier, plan: Plan | None) -> str:
 
 
 def _costs(point: Point, frontier: Frontier) -> str:
-    return f"{extra_time(point.extra_ms, frontier.step_ms)} {'time' if frontier.step_ms else 'a step'}"
+    return f"{format_extra_time(point.extra_ms, frontier.step_ms)} {'time' if frontier.step_ms else 'a step'}"
 
 
 # --- what outlives its step

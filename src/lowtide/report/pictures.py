@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from lowtide.planner.budget_frontier import Frontier
 from lowtide.planner.records import Plan
-from lowtide.report.frontier_table import extra_time
-from lowtide.report.step_memory import CATEGORIES, StepMemory, moments_by_phase
+from lowtide.report.frontier_table import format_extra_time
+from lowtide.report.step_memory import CATEGORIES, StepMemory, map_moments_by_phase
 from lowtide.units import format_bytes
 
 WIDTH, HEIGHT = 1000, 400
@@ -62,7 +62,7 @@ class Axes:
         return f"{100 * self.x(place) / WIDTH:.2f}%"
 
 
-def axes_of(memories: Sequence[StepMemory], budget_bytes: int | None = None) -> Axes:
+def choose_axes(memories: Sequence[StepMemory], budget_bytes: int | None = None) -> Axes:
     """Choose axes that fit the memory of all steps, and the budget unless it is far above."""
     high = max(1, *(memory.peak_bytes for memory in memories))
     if budget_bytes is not None and budget_bytes < 1.5 * high:
@@ -76,7 +76,7 @@ def places(memory: StepMemory, base: StepMemory) -> tuple[float, ...]:
     if memory is base:
         return tuple(map(float, memory.at))
     edges = {span.name: _edges(base, span.first, span.stop) for span in base.phases}
-    places = moments_by_phase(memory, edges)
+    places = map_moments_by_phase(memory, edges)
     return places if edges else tuple(at * base.n_events / memory.n_events for at in memory.at)
 
 
@@ -84,7 +84,7 @@ def _edges(memory: StepMemory, first: int, stop: int) -> tuple[int, int]:
     return memory.at[first], memory.at[stop] if stop < len(memory.at) else memory.n_events
 
 
-def memory_plot(tracks: Sequence[tuple[str, StepMemory]], *, budget_bytes: int | None = None) -> str:
+def draw_memory_plot(tracks: Sequence[tuple[str, StepMemory]], *, budget_bytes: int | None = None) -> str:
     """Draw the memory of one or two steps, stacked by category, as HTML with SVG; at first the last step is shown.
 
     Args:
@@ -92,7 +92,7 @@ def memory_plot(tracks: Sequence[tuple[str, StepMemory]], *, budget_bytes: int |
         budget_bytes: Level to be marked.
     """
     memories = [memory for _, memory in tracks]
-    base, axes = memories[0], axes_of(memories, budget_bytes)
+    base, axes = memories[0], choose_axes(memories, budget_bytes)
     shown = tracks[-1][0]
     layers = []
     for name, memory in tracks:
@@ -102,7 +102,7 @@ def memory_plot(tracks: Sequence[tuple[str, StepMemory]], *, budget_bytes: int |
     lines = [f'<line class="lt-grid" x1="0" x2="{WIDTH}" y1="{axes.y(t)}" y2="{axes.y(t)}"/>' for t in _ticks(axes)]
     bounds = [axes.x(_edges(base, span.first, span.stop)[0]) for span in base.phases]
     lines += [f'<line class="lt-phase" x1="{x}" x2="{x}" y1="0" y2="{HEIGHT}"/>' for x in bounds if x]
-    marks = "".join(_memory_marks(tracks, axes, base, budget_bytes))
+    marks = "".join(_draw_memory_marks(tracks, axes, base, budget_bytes))
     if budget_bytes is not None and budget_bytes <= axes.high:
         y = axes.y(budget_bytes)
         lines.append(f'<line class="lt-budget" x1="0" x2="{WIDTH}" y1="{y}" y2="{y}"/>')
@@ -145,7 +145,7 @@ def _ticks(axes: Axes) -> list[int]:
     return list(range(-(-axes.low // step) * step, axes.high, step))
 
 
-def _memory_marks(
+def _draw_memory_marks(
     tracks: Sequence[tuple[str, StepMemory]], axes: Axes, base: StepMemory, budget_bytes: int | None
 ) -> Iterator[str]:
     """Yield HTML for texts and points over the plot: levels, phases, peaks, budget, cursor."""
@@ -206,7 +206,7 @@ def _percent(part: int, whole: int) -> str:
     return f"{max(0.0, 100 * part / whole) if whole > 0 else 0.0:.1f}%"
 
 
-def frontier_plot(frontier: Frontier, plan: Plan | None = None, budget_bytes: int | None = None) -> str:
+def draw_frontier_plot(frontier: Frontier, plan: Plan | None = None, budget_bytes: int | None = None) -> str:
     """Draw the frontier as HTML with SVG: extra time against peak, with the budget, and with the plan and its bound.
 
     Args:
@@ -239,7 +239,7 @@ def frontier_plot(frontier: Frontier, plan: Plan | None = None, budget_bytes: in
         corners.append((x(peak), y(cost)))
     line = "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in [*corners, (WIDTH, corners[-1][1])])
     shapes = [f'<line class="lt-grid" x1="0" x2="{WIDTH}" y1="{y(t):.1f}" y2="{y(t):.1f}"/>' for t in _fractions(top)]
-    levels = [(t, extra_time(t * unit, frontier.step_ms) if t else "0") for t in _fractions(top)]
+    levels = [(t, format_extra_time(t * unit, frontier.step_ms) if t else "0") for t in _fractions(top)]
     marks = [f'<span class="lt-tick" style="top:{100 * y(t) / HEIGHT:.2f}%">{name}</span>' for t, name in levels]
     shapes.append(f'<path class="lt-frontier" d="{line}"/>')
     if budget_bytes is not None and left <= budget_bytes <= right:
@@ -254,7 +254,7 @@ def frontier_plot(frontier: Frontier, plan: Plan | None = None, budget_bytes: in
     if plan is not None and chosen is not None:
         if plan.bound_ms:
             marks.append(_dot("lt-bound", x(chosen[0]), y(plan.bound_ms / unit), ""))
-        text = f"<b>{format_bytes(chosen[0])}, {extra_time(plan.predicted.extra_ms, frontier.step_ms)}</b>"
+        text = f"<b>{format_bytes(chosen[0])}, {format_extra_time(plan.predicted.extra_ms, frontier.step_ms)}</b>"
         # The line falls to the right: nothing is drawn above it on the right, or below it on the left.
         side = " is-left is-low" if x(chosen[0]) > 0.6 * WIDTH else " is-low" if y(chosen[1]) < 0.2 * HEIGHT else ""
         marks.append(_dot(f"lt-chosen{side}", x(chosen[0]), y(chosen[1]), text))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lowtide.planner.folded_decisions import KINDS, fold, join
 from lowtide.planner.records import Decided, Plan, Profile
 from lowtide.planner.serialization import Record
-from lowtide.report.text_table import added_time, decisions, lever_lines, made_for, untimed_lines
+from lowtide.report.text_table import decisions, format_added_time, format_lever_lines, made_for, untimed_lines
 from lowtide.units import format_bytes, format_change, format_parts, format_ratio
 
 
@@ -22,7 +22,7 @@ def show(plan: Plan) -> str:
             f"  peak{format_parts(plan.predicted.peak_bytes, plan.predicted.parts)}",
             f"  held after forward: {format_change(plan.plain.held_bytes, plan.predicted.held_bytes)}",
             f"for {made_for(plan.fingerprint)}",
-            *lever_lines(plan),
+            *format_lever_lines(plan),
             decisions(plan),
             *(f"  {line}" for line in blocks(plan)),
             *(["on larger batches:"] if plan.fallback is not None else []),
@@ -42,7 +42,7 @@ def implementations(record: Plan | Profile) -> Iterator[str]:
 
 def extra(extra_ms: float, step_ms: float) -> str:
     """Return a plan's cost: `+4.1 % time`, or milliseconds if the plain step was not timed."""
-    return f"{format_ratio(extra_ms / step_ms, signed=True)} time" if step_ms else added_time(extra_ms, 0)
+    return f"{format_ratio(extra_ms / step_ms, signed=True)} time" if step_ms else format_added_time(extra_ms, 0)
 
 
 def _bound(plan: Plan) -> str:
@@ -147,7 +147,9 @@ def show_diff(first: Plan, second: Plan) -> str:
         if unit == "bytes":
             lines.append(f"{words}: {format_change(int(one), int(other))}")
         elif unit == "ms":
-            lines.append(f"{words} time: {added_time(one, first.step_ms)} -> {added_time(other, second.step_ms)}")
+            lines.append(
+                f"{words} time: {format_added_time(one, first.step_ms)} -> {format_added_time(other, second.step_ms)}"
+            )
         else:
             lines.append(f"{words} FLOPs: {one:.3g} -> {other:.3g}")
     lines += [f"- {line}" for line in _folded(first, differences.only_first)]

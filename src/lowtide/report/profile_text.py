@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lowtide.planner.planning import in_place_peak_bytes, simulator_of, smallest_peak
+from lowtide.planner.planning import find_smallest_peak, get_simulator, predict_in_place_peak
 from lowtide.planner.records import Decisions, Profile
 from lowtide.report.plan_text import extra, implementations
-from lowtide.report.text_table import lever_lines, made_for, untimed_lines
+from lowtide.report.text_table import format_lever_lines, made_for, untimed_lines
 from lowtide.units import format_bytes, format_parts, format_ratio, format_time
 
 
@@ -19,7 +19,7 @@ def show(profile: Profile) -> str:
 
 
 def _lines(profile: Profile) -> Iterator[str]:
-    plain = simulator_of(profile).predict(Decisions())
+    plain = get_simulator(profile).predict(Decisions())
     measured = profile.measured_plain_peak_bytes
     yield made_for(profile.fingerprint)
     how = "predicted" if measured is None else "measured"
@@ -29,17 +29,17 @@ def _lines(profile: Profile) -> Iterator[str]:
     )
     yield f"  peak{format_parts(plain.peak_bytes, plain.parts)}"
     yield f"  held after forward: {format_bytes(plain.held_bytes)} in {_saved(profile)} saved tensors"
-    free_bytes = in_place_peak_bytes(profile)
+    free_bytes = predict_in_place_peak(profile)
     if free_bytes < plain.peak_bytes:
         yield f"with gradients in place: {format_bytes(free_bytes)}, at no cost"
-    _, least = smallest_peak(profile)
+    _, least = find_smallest_peak(profile)
     if least.peak_bytes < plain.peak_bytes:
         smallest, share = format_bytes(least.peak_bytes, round_up=True), format_ratio(least.peak_bytes / peak_bytes)
         yield f"smallest peak: {smallest} ({share}), {extra(least.extra_ms, profile.step_ms)}"
         yield f"  peak{format_parts(least.peak_bytes, least.parts)}"
     else:
         yield "smallest peak: the plain step's, for no plan needs less"
-    yield from lever_lines(profile)
+    yield from format_lever_lines(profile)
     yield from implementations(profile)
     yield from (f"note: {note}" for note in profile.notes)
     yield from untimed_lines(profile.step_ms)

@@ -14,7 +14,7 @@ from lowtide.report.pictures import escape
 from lowtide.report.plan_text import show_diff
 from lowtide.report.run_record import RunRecord
 from lowtide.report.step_memory import StepMemory
-from lowtide.report.text_table import added_time
+from lowtide.report.text_table import format_added_time
 from lowtide.units import format_bytes, format_ratio
 from lowtide.utils.tables import Styled, Table
 
@@ -155,7 +155,7 @@ def _parts(run: RunRecord) -> dict[str, int]:
 
 
 def _time(plan: Plan) -> str:
-    return added_time(plan.predicted.extra_ms, plan.step_ms).replace(" a step", "")
+    return format_added_time(plan.predicted.extra_ms, plan.step_ms).replace(" a step", "")
 
 
 def _size(n_bytes: int | None) -> str:

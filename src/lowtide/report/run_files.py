@@ -13,7 +13,7 @@ from lowtide.planner.budget_frontier import Frontier
 from lowtide.planner.records import Plan, Profile
 from lowtide.planner.serialization import kind_of
 from lowtide.report.finding import Finding
-from lowtide.report.run_record import GpuNeeds, RunRecord, record_of, versions
+from lowtide.report.run_record import GpuNeeds, RunRecord, build_record, versions
 from lowtide.report.step_memory import StepMemory
 
 
@@ -37,9 +37,9 @@ def read_run(path: Path, others: Mapping[str, Callable[[Path, str], RunRecord]] 
     if kind == "RunRecord":
         return RunRecord.from_json(path)
     if kind == "Profile":
-        return record_of(command, profile=Profile.from_json(path))
+        return build_record(command, profile=Profile.from_json(path))
     if kind == "Plan":
-        return record_of(command, plan=Plan.from_json(path))
+        return build_record(command, plan=Plan.from_json(path))
     if kind == "Frontier":
         curve = Frontier.from_json(path)
         made_for = curve.fingerprint
@@ -47,7 +47,7 @@ def read_run(path: Path, others: Mapping[str, Callable[[Path, str], RunRecord]] 
     if others is not None and kind is not None and kind in others:
         return others[kind](path, command)
     try:
-        return _other_run(text, command)
+        return _read_other_run(text, command)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise LowtideError(
             f"{path} is not a record of a run: write one with `lowtide run --report FILE.json`, or give the file of "
@@ -55,7 +55,7 @@ def read_run(path: Path, others: Mapping[str, Callable[[Path, str], RunRecord]] 
         ) from error
 
 
-def _other_run(text: bytes, command: str) -> RunRecord:
+def _read_other_run(text: bytes, command: str) -> RunRecord:
     """Read the run in the JSON of `lowtide watch` or `lowtide estimate`. Raises ValueError for other text."""
     written = msgspec.json.decode(text, type=_Watched | list[msgspec.Raw])
     if isinstance(written, _Watched):

@@ -19,7 +19,7 @@ from lowtide.planner.budget_frontier import Frontier, frontier
 from lowtide.planner.records import Fingerprint, Plan, Profile
 from lowtide.planner.serialization import FORMAT, Record
 from lowtide.report.finding import Finding
-from lowtide.report.step_memory import StepMemory, predicted_memory
+from lowtide.report.step_memory import StepMemory, predict_memory
 from lowtide.utils.rendering import text_of
 
 N_BUDGETS = 10
@@ -194,7 +194,7 @@ class RunRecord(Record):
         return made
 
 
-def record_of(
+def build_record(
     command: str,
     *,
     profile: Profile | None = None,
@@ -238,8 +238,8 @@ def record_of(
         fingerprint=made_for,
         profile=profile,
         plan=plan,
-        before=None if profile is None else predicted_memory(profile),
-        after=None if profile is None or plan is None else predicted_memory(profile, plan.decisions),
+        before=None if profile is None else predict_memory(profile),
+        after=None if profile is None or plan is None else predict_memory(profile, plan.decisions),
         proof=proof,
         trained=trained,
         measured=tuple(measured),

@@ -10,7 +10,7 @@ from typing import Literal
 from lowtide.report.plan_text import extra
 from lowtide.report.run_record import RunRecord
 from lowtide.report.step_memory import StepMemory
-from lowtide.report.text_table import added_time, decisions, listed, made_for, untimed_lines
+from lowtide.report.text_table import decisions, format_added_time, listed, made_for, untimed_lines
 from lowtide.units import format_bytes, format_count
 
 Answer = Literal["yes", "no", "open", "plain"]
@@ -33,9 +33,9 @@ def _lines(run: RunRecord) -> Iterator[str]:
     yield verdict(run)[1]
     memory = run.after or run.before
     if memory is not None:
-        yield peak_sentence(memory)
+        yield describe_peak(memory)
     if run.plan is not None:
-        yield f"extra time: {added_time(run.plan.predicted.extra_ms, run.plan.step_ms)} predicted"
+        yield f"extra time: {format_added_time(run.plan.predicted.extra_ms, run.plan.step_ms)} predicted"
         yield decisions(run.plan)
     if run.proof is not None:
         yield run.proof.text
@@ -111,7 +111,7 @@ def _on_gpu(run: RunRecord) -> tuple[Answer, str]:
     return "open", " ".join(said)
 
 
-def peak_sentence(memory: StepMemory) -> str:
+def describe_peak(memory: StepMemory) -> str:
     """Describe the peak in one sentence: its size, its moment, and its parts."""
     moment = memory.peak_moment
     phase, module = memory.phase_at(moment), memory.module_at(moment)
@@ -121,10 +121,10 @@ def peak_sentence(memory: StepMemory) -> str:
     parts = memory.parts_at(moment)
     freed = -memory.floor_bytes - parts.pop("left from before", 0) if memory.floor_bytes else 0
     less = f", less {format_bytes(freed)} that was there at entry and is freed" if freed else ""
-    return f"The peak is {format_bytes(memory.peak_bytes)}{over}{during}{at}: {parts_in_words(parts)}{less}."
+    return f"The peak is {format_bytes(memory.peak_bytes)}{over}{during}{at}: {describe_parts(parts)}{less}."
 
 
-def parts_in_words(parts: Mapping[str, int]) -> str:
+def describe_parts(parts: Mapping[str, int]) -> str:
     """Describe the largest parts of a total: `412 MiB of activations, 157 MiB of parameters and 80 MiB of everything
     else`.
     """

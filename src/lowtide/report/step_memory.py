@@ -13,8 +13,8 @@ import numpy.typing as npt
 
 from lowtide.memory.events import PHASE, Allocate, Free, Mark
 from lowtide.memory.memory_timeline import Timeline
-from lowtide.planner.inplace_savings import prefix_length_of
-from lowtide.planner.planning import simulator_of
+from lowtide.planner.inplace_savings import find_prefix_length
+from lowtide.planner.planning import get_simulator
 from lowtide.planner.records import Decisions, Profile, Static
 from lowtide.planner.serialization import Record
 from lowtide.planner.simulate.memory_sweep import Sweep
@@ -139,16 +139,16 @@ class StepMemory(Record):
             raise ValueError("moments are not in order")
 
 
-def predicted_memory(profile: Profile, decisions: Decisions | None = None) -> StepMemory:
+def predict_memory(profile: Profile, decisions: Decisions | None = None) -> StepMemory:
     """Return the memory of the step under `decisions`, by default the plain step, as the planner predicts it."""
     own, sweep = swept(profile, decisions or Decisions())
-    columns = _predicted_columns(own, sweep)
+    columns = _predict_columns(own, sweep)
     total = sum(columns.values())
     assert isinstance(total, np.ndarray)
     starts = sorted((at, name) for name, at in own.phases.items())
     moments = _moments(total, [at for at, _ in starts])
-    modules, where = _modules_of(own)
-    tensors = _tensors_of(own, sweep)
+    modules, where = _find_modules(own)
+    tensors = _list_tensors(own, sweep)
     return StepMemory(
         how="predicted",
         n_events=len(total),
@@ -166,12 +166,12 @@ def swept(profile: Profile, decisions: Decisions) -> tuple[Profile, Sweep]:
 
     Returns `profile` with the gradients in place that `decisions` name, and the Sweep, which has these bytes.
     """
-    n = prefix_length_of(profile, decisions.in_place) if decisions.in_place else 0
-    simulator = simulator_of(profile, offload=bool(decisions.offload), in_place=n)
+    n = find_prefix_length(profile, decisions.in_place) if decisions.in_place else 0
+    simulator = get_simulator(profile, offload=bool(decisions.offload), in_place=n)
     return simulator.profile, simulator.sweep(simulator.choice(replace(decisions, in_place=frozenset())))
 
 
-def recorded_memory(
+def read_recorded_memory(
     timeline: Timeline, how: Literal["measured", "estimated"], static: Static | None = None
 ) -> StepMemory:
     """Convert a recorded timeline to the memory of a step.
@@ -195,7 +195,7 @@ def recorded_memory(
     chosen = _chosen(order, order, read.freed_at[order], moments)
     tensors = tuple(
         Tensor(
-            name=_block_name(timeline, events, int(i)),
+            name=_format_block_name(timeline, events, int(i)),
             category=CATEGORIES[read.category[i]],
             bytes=int(read.change[i]),
             first=first,
@@ -262,7 +262,7 @@ def _read(timeline: Timeline, events: Sequence[object]) -> _EventColumns:
 # --- columns
 
 
-def _predicted_columns(profile: Profile, sweep: Sweep) -> dict[str, Ints]:
+def _predict_columns(profile: Profile, sweep: Sweep) -> dict[str, Ints]:
     """Predict the bytes of each category at each position; their sum at the peak is the predicted peak."""
     static, n = profile.static, len(profile.base_bytes)
     gradients = np.array(profile.gradient_bytes, np.int64)
@@ -375,15 +375,15 @@ def _largest(
     )
 
 
-def _tensors_of(profile: Profile, sweep: Sweep) -> tuple[list[tuple[str, str]], Ints, Ints, Ints]:
+def _list_tensors(profile: Profile, sweep: Sweep) -> tuple[list[tuple[str, str]], Ints, Ints, Ints]:
     """Return names, categories, positions and bytes of all storages, then of all recomputed tensors.
 
     The positions are the first at which the tensor is alive, and the first at which it is not.
     """
     labels: dict[int, str] = {}
     for slot in profile.slots:
-        labels.setdefault(slot.value, in_words(slot.label))
-    names = [(in_words(storage.label) or "(outside modules)", storage.category) for storage in profile.storages]
+        labels.setdefault(slot.value, put_in_words(slot.label))
+    names = [(put_in_words(storage.label) or "(outside modules)", storage.category) for storage in profile.storages]
     n_values = len(profile.values)
     for node in sweep.copies.node.tolist():
         if node < n_values:
@@ -403,12 +403,12 @@ def _tensors_of(profile: Profile, sweep: Sweep) -> tuple[list[tuple[str, str]], 
     )
 
 
-def in_words(label: str) -> str:
+def put_in_words(label: str) -> str:
     """Return a label with its autograd node in words: `h.0.act: GeluBackward0 [8, 9]` -> `h.0.act: GELU [8, 9]`."""
     return re.sub(r"\b\w+Backward\d+(?:\+\w+)?", lambda node: operator_name(node[0]), label)
 
 
-def _modules_of(profile: Profile) -> tuple[tuple[str, ...], Ints]:
+def _find_modules(profile: Profile) -> tuple[tuple[str, ...], Ints]:
     """Return module paths, and each position's index to them: the module that runs, or whose saved tensor is read."""
     n = len(profile.base_bytes)
     names: dict[str, int] = {"": 0}
@@ -428,7 +428,7 @@ def _modules_of(profile: Profile) -> tuple[tuple[str, ...], Ints]:
     return tuple(names), where
 
 
-def _block_name(timeline: Timeline, events: Sequence[object], index: int) -> str:
+def _format_block_name(timeline: Timeline, events: Sequence[object], index: int) -> str:
     event = events[index]
     assert isinstance(event, Allocate)
     label = timeline.labels.get(event.block)
@@ -443,7 +443,7 @@ def _module_of(timeline: Timeline, events: Sequence[object], index: int) -> str:
     return (label.module if label else "") or event.op
 
 
-def moments_by_phase(memory: StepMemory, others: Mapping[str, tuple[int, int]]) -> tuple[float, ...]:
+def map_moments_by_phase(memory: StepMemory, others: Mapping[str, tuple[int, int]]) -> tuple[float, ...]:
     """Map each moment of a step to a position on the axis of another step, phase by phase.
 
     Args:

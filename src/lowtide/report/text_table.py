@@ -20,7 +20,7 @@ def made_for(fingerprint: Fingerprint) -> str:
     return f"{fingerprint.model}, batch {fingerprint.batch}, on {fingerprint.device}, torch {fingerprint.torch}"
 
 
-def lever_lines(plan: Plan | Profile) -> list[str]:
+def format_lever_lines(plan: Plan | Profile) -> list[str]:
     """Return a line for each lever that is on; a lever is a change of the step itself that lowers its peak.
 
     For example `lever outputs: of the model's outputs ..., 4 MiB less, at no cost`.
@@ -28,12 +28,12 @@ def lever_lines(plan: Plan | Profile) -> list[str]:
     return [
         f"lever {lever.name}: {lever.what}; "
         + (f"{format_bytes(lever.bytes)} less, " if lever.bytes else "")
-        + (added_time(lever.extra_ms, plan.step_ms) if lever.extra_ms else "at no cost")
+        + (format_added_time(lever.extra_ms, plan.step_ms) if lever.extra_ms else "at no cost")
         for lever in plan.levers
     ]
 
 
-def added_time(extra_ms: float, step_ms: float) -> str:
+def format_added_time(extra_ms: float, step_ms: float) -> str:
     """Format extra time: `+12.5 ms a step (+4.1 %)`; without the share if the plain step was not timed."""
     share = f" ({format_ratio(extra_ms / step_ms, signed=True)})" if step_ms else ""
     return f"+{format_time(extra_ms)} a step{share}"
@@ -50,7 +50,7 @@ _UNTIMED = (
 )
 
 
-def extra_time(plan: Plan) -> str:
+def format_extra_time(plan: Plan) -> str:
     """Format the plan's extra time and its bound: `, +4.1 % time predicted, bound +3.8 %`; empty if unknown."""
     if not plan.step_ms:
         return ""
@@ -89,7 +89,7 @@ _WORD_STARTS = re.compile(r"(?<=[a-z])(?=[A-Z])|(?<=\d)(?=[A-Z][a-z])|(?<=\dD)(?
 _MOST_LISTED = 8
 
 
-def _why_it_fits(plan: Plan) -> str:
+def _explain_fit(plan: Plan) -> str:
     """Explain in a few words why a plan that keeps all saved tensors fits its budget."""
     if plan.levers:
         return "the step fits"
@@ -105,7 +105,7 @@ def decisions(plan: Plan) -> str:
     """
     settings = [] if plan.allows_in_place else ["no gradients in place"]
     if plan.decisions == Decisions():
-        return "; ".join([f"everything is kept: {_why_it_fits(plan)}", *settings])
+        return "; ".join([f"everything is kept: {_explain_fit(plan)}", *settings])
     parts = settings
     if plan.in_place:
         parts.append(f"gradients in place: {', '.join(map(operator_name, plan.in_place))}")

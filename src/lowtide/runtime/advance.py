@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import ReplayMismatch
 from lowtide.runtime import saved_values as values
-from lowtide.runtime.call_arguments import tensors_in_call
+from lowtide.runtime.call_arguments import collect_call_tensors
 from lowtide.runtime.replay import ReplayFrame, one_at_a_time
 from lowtide.runtime.saved_values import Handle, Value, register, registered
-from lowtide.runtime.view_geometry import base_node_and_view
+from lowtide.runtime.view_geometry import find_base_node_and_view
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -53,7 +53,7 @@ class Advance:
 
     def forward(self) -> Tensor:
         """Run the call's forward; return its result, or the base if the result was a view in the first run."""
-        tensor = result_of(self._frame.forward_again(self.operands))
+        tensor = find_result(self._frame.run_forward_again(self.operands))
         if tensor is None:
             raise ReplayMismatch(
                 f"{self._frame.interceptor} did not return a single tensor when it was replayed, as it did in the "
@@ -63,21 +63,21 @@ class Advance:
         return tensor.detach() if self._view is None else tensor.detach().as_strided(*self._view)
 
 
-def result_of(returned: Any) -> Tensor | None:
+def find_result(returned: Any) -> Tensor | None:
     """Return the only returned tensor that needs a gradient; None if there is none or more than one."""
-    results = [tensor for tensor in tensors_in_call((returned,), {}) if tensor.grad_fn is not None]
+    results = [tensor for tensor in collect_call_tensors((returned,), {}) if tensor.grad_fn is not None]
     return results[0] if len(results) == 1 else None
 
 
-def result_node(frame: ReplayFrame, returned: Any) -> tuple[Tensor, Tensor, Node, int] | None:
+def find_result_node(frame: ReplayFrame, returned: Any) -> tuple[Tensor, Tensor, Node, int] | None:
     """Find the result of the call of `frame` in `returned`; return it, its base, and the base's node and output number.
 
     Returns None if there is no single result that needs a gradient, or if the result is an argument of the call.
     """
-    tensor = result_of(returned)
+    tensor = find_result(returned)
     if tensor is None:
         return None
-    base, node, output, _ = base_node_and_view(tensor)
+    base, node, output, _ = find_base_node_and_view(tensor)
     if node is None:
         return None
     value = registered(node, output)
@@ -86,14 +86,14 @@ def result_node(frame: ReplayFrame, returned: Any) -> tuple[Tensor, Tensor, Node
     return tensor, base, node, output
 
 
-def left_to_advance(frame: ReplayFrame, returned: Any, *, replayed: bool) -> Value | None:
+def leave_to_advance(frame: ReplayFrame, returned: Any, *, replayed: bool) -> Value | None:
     """Return a value for the result of `frame`'s call, with a maker that runs the call's forward again.
 
     `returned` is what the call has returned. Returns None if that is impossible, or if the result's value is kept or
     recomputed in another way. The caller holds the value until the readers of the result have handles. `replayed` is
     True if the operands of `frame` are already claimed for its replay.
     """
-    result = result_node(frame, returned)
+    result = find_result_node(frame, returned)
     if result is None:
         return None
     tensor, base, node, output = result

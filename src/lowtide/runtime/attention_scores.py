@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from lowtide._torch.nodes import output_metadata, sequence_number
+from lowtide._torch.nodes import get_output_metadata, sequence_number
 from lowtide.runtime.operand_capture import CaptureSite, here
 from lowtide.runtime.recipes import Recipe
 from lowtide.runtime.recompute import Recompute
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
 
-def added_to_scores(node: Node, name: str) -> tuple[CaptureSite, Value] | None:
+def find_added_mask(node: Node, name: str) -> tuple[CaptureSite, Value] | None:
     """Return attention's additive mask (the site where it was captured, and a value for it) if `node` adds that mask to
     the scores as its operand `name`; else None.
     """
@@ -31,7 +31,7 @@ def added_to_scores(node: Node, name: str) -> tuple[CaptureSite, Value] | None:
         return None
     if sequence_number(node) < attention.first:
         return None
-    scores = output_metadata(node, 0)
+    scores = get_output_metadata(node, 0)
     if attention.mask is None:
         constants = {"shape": scores.shape[-2:], "dtype": scores.dtype, "device": scores.device}
         return attention.place, Value(maker=Recompute(_CAUSAL, (), None, constants, None))
@@ -51,7 +51,7 @@ def _as_numbers(mask: Tensor, *, dtype: torch.dtype) -> Tensor:
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(mask.logical_not(), -torch.inf)
 
 
-def _made_by(function: Callable[..., Tensor], operands: tuple[str, ...], constants: tuple[str, ...]) -> Recipe:
+def _make_mask_recipe(function: Callable[..., Tensor], operands: tuple[str, ...], constants: tuple[str, ...]) -> Recipe:
     return Recipe(
         node="AttentionMask",
         function=function,
@@ -63,5 +63,5 @@ def _made_by(function: Callable[..., Tensor], operands: tuple[str, ...], constan
     )
 
 
-_CAUSAL: Final = _made_by(_causal, (), ("shape", "dtype", "device"))
-_AS_NUMBERS: Final = _made_by(_as_numbers, ("mask",), ("dtype",))
+_CAUSAL: Final = _make_mask_recipe(_causal, (), ("shape", "dtype", "device"))
+_AS_NUMBERS: Final = _make_mask_recipe(_as_numbers, ("mask",), ("dtype",))

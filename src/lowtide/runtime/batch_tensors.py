@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def tensors_in(tree: Any) -> list[Tensor]:
+def collect_tensors(tree: Any) -> list[Tensor]:
     """Return the tensors in a batch or a step's result, also those inside nested lists, tuples, mappings and
     objects.
     """
@@ -42,13 +42,13 @@ def with_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
     def changed(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor):
             return change(leaf)
-        inside = tensors_in(leaf)
+        inside = collect_tensors(leaf)
         return copy.deepcopy(leaf, {id(tensor): change(tensor) for tensor in inside}) if inside else leaf
 
     return tree_map(changed, tree)
 
 
-def in_words(tensors: Iterable[Tensor]) -> str:
+def put_in_words(tensors: Iterable[Tensor]) -> str:
     """Format the tensors' shapes and dtypes: `[8, 1024] int64, [8, 1024] bool`. A nested tensor has the shape of all
     its rows joined.
     """

@@ -42,18 +42,18 @@ lowest bit, and so on.
 """
 
 
-def bits_of(mask: Tensor) -> dict[str, Any]:
+def pack_mask(mask: Tensor) -> dict[str, Any]:
     """Return the arguments with which the recipe `FROM_BITS` restores `mask`. Raises CannotRecompute if it is not a
     mask.
     """
     if not may_be_a_mask(mask):
         raise CannotRecompute("its dtype is not one of masks")
-    bits = room_for_bits(mask)
+    bits = allocate_bits(mask)
     number = 1 if is_fake(mask) else fill(bits, mask)
     return {"bits": bits, "shape": mask.shape, "stride": mask.stride(), "dtype": mask.dtype, "number": number}
 
 
-def signs_of(tensor: Tensor) -> dict[str, Any]:
+def pack_signs(tensor: Tensor) -> dict[str, Any]:
     """Return the arguments with which the recipe `FROM_BITS` gives 1 wherever `tensor` is above 0 or NaN, and 0
     elsewhere.
 
@@ -61,7 +61,7 @@ def signs_of(tensor: Tensor) -> dict[str, Any]:
     """
     if not is_whole(tensor):
         raise CannotRecompute("it is a view of larger memory")
-    bits = room_for_bits(tensor)
+    bits = allocate_bits(tensor)
     if not is_fake(tensor):
         flat = tensor.detach().as_strided((tensor.numel(),), (1,))
         for elements, eighths in _parts(flat):
@@ -77,7 +77,7 @@ def _is_positive(flat: Tensor) -> Tensor:
     return torch.from_numpy(np.logical_not(is_not, out=is_not))
 
 
-def room_for_bits(tensor: Tensor) -> Tensor:
+def allocate_bits(tensor: Tensor) -> Tensor:
     """Return an uninitialized tensor of bytes, with one bit for each element of `tensor`. Raises TooSmall if `tensor`
     is so small that packing it would save hardly any memory.
     """
@@ -111,7 +111,7 @@ def fill(bits: Tensor, mask: Tensor) -> int:
     numbers, into = _read(flat.view(_INTEGERS[mask.element_size()])), AS_ARRAY(bits)
     for elements, eighths in _parts(flat):
         part = numbers[elements]
-        number = number or _first_number(part[:64]) or _first_number(part)
+        number = number or _find_first_number(part[:64]) or _find_first_number(part)
         stays = part == number if number else part != 0  # only zeros so far
         if np.count_nonzero(stays) != np.count_nonzero(part):
             raise CannotRecompute("it has more than two values")
@@ -130,7 +130,7 @@ def _read(tensor: Tensor) -> NDArray[Any]:
     return np.from_dlpack(tensor)
 
 
-def _first_number(part: NDArray[Any]) -> int:
+def _find_first_number(part: NDArray[Any]) -> int:
     """Return the first element of `part` that is not 0; 0 if there is none."""
     return int(part[(part != 0).argmax()])
 

@@ -25,7 +25,7 @@ _OF_TORCH: Final = {
 }
 
 
-def in_hooks(pack: Callable[..., Any]) -> str:
+def describe_hooked_calls(pack: Callable[..., Any]) -> str:
     """Describe calls whose saved tensors go to `pack`, a pack hook that is not Lowtide's, and state a remedy."""
     name = getattr(pack, "__qualname__", type(pack).__qualname__)
     return _OF_TORCH.get(name.partition(".")[0]) or (

@@ -26,7 +26,7 @@ import torch
 from lowtide._torch.pytree import SUPPORTED_NODES
 from lowtide._torch.tensors import base_of
 from lowtide.runtime.exposed_memory import EXPOSED
-from lowtide.runtime.view_geometry import base_node_and_view
+from lowtide.runtime.view_geometry import find_base_node_and_view
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -86,12 +86,12 @@ class Arguments:
         self.handles = (*map(hold, tensors),)
         self._values = {}
         for tensor, handle in zip(tensors, self.handles, strict=True):
-            self._values[id(tensor if base_of(tensor) is None else base_node_and_view(tensor)[0])] = handle.value
+            self._values[id(tensor if base_of(tensor) is None else find_base_node_and_view(tensor)[0])] = handle.value
         self._grads = [*map(_REQUIRES_GRAD, tensors)]
         self.devices = None if all(map(_IS_CPU, tensors)) else {tensor.device for tensor in tensors}
         """Devices of the tensors; None if that is the CPU alone."""
 
-    def value_of(self, base: Tensor) -> Value | None:
+    def find_value(self, base: Tensor) -> Value | None:
         """Return the value of `base` if it, or a view of it, was passed to the call in progress, and has not been
         modified since; else None.
         """
@@ -125,7 +125,7 @@ class Arguments:
         return tuple(things[:n_args]), dict(zip(self._names, things[n_args:], strict=True))
 
 
-def tensors_in_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+def collect_call_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
     """Return the tensors in a call's arguments, also inside containers and objects, each once, in order."""
     things = (*args, *kwargs.values())
     if _FLAT.issuperset(map(type, things)):  # most calls get no containers
@@ -264,7 +264,7 @@ class _PartBuilder:
             return inputs.filled(key, base.__new__(kind), fill)
 
         is_simple = base in (object, SimpleNamespace) and all(isinstance(part, _AsItIs) for part in named.values())
-        return _unless_changed(thing, attributes, build) if is_simple and not holds_tensors else build
+        return _make_part_unless_changed(thing, attributes, build) if is_simple and not holds_tensors else build
 
 
 class _AsItIs:
@@ -279,7 +279,7 @@ class _AsItIs:
         return self.thing
 
 
-def _unless_changed(thing: Any, attributes: dict[str, Any], build: Part) -> Part:
+def _make_part_unless_changed(thing: Any, attributes: dict[str, Any], build: Part) -> Part:
     """Return a function that returns `thing` itself while its attributes are unchanged, else the result of `build`.
 
     Identity matters: other code may compare objects with `thing`. The function refers to `thing` weakly, because

@@ -19,16 +19,16 @@ from lowtide._torch.fake_modes import is_fake
 from lowtide._torch.modes import set_grad_enabled
 from lowtide._torch.modules import bind_cached_weights, cached_weights, n_parametrization_caches
 from lowtide._torch.pytree import tree_leaves
-from lowtide._torch.tensors import as_kind, is_plain, storage_id
+from lowtide._torch.tensors import as_kind, get_storage_id, is_plain
 from lowtide.runtime import exposed_memory
 from lowtide.runtime import module_hooks as hooks
 from lowtide.runtime.compute_modes import compute_modes, restore_modes
-from lowtide.runtime.fsdp_scopes import units_in
+from lowtide.runtime.fsdp_scopes import find_units
 from lowtide.runtime.known_modules import KnownModules, bindings, can_be_known, rebind
 from lowtide.runtime.module_attributes import Attributes
 from lowtide.runtime.random_states import RandomStates, with_generators
 from lowtide.runtime.tensor_writers import Overwritten
-from lowtide.runtime.uncopied_tensors import TENSOR_OF, VERSION_OF, Place, UncopiedTensors, places_of
+from lowtide.runtime.uncopied_tensors import TENSOR_OF, VERSION_OF, Place, UncopiedTensors, find_places
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -62,7 +62,7 @@ class MutableState:
 
     def __init__(self, module: nn.Module) -> None:
         self.modules = tuple(module.modules())
-        self.units = tuple(units_in(self.modules))
+        self.units = tuple(find_units(self.modules))
         """Modules whose parameters are different tensors while they run."""
         self.gpus = with_generators(tensor.device for tensor in (*module.parameters(), *module.buffers()))
         attributes = (item for part in self.modules for item in vars(part).values())
@@ -183,7 +183,7 @@ class CallContext:
 
     def _places(self) -> Iterator[Place]:
         """Yield the parameters, and the buffers that are not copied."""
-        return places_of(self.mutable_state.modules, self.buffers, only_plain=bool(self.mutable_state.units))
+        return find_places(self.mutable_state.modules, self.buffers, only_plain=bool(self.mutable_state.units))
 
     def learn(self) -> None:
         """Record the end of the call. Large buffers that the first call did not write to are not copied for later
@@ -210,7 +210,7 @@ class CallContext:
         """Return the name of a buffer that this call wrote to, and that was not copied because the first call left it
         alone; None if there is none.
         """
-        name = self.uncopied.written_buffer()
+        name = self.uncopied.find_written_buffer()
         if name is not None:
             self.mutable_state.forget()
         return name
@@ -224,9 +224,9 @@ class CallContext:
 
     def storages(self) -> Iterator[int]:
         """Yield the ids of the storages that a replay reads again, including those of tensors that `learn` may add."""
-        yield from (storage_id(tensor) for _, _, tensor in self.uncopied.places)
-        yield from (storage_id(buffer) for buffer, _, _ in self.buffers.values())
-        yield from map(storage_id, self.attributes.held())
+        yield from (get_storage_id(tensor) for _, _, tensor in self.uncopied.places)
+        yield from (get_storage_id(buffer) for buffer, _, _ in self.buffers.values())
+        yield from map(get_storage_id, self.attributes.held())
 
     @property
     def tensors(self) -> Iterator[Tensor]:

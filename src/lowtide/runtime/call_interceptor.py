@@ -26,7 +26,7 @@ from lowtide._torch.compiled_code import (
 )
 from lowtide._torch.modules import CALL, without_function_mode
 from lowtide.runtime.call_context import MutableState
-from lowtide.runtime.class_calls import intercept_calls, past_fronts
+from lowtide.runtime.class_calls import bypass_fronts, intercept_calls
 from lowtide.runtime.module_changes import AsPlanned
 from lowtide.runtime.operand_capture import OperandCapture
 
@@ -88,8 +88,8 @@ class CallInterceptor:
         while isinstance(first, OuterInterceptor):
             last, first = first, first.before
         self.before: Callable[..., Any] | None = first
-        own = _used(first, self.module) or past_fronts(self.module)
-        self.inner = outside_capture(own) if self.is_compiled else own
+        own = _used(first, self.module) or bypass_fronts(self.module)
+        self.inner = wrap_outside_capture(own) if self.is_compiled else own
         if last is None:
             self.module.__dict__[CALL] = self
         else:
@@ -126,7 +126,7 @@ class CallInterceptor:
             if (
                 isinstance(caller, nn.Module) and caller is not self.module
             ):  # a replica made by nn.DataParallel, which copies all attributes
-                return past_fronts(caller)(*args, **kwargs)
+                return bypass_fronts(caller)(*args, **kwargs)
         # the call is of the model, or of a part that the step calls directly
         return self.engine.begin(self, args, kwargs)
 
@@ -147,7 +147,7 @@ class OuterInterceptor:
         self.module, self.around, self.owner = module, around, owner
         self._thread = threading.get_ident()
         self.before: Callable[..., Any] | None = module.__dict__.get(CALL)
-        self.inner: Callable[..., Any] = _used(self.before, module) or past_fronts(module)
+        self.inner: Callable[..., Any] = _used(self.before, module) or bypass_fronts(module)
         module.__dict__[CALL] = self
         self._own_calls = intercept_calls([module])
 
@@ -168,7 +168,7 @@ class OuterInterceptor:
         if threading.get_ident() != self._thread:
             caller = sys._getframe(1).f_locals.get("self")
             if isinstance(caller, nn.Module) and caller is not self.module:  # a replica, as in CallInterceptor
-                return past_fronts(caller)(*args, **kwargs)
+                return bypass_fronts(caller)(*args, **kwargs)
         return self.around(self.inner, args, kwargs)
 
 
@@ -273,7 +273,7 @@ def _used(front: Callable[..., Any] | None, module: nn.Module) -> Callable[..., 
     return None if compiles_nothing(front, module) else front
 
 
-def outside_capture(compiled: Callable[..., Any]) -> Callable[..., Any]:
+def wrap_outside_capture(compiled: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that runs compiled code outside `OperandCapture`, under which torch would recompile it."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -290,7 +290,7 @@ def pass_on(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     return inner(*args, **kwargs)
 
 
-def interceptors_of(module: nn.Module) -> Iterator[CallInterceptor | OuterInterceptor]:
+def find_interceptors(module: nn.Module) -> Iterator[CallInterceptor | OuterInterceptor]:
     """Yield the interceptors in front of `module`, the outermost first."""
     front = module.__dict__.get(CALL)
     while isinstance(front, CallInterceptor | OuterInterceptor):
@@ -300,7 +300,7 @@ def interceptors_of(module: nn.Module) -> Iterator[CallInterceptor | OuterInterc
 
 def owners(module: nn.Module) -> Iterator[object]:
     """Yield the owners of the `OuterInterceptor`s in front of `module`."""
-    handlers = (front for front in interceptors_of(module) if isinstance(front, OuterInterceptor))
+    handlers = (front for front in find_interceptors(module) if isinstance(front, OuterInterceptor))
     return (handler.owner for handler in handlers if handler.owner is not None)
 
 

@@ -7,7 +7,7 @@ import re
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
-from lowtide.runtime.call_arguments import tensors_in_call
+from lowtide.runtime.call_arguments import collect_call_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,9 +19,9 @@ Shapes = tuple[tuple[int, ...], ...]
 """Shapes of all tensors passed to a call, in order."""
 
 
-def shapes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
+def list_shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
     """Return the shapes of a call's tensors, as `shapes_among` does."""
-    return shapes_among(tensors_in_call(args, kwargs))
+    return shapes_among(collect_call_tensors(args, kwargs))
 
 
 def shapes_among(tensors: list[Tensor]) -> Shapes:
@@ -31,8 +31,8 @@ def shapes_among(tensors: list[Tensor]) -> Shapes:
     return tuple(filter(None, map(_SHAPE, tensors)))
 
 
-def shapes_in(words: str) -> Shapes:
-    """Parse the shapes in a text such as `[8, 1024] int64, [8] float32`, which `batch_tensors.in_words` writes."""
+def parse_shapes(words: str) -> Shapes:
+    """Parse the shapes in a text such as `[8, 1024] int64, [8] float32`, which `batch_tensors.put_in_words` writes."""
     return tuple(tuple(int(size) for size in re.findall(r"\d+", shape)) for shape in re.findall(r"\[(.+?)\]", words))
 
 
@@ -61,9 +61,9 @@ def have_one_form(one: Shapes, other: Shapes) -> bool:
     return [len(shape) for shape in one] == [len(shape) for shape in other]
 
 
-def elements_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def count_elements_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     """Return the total number of elements of a call's tensors, except 0-dimensional and nested ones."""
-    return elements(shapes_of(args, kwargs))
+    return elements(list_shapes(args, kwargs))
 
 
 def elements(shapes: Shapes) -> int:

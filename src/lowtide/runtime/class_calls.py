@@ -14,13 +14,13 @@ from typing import Any
 
 from torch import nn
 
-from lowtide._torch.modules import CALL, original_call
+from lowtide._torch.modules import CALL, get_original_call
 from lowtide._torch.patching import original, replace_function
 
 _ONWARD = {"__call__", "_call_impl", "_wrapped_call_impl"}
 
 
-def class_of_call(module: nn.Module) -> type | None:
+def find_call_class(module: nn.Module) -> type | None:
     """Return the class that defines a `__call__` for `module` which bypasses torch's; None if torch's is used."""
     for base in type(module).__mro__:
         if _is_torchs(base):
@@ -30,7 +30,7 @@ def class_of_call(module: nn.Module) -> type | None:
     return None
 
 
-def classes_of_calls() -> set[type]:
+def find_call_classes() -> set[type]:
     """Return the module classes, among those defined so far, that define their own `__call__`."""
     classes: set[type] = set()
     pending: list[type] = [nn.Module]
@@ -56,7 +56,7 @@ def intercept_calls(modules: Iterable[nn.Module]) -> list[Callable[[], None]]:
 
     Returns functions, each of which undoes this for one class.
     """
-    kinds = {kind for module in modules if (kind := class_of_call(module)) is not None}
+    kinds = {kind for module in modules if (kind := find_call_class(module)) is not None}
     asked = functools.partial(functools.partial, _ask_first)
     return [replace_function(kind, "__call__", asked, innermost=True) for kind in kinds]
 
@@ -66,7 +66,7 @@ def _ask_first(plain: Callable[..., Any], module: nn.Module, /, *args: Any, **kw
     return plain(module, *args, **kwargs) if front is None else front(*args, **kwargs)
 
 
-def past_fronts(module: nn.Module) -> Callable[..., Any]:
+def bypass_fronts(module: nn.Module) -> Callable[..., Any]:
     """Return a function that calls `module` and bypasses the interceptors in its attribute CALL."""
-    kind = class_of_call(module)
-    return original_call(module) if kind is None else functools.partial(original(kind, "__call__"), module)
+    kind = find_call_class(module)
+    return get_original_call(module) if kind is None else functools.partial(original(kind, "__call__"), module)

@@ -27,12 +27,12 @@ class CompositeModel(nn.Module):
         self._parameters.update((f"alone{number}", parameter) for number, parameter in enumerate(self.alone))  # type: ignore[misc]
         count: Counter[str] = Counter()
         for module in modules:
-            name = name_of(module)
+            name = find_name(module)
             count[name] += 1
             self.add_module(name if count[name] == 1 else f"{name}{count[name]}", module)
 
 
-def name_of(model: nn.Module) -> str:
+def find_name(model: nn.Module) -> str:
     """Return the name of the model's class; for a `CompositeModel`, the names of its parts."""
     if type(model) is CompositeModel:
         *others, last = model._modules

@@ -14,7 +14,7 @@ from lowtide.runtime.saved_values import native
 _FLASH, _EFFICIENT, _MATH, _CUDNN = (enabled for enabled, _ in ATTENTION_KERNELS.values())
 
 
-def _modes_in_python(kinds: tuple[str, ...]) -> list[Any]:
+def _read_modes_in_python(kinds: tuple[str, ...]) -> list[Any]:
     """Return the kernels that attention may use, and autocast's cache, flag and dtype for the `kinds` of devices."""
     modes = [(_FLASH(), _EFFICIENT(), _MATH(), _CUDNN()), torch.is_autocast_cache_enabled()]
     for kind in kinds:
@@ -22,7 +22,7 @@ def _modes_in_python(kinds: tuple[str, ...]) -> list[Any]:
     return modes
 
 
-compute_modes: Callable[[tuple[str, ...]], list[Any]] = _modes_in_python if native is None else native.modes
+compute_modes: Callable[[tuple[str, ...]], list[Any]] = _read_modes_in_python if native is None else native.modes
 
 
 def restore_modes(modes: list[Any], kinds: tuple[str, ...], undo: list[Callable[[], object]]) -> None:

@@ -24,10 +24,10 @@ from lowtide._torch.modules import CALL
 from lowtide._torch.privateuse1 import without_overrides
 from lowtide.errors import LowtideError
 from lowtide.runtime import saved_values as values
-from lowtide.runtime.bypassed_calls import IN_TRANSFORM, in_hooks
+from lowtide.runtime.bypassed_calls import IN_TRANSFORM, describe_hooked_calls
 from lowtide.runtime.call_interceptor import CallInterceptor, OuterInterceptor
-from lowtide.runtime.call_shapes import elements_in
-from lowtide.runtime.fingerprint import place_of
+from lowtide.runtime.call_shapes import count_elements_in
+from lowtide.runtime.fingerprint import find_device
 from lowtide.runtime.forward_pass import CallHandler, ForwardPass, paused, pausing
 from lowtide.runtime.inplace_gradients import InPlacePermission, check_writable
 from lowtide.runtime.learnt_slots import LearntSlots
@@ -147,7 +147,7 @@ class Engine:
                 return interceptor.inner(*args, **kwargs)
         hooks = saved_tensor_hooks() or (None if paused.pack is None else (paused.pack, unpack))
         if hooks is not None:
-            self.packer.bypassed = in_hooks(hooks[0])
+            self.packer.bypassed = describe_hooked_calls(hooks[0])
             if self.does_anything and hooks[1] is not unpack:  # hooks that are not those of a plan on an outer model
                 self.messages.say(
                     f"{interceptor} was called inside other saved-tensor hooks (torch.utils.checkpoint or "
@@ -167,14 +167,14 @@ class Engine:
         """Call the model, or a part of it, with hooks if `plan` changes anything about saved tensors."""
         if self.keeps_all(plan):
             return self._run_as_without_plan(interceptor, args, kwargs)
-        is_probed = values.observer_of(self) is not None
+        is_probed = values.find_observer(self) is not None
         if self.packer.learns_again and not is_probed:
             self.packer.learns_again = False
             self.learning.learn_again(plan)
         needed = None if is_probed else self.learning.needed(plan)
         learns = self.learning.is_possible and not is_probed and not self.packer.builder.owners.sharded
         run = ForwardPass(self, plan, needed, learns=learns)
-        n_elements = elements_in(args, kwargs)
+        n_elements = count_elements_in(args, kwargs)
         run.has_room = interceptor.module is self.model and self.has_room(plan, n_elements)
         first = self._n_calls.get((plan, interceptor))
         if first is not None and first[0] == n_elements:
@@ -249,8 +249,8 @@ class Engine:
                 )
             front = front.before
         if self.is_measured or any(self.in_place):
-            device = place_of(self.model).type
-            writing = InPlacePermission(device, self.wrote_in_place, alone=self.is_measured)
+            device = find_device(self.model).type
+            writing = InPlacePermission(device, self.report_write_in_place, alone=self.is_measured)
             if nodes := {node for each in self.in_place for node in each}:
                 check_writable(device, nodes)
             if self.is_measured:
@@ -261,9 +261,9 @@ class Engine:
         self._n_calls.clear()
         self.interceptors.install(self)
 
-    def wrote_in_place(self, node: str, n_bytes: int) -> None:
+    def report_write_in_place(self, node: str, n_bytes: int) -> None:
         """Notify the observer, if any, that a node named `node` will write its result over its incoming gradient."""
-        if (observer := values.observer_of(self)) is not None:
+        if (observer := values.find_observer(self)) is not None:
             observer.on_write_in_place(node, n_bytes)
 
     def remove(self) -> None:

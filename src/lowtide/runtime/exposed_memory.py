@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lowtide._torch.fake_modes import is_fake
-from lowtide._torch.tensors import is_plain, storage_id, storage_number
+from lowtide._torch.tensors import get_storage_id, get_storage_number, is_plain
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -43,17 +43,17 @@ class Contents:
     __slots__ = ("_sum", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.version, self._sum = tensor._version, _sum_of(tensor)
+        self.version, self._sum = tensor._version, _compute_checksum(tensor)
 
     def are_in(self, tensor: Tensor) -> bool:
         """Return True if `tensor` has the recorded version and checksum."""
-        return tensor._version == self.version and bool(self._sum == _sum_of(tensor))
+        return tensor._version == self.version and bool(self._sum == _compute_checksum(tensor))
 
 
 def note_alias(data: Tensor) -> None:
     """Record the memory of `data`, which `tensor.data` has returned, as exposed while `data` is alive."""
     global n_exposures
-    key, storage = id(data), storage_id(data)
+    key, storage = id(data), get_storage_id(data)
 
     def forget(_: object) -> None:
         global n_exposures
@@ -86,10 +86,10 @@ def is_exposed(tensor: Tensor) -> bool:
         return False
     if not storage.resizable():
         return tensor.device.type == "cpu" and is_plain(tensor)
-    return bool(n_aliases) and storage_number(storage) in n_aliases
+    return bool(n_aliases) and get_storage_number(storage) in n_aliases
 
 
-def _sum_of(tensor: Tensor) -> Any:
+def _compute_checksum(tensor: Tensor) -> Any:
     """Return a checksum of the tensor's memory; 0 if the memory can't be read. On a GPU the checksum is a tensor, so
     that the host need not wait.
     """

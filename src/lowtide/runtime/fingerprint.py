@@ -11,8 +11,8 @@ import torch
 from lowtide._torch.compiled_code import is_compiled
 from lowtide.errors import StalePlan
 from lowtide.planner.records import Fingerprint
-from lowtide.runtime.batch_tensors import in_words, tensors_in
-from lowtide.runtime.call_shapes import no_larger, shapes_in
+from lowtide.runtime.batch_tensors import collect_tensors, put_in_words
+from lowtide.runtime.call_shapes import no_larger, parse_shapes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -25,7 +25,7 @@ def fingerprint(model: nn.Module, batch: Any) -> Fingerprint:
     return Fingerprint(
         torch=torch.__version__.partition("+")[0],
         model=model_signature(model),
-        batch=in_words(tensors_in(batch)),
+        batch=put_in_words(collect_tensors(batch)),
         device=device_of(model),
     )
 
@@ -49,11 +49,11 @@ def check_made_for(
         raise StalePlan(f"this {what} is not for this {name}: {again}.", differences=differences)
 
 
-def differences_from(made: Fingerprint, current: Fingerprint) -> tuple[str, ...]:
+def describe_differences(made: Fingerprint, current: Fingerprint) -> tuple[str, ...]:
     """Describe the differences between `made`, for which a plan was made, and `current`; a smaller batch does not
     count.
     """
-    is_smaller = no_larger(shapes_in(current.batch), shapes_in(made.batch))
+    is_smaller = no_larger(parse_shapes(current.batch), parse_shapes(made.batch))
     return made.differences(replace(current, batch=made.batch) if is_smaller else current)
 
 
@@ -73,9 +73,9 @@ def model_signature(model: nn.Module) -> str:
 
 def device_of(model: nn.Module) -> str:
     """Return the type of the device that the model's first parameter is on, for which a plan is made."""
-    return place_of(model).type
+    return find_device(model).type
 
 
-def place_of(model: nn.Module) -> torch.device:
+def find_device(model: nn.Module) -> torch.device:
     """Return the device of the model's first parameter, such as `cuda:1`, where memory and time are measured."""
     return next((p.device for p in model.parameters()), torch.device("cpu"))

@@ -23,7 +23,7 @@ from lowtide._torch.modes import (
     saved_tensor_hooks_off,
 )
 from lowtide.runtime import saved_values as values
-from lowtide.runtime.advance import left_to_advance
+from lowtide.runtime.advance import leave_to_advance
 from lowtide.runtime.offload import OffloadQueue
 from lowtide.runtime.operand_capture import CaptureSite, OperandCapture
 from lowtide.runtime.plan_table import NO_ACTIONS, Actions
@@ -139,7 +139,7 @@ class ForwardPass:
         self.learnt: list[tuple[CallInterceptor, CallScope]] | None = [] if learns else None
         """Calls whose needed saved tensors are learnt."""
         self.last_packed: Callable[[], Handle | None] = lambda: None
-        self.observer = values.observer_of(engine)
+        self.observer = values.find_observer(engine)
         self.pack = make_pack_hook(self)
         self.idle = NO_INTERCEPTORS if needed is None else needed.idle
         self.has_hooks = False
@@ -252,7 +252,7 @@ class ForwardPass:
         finally:
             self.is_capturing = False
 
-    def site_of_numbers(self) -> CaptureSite:
+    def get_site_of_numbers(self) -> CaptureSite:
         """Return the capture site of the call in progress, which all numbers captured in the call share."""
         scope = self.scope
         assert scope is not None
@@ -273,13 +273,13 @@ class ForwardPass:
         value = self.packer.unrecorded(place, operand)
         if value is not None:
             scope.held.append(value)
-        if (observer := values.observer_of(self.engine)) is not None:
+        if (observer := values.find_observer(self.engine)) is not None:
             observer.on_capture(place, operand)
         return place, value
 
-    def sized_by_contents(self, operator: str) -> None:
+    def report_sized_by_contents(self, operator: str) -> None:
         """Report to the observer, if any, an operator whose memory depends on the contents of a tensor."""
-        if (observer := values.observer_of(self.engine)) is not None:
+        if (observer := values.find_observer(self.engine)) is not None:
             observer.on_sized_by_contents(operator)
 
     def run_replayable(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -311,7 +311,7 @@ class ForwardPass:
             frame.close()
         if frame.call_context.uncopied.summed:
             frame.check_buffers()
-        if advance and (value := left_to_advance(frame, result, replayed=replay)) is not None:
+        if advance and (value := leave_to_advance(frame, result, replayed=replay)) is not None:
             self.results.append(value)
         return result
 

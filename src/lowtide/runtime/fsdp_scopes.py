@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING
 
-from lowtide._torch.fsdp import as_in_backward, shard_groups
+from lowtide._torch.fsdp import as_in_backward, find_shard_groups
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -22,15 +22,15 @@ APART = (
 )
 
 
-def units_in(modules: Iterable[nn.Module]) -> list[nn.Module]:
+def find_units(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the modules that `fully_shard` was called on."""
     fsdp = sys.modules.get("torch.distributed.fsdp")  # not imported here: that takes a second
     return [] if fsdp is None else [module for module in modules if isinstance(module, fsdp.FSDPModule)]
 
 
-def own_parameters(model: nn.Module) -> list[Tensor]:
+def list_own_parameters(model: nn.Module) -> list[Tensor]:
     """Return the parameters of a model that an optimizer updates: the shards, even while modules have them gathered."""
-    groups = (group for unit in units_in(model.modules()) for group in shard_groups(unit))
+    groups = (group for unit in find_units(model.modules()) for group in find_shard_groups(unit))
     sharded = {key: shard for group in groups for key, shard in group.sharded_by_gathered.items()}
     return [sharded.get(id(parameter), parameter) for parameter in model.parameters()]
 
@@ -49,7 +49,7 @@ def run_again(units: Iterable[nn.Module]) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         for unit in units:
-            if not all(group.is_gathered for group in shard_groups(unit)):
+            if not all(group.is_gathered for group in find_shard_groups(unit)):
                 raise RuntimeError(APART.format(type(unit).__name__))
             stack.enter_context(as_in_backward(unit))
         yield

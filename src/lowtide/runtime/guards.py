@@ -13,15 +13,15 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowtide._torch.compiled_code import called_between_graphs
-from lowtide._torch.optim import parameters_of
-from lowtide.runtime.batch_tensors import in_words
-from lowtide.runtime.call_arguments import tensors_in_call
+from lowtide._torch.optim import list_parameters
+from lowtide.runtime.batch_tensors import put_in_words
+from lowtide.runtime.call_arguments import collect_call_tensors
 from lowtide.runtime.call_interceptor import OuterInterceptor, pass_on
-from lowtide.runtime.call_shapes import Shapes, elements, no_larger, shapes_among, shapes_in
-from lowtide.runtime.composite_model import name_of
-from lowtide.runtime.fingerprint import place_of
+from lowtide.runtime.call_shapes import Shapes, elements, no_larger, parse_shapes, shapes_among
+from lowtide.runtime.composite_model import find_name
+from lowtide.runtime.fingerprint import find_device
 from lowtide.runtime.known_calls import KnownCalls
-from lowtide.runtime.live_optimizers import is_of, optimizers_of, state_bytes
+from lowtide.runtime.live_optimizers import find_optimizers, is_of, state_bytes
 from lowtide.runtime.plan_messages import MEASURED
 from lowtide.units import format_bytes
 
@@ -68,7 +68,7 @@ class PlanGuard:
     ) -> None:
         self._model, self._plan, self._say, self._on_outgrown, self._on_changed = model, plan, say, outgrown, changed
         self._calls = calls or KnownCalls()
-        self._known = [shapes_in(words) for words in plan.input_shapes]
+        self._known = [parse_shapes(words) for words in plan.input_shapes]
         self._fitting: set[Shapes] = set()
         """Shapes of calls that have been found to be no larger than in the rehearsal."""
         named = dict(model.named_modules())
@@ -76,7 +76,7 @@ class PlanGuard:
         self._children = [module._modules for module in named.values()]
         self._planned_children = [dict(children) for children in self._children]
         self._parameters = [module._parameters for module in named.values()]
-        self._n_trained = self._n_now() + self._n_paused()
+        self._n_trained = self._count_trained() + self._count_paused()
         self._most = max(map(elements, self._known), default=0)
         self._is_over = False
         self._front = OuterInterceptor(model, self._around, owner)
@@ -87,22 +87,22 @@ class PlanGuard:
         """
         if self._is_over:
             return
-        tensors = tensors_in_call(args, kwargs)
+        tensors = collect_call_tensors(args, kwargs)
         shapes = shapes_among(tensors)
         if self._calls.n_planned:
             self._calls.see(self._model, tensors, args, kwargs, part)
         if shapes not in self._fitting and not self._fits(shapes):
-            given, planned = in_words(tensors), " and for ".join(self._plan.input_shapes)
+            given, planned = put_in_words(tensors), " and for ".join(self._plan.input_shapes)
             what = f"was given {given}, and the plan is for {planned}"
             if elements(shapes) > self._most and self._on_outgrown(what):
                 self._stop()
             else:
                 self._warn(what)
         elif (
-            self._ids_now() != self._ids or any(map(_REQUIRES_GRAD, self._frozen))
-        ) and self._n_now() > self._n_trained:
+            self._list_parameter_ids() != self._ids or any(map(_REQUIRES_GRAD, self._frozen))
+        ) and self._count_trained() > self._n_trained:
             self._report_change(
-                f"has {self._n_now()} parameters that are trained, and the plan is for {self._n_trained}"
+                f"has {self._count_trained()} parameters that are trained, and the plan is for {self._n_trained}"
             )
         elif self._children != self._planned_children and (path := self._replaced()) is not None:
             self._report_change(f"has another module at {path}, where the plan is for the one that it had")
@@ -134,23 +134,23 @@ class PlanGuard:
             self._fitting.add(shapes)
         return True
 
-    def _ids_now(self) -> list[int]:
+    def _list_parameter_ids(self) -> list[int]:
         """Return the ids of the parameters, without a call of a Python function for each parameter."""
         return [*map(id, itertools.chain.from_iterable(map(_VALUES, self._parameters)))]
 
-    def _n_now(self) -> int:
+    def _count_trained(self) -> int:
         """Count the parameters that are trained; record the ids of all parameters, and the frozen parameters."""
         held = [p for parameters in self._parameters for p in parameters.values() if p is not None]
-        self._ids, self._frozen = self._ids_now(), [p for p in held if not p.requires_grad]
+        self._ids, self._frozen = self._list_parameter_ids(), [p for p in held if not p.requires_grad]
         return len({id(p) for p in held if p.requires_grad})
 
-    def _n_paused(self) -> int:
+    def _count_paused(self) -> int:
         """Count parameters that optimizers have updated and that are frozen now, such as a critic's while the actor
         trains.
         """
         if not self._frozen:
             return 0
-        updated = {id(p) for optimizer in optimizers_of(self._model) for p in optimizer.state}
+        updated = {id(p) for optimizer in find_optimizers(self._model) for p in optimizer.state}
         return len(updated & set(map(id, self._frozen)))
 
     def _replaced(self) -> str | None:
@@ -173,7 +173,7 @@ class PlanGuard:
             "" if self._plan.fallback is None else ", though larger batches run under the plan with the smallest peak"
         )
         self._say(
-            f"{name_of(self._model)} {what}: the peak may be above the budget{saving}. Plan for the largest "
+            f"{find_name(self._model)} {what}: the peak may be above the budget{saving}. Plan for the largest "
             "batch (in a script, let it come first), and for the model as it is trained."
         )
 
@@ -184,7 +184,7 @@ STATE_LOOKS = 2
 """Number of updates by each optimizer of a model after which its state is measured; the first one creates the state."""
 
 
-def more_state(
+def watch_state_growth(
     model: nn.Module, plan: Plan, say: Callable[[str], None], is_taken: Callable[[], bool] = lambda: False
 ) -> RemovableHandle:
     """Warn once, through `say`, if optimizers of the model have more bytes of state after an update than the plan
@@ -207,19 +207,19 @@ def more_state(
             return  # of L-BFGS a note has said how its state grows
         looks[weakref.ref(optimizer)] = n_looks + 1
         mine = [o for look in looks if (o := look()) is not None and is_of(model, o)]
-        if optimizer in mine and (more_bytes := state_bytes(mine, place_of(model)) - counted_bytes) > 0:
+        if optimizer in mine and (more_bytes := state_bytes(mine, find_device(model)) - counted_bytes) > 0:
             is_said = True
             advice = MEASURED if is_taken() else SMALLER
             say(
-                f"{type(optimizer).__name__} updates {name_of(model)}, whose optimizers have "
+                f"{type(optimizer).__name__} updates {find_name(model)}, whose optimizers have "
                 f"{format_bytes(more_bytes)} more state than is in the plan, for parameters that rehearsed steps did "
                 f"not update: the peak may be above the budget by as much. {advice}"
             )
 
-    return _while_alive(model, register_optimizer_step_post_hook(updated))
+    return _expire_with(model, register_optimizer_step_post_hook(updated))
 
 
-def _while_alive(obj: object, hook: RemovableHandle) -> RemovableHandle:
+def _expire_with(obj: object, hook: RemovableHandle) -> RemovableHandle:
     """Return `hook`, after arranging that it expires when `obj` is freed: torch keeps global optimizer hooks for the
     whole process.
     """
@@ -264,7 +264,7 @@ def watch_bypass(engine: Engine, say: Callable[[str], None]) -> RemovableHandle:
         if engine is None or not looks:
             return
         trained = {id(p) for p in engine.model.parameters() if p.grad is not None}
-        if not any(id(p) in trained for p in parameters_of(optimizer)):
+        if not any(id(p) in trained for p in list_parameters(optimizer)):
             return
         looks -= 1
         unseen[key] = unseen[key] + 1 if engine.n_runs == known.get(key, 0) else 0
@@ -282,4 +282,4 @@ def watch_bypass(engine: Engine, say: Callable[[str], None]) -> RemovableHandle:
                 "Compile blocks in their place before they are planned for (block.compile())."
             )
 
-    return _while_alive(engine, register_optimizer_step_post_hook(updated))
+    return _expire_with(engine, register_optimizer_step_post_hook(updated))

@@ -27,7 +27,7 @@ _PYTHONS_WORDS: Final = struct.Struct("=i624I")
 """Layout of RandomObject: the position in its 624 numbers, and these (Modules/_randommodule.c, 3.2 to 3.14)."""
 
 
-def _pythons_memory() -> ctypes.Array[ctypes.c_char] | None:
+def _find_pythons_memory() -> ctypes.Array[ctypes.c_char] | None:
     """Return the memory of Python's random generator; None if its contents do not match `random.getstate()`."""
     if type(_PYTHONS).__base__.__basicsize__ < object.__basicsize__ + _PYTHONS_WORDS.size:  # type: ignore[union-attr]
         return None
@@ -36,7 +36,7 @@ def _pythons_memory() -> ctypes.Array[ctypes.c_char] | None:
     return memory if (*numbers, place) == random.getstate()[1] else None
 
 
-_PYTHONS_MEMORY: Final = _pythons_memory()
+_PYTHONS_MEMORY: Final = _find_pythons_memory()
 
 _of_python: tuple[tuple[bytes, float | None] | None, tuple[Any, ...]] = None, ()
 """Python's generator at the last read: its memory with the cached normal number, and its state."""
@@ -53,12 +53,12 @@ def states() -> tuple[tuple[Any, ...] | None, tuple[Any, ...], Any]:
     global _latest
     now = memory()
     if now is None or now != _latest[0]:
-        python, numpy = python_state(), numpy_state()
+        python, numpy = read_python_state(), read_numpy_state()
         _latest = memory(), python, numpy
     return _latest
 
 
-def python_state() -> tuple[Any, ...]:
+def read_python_state() -> tuple[Any, ...]:
     """Return `random.getstate()`; if nothing was drawn since the last call, the same object as then."""
     global _of_python
     memory, state = _of_python
@@ -71,7 +71,7 @@ def python_state() -> tuple[Any, ...]:
     return state
 
 
-def numpy_state() -> Any:
+def read_numpy_state() -> Any:
     """Return the state of NumPy's generator for `np.random.set_state`: the same object as in the last call if nothing
     was drawn since. For a generator other than NumPy's own default, each call returns a new object.
 
@@ -93,7 +93,7 @@ def numpy_state() -> Any:
 
 
 def set_numpy_state(state: Any) -> None:
-    """Set NumPy's generator to `state`, which `numpy_state` returned, and remember `state`.
+    """Set NumPy's generator to `state`, which `read_numpy_state` returned, and remember `state`.
 
     It is remembered because the generator's memory does not show whether the state caches a normal number.
     """

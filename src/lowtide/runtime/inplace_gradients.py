@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from lowtide._torch.backward import ENGINE, in_backward, in_forward_mode, running_node, running_node_name
+from lowtide._torch.backward import ENGINE, get_running_node, get_running_node_name, in_backward, in_forward_mode
 from lowtide._torch.compiled_code import never_compiled, not_compiled_alone
 from lowtide._torch.fake_modes import without_modes
 from lowtide._torch.nodes import node_metadata
@@ -246,7 +246,7 @@ def _backward(
 ) -> Any:
     if not (permissions := _awaiting()):
         return run(tensors, gradients, keep_graph, *args, **kwargs)
-    _begins_pass()
+    _enter_backward()
     try:
         with with_overrides():
             return run(tensors, gradients, keep_graph, *args, **kwargs)
@@ -274,7 +274,7 @@ def _awaiting() -> list[InPlacePermission]:
 
 
 @never_compiled
-def _begins_pass() -> None:
+def _enter_backward() -> None:
     global _n_passes
     with _LOCK:
         _n_passes += 1
@@ -300,7 +300,7 @@ def check_writable(device: str, nodes: Iterable[str]) -> None:
         )
 
 
-def permission_for(node: str, n_bytes: int) -> InPlacePermission | None:
+def find_permission(node: str, n_bytes: int) -> InPlacePermission | None:
     """Return the latest permission in force to write over a gradient of `n_bytes` that arrives at `node`; None if there
     is none.
     """
@@ -316,11 +316,11 @@ def wanted_from(operator: Any, args: Sequence[Any]) -> bool:
     """Return True if the running autograd node calls `operator`, and the gradient `args[0]` may and can be written
     over.
     """
-    node = running_node_name()
+    node = get_running_node_name()
     if node not in OPERATORS or operator.name().partition(".")[0] != f"aten::{OPERATORS[node].name}":
         return False
     n_bytes = args[0].numel() * args[0].element_size()
-    return permission_for(node, n_bytes) is not None and _writable(OPERATORS[node], args)
+    return find_permission(node, n_bytes) is not None and _writable(OPERATORS[node], args)
 
 
 def _kernel(name: str) -> Callable[..., Any]:
@@ -331,9 +331,9 @@ def _kernel(name: str) -> Callable[..., Any]:
     def kernel(on: Callable[..., Any], past: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         # The last argument is for `references`. No argument may be bound to a variable, which would be a reference.
         trial = _trial
-        if trial is not None and running_node() is trial.node:
+        if trial is not None and get_running_node() is trial.node:
             trial.counts.append(references(args))
-        elif (allowed := _permission_to_write(name, args)) is not None:
+        elif (allowed := _find_permission_to_write(name, args)) is not None:
             permission, operator = allowed
             with below_autograd():
                 return permission.run(operator, past, args[:-1], kwargs)
@@ -342,14 +342,14 @@ def _kernel(name: str) -> Callable[..., Any]:
     return kernel
 
 
-def _permission_to_write(name: str, args: tuple[Any, ...]) -> tuple[InPlacePermission, Operator] | None:
+def _find_permission_to_write(name: str, args: tuple[Any, ...]) -> tuple[InPlacePermission, Operator] | None:
     """Return the permission and the operator if the gradient `args[0]` may and can be written over; else None."""
     if not _IN_FORCE:
         return None
-    node = running_node_name()
+    node = get_running_node_name()
     if node not in OPERATORS or OPERATORS[node].name != name:
         return None
-    permission, operator = permission_for(node, args[0].numel() * args[0].element_size()), OPERATORS[node]
+    permission, operator = find_permission(node, args[0].numel() * args[0].element_size()), OPERATORS[node]
     device = args[0].device.type
     if permission is None or not is_dispatched_plainly(args[0]) or not is_plain(args[0]):
         return None  # tensors of torch.func's transforms, and sparse ones, have no storage to inspect

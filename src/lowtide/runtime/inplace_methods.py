@@ -26,7 +26,7 @@ from lowtide._torch.compiled_code import (
     not_compiled_alone,
     scripted_as,
 )
-from lowtide._torch.inplace_functions import STORAGE_METHODS, inplace_functions, intercept_data, list_functions
+from lowtide._torch.inplace_functions import STORAGE_METHODS, inplace_functions, intercept_data, list_foreach_functions
 from lowtide.runtime.exposed_memory import note_alias, note_array
 from lowtide.utils.frames import module_name
 
@@ -90,18 +90,18 @@ def intercept(writes: Writes, is_spared: Callable[[Any], bool] = _spares_none) -
             torchs_own[function] = own
             setattr(owner, name, function)
 
-        method = functools.partial(_reporting_method, is_spared=is_spared)
+        method = functools.partial(_make_reporting_method, is_spared=is_spared)
         for name in writers():
-            make = _reporting_array if f"Tensor.{name}" == SHARES_MEMORY else method
+            make = _make_reporting_array if f"Tensor.{name}" == SHARES_MEMORY else method
             replace(Tensor, name, make, f"Tensor.{name}")
         for name in STORAGE_METHODS:
-            replace(torch.UntypedStorage, name, _reporting_method, f"UntypedStorage.{name}")
-        replace(torch.UntypedStorage, "resize_", _reporting_resize, "UntypedStorage.resize_")
-        for name in list_functions():
-            replace(torch, name, _reporting_list, f"torch.{name}")
+            replace(torch.UntypedStorage, name, _make_reporting_method, f"UntypedStorage.{name}")
+        replace(torch.UntypedStorage, "resize_", _make_reporting_resize, "UntypedStorage.resize_")
+        for name in list_foreach_functions():
+            replace(torch, name, _make_reporting_list, f"torch.{name}")
         for owner, name in inplace_functions():
-            replace(owner, name, _reporting_function, f"torch.{name}")
-        replace(torch.utils, "swap_tensors", _reporting_swap, "torch.utils.swap_tensors")
+            replace(owner, name, _make_reporting_function, f"torch.{name}")
+        replace(torch.utils, "swap_tensors", _make_reporting_swap, "torch.utils.swap_tensors")
         set_data = functools.partial(_report, writer="Tensor.data = ...", writes=writes)
         stack.callback(intercept_data(lambda tensor: set_data([tensor]), functools.partial(_report_alias, writes)))
         return stack.pop_all().close
@@ -133,7 +133,7 @@ def _report(memory: Sequence[Tensor | torch.UntypedStorage], writer: str, writes
             _here.reports = False
 
 
-def _reporting_method(
+def _make_reporting_method(
     own: Callable[..., Any], name: str, writes: Writes, is_spared: Callable[[Any], bool] = _spares_none
 ) -> Callable[..., Any]:
     @functools.wraps(own)
@@ -145,7 +145,7 @@ def _reporting_method(
     return method
 
 
-def _reporting_resize(own: Callable[..., Any], name: str, writes: Writes) -> Callable[..., Any]:
+def _make_reporting_resize(own: Callable[..., Any], name: str, writes: Writes) -> Callable[..., Any]:
     """Return a replacement of `resize_` that reports resizes, except those by which FSDP2 frees gathered parameters,
     because FSDP2 gathers them again for backward.
     """
@@ -159,8 +159,8 @@ def _reporting_resize(own: Callable[..., Any], name: str, writes: Writes) -> Cal
     return method
 
 
-def _reporting_array(own: Callable[..., Any], name: str, writes: Writes) -> Callable[..., Any]:
-    method = _reporting_method(own, name, writes)
+def _make_reporting_array(own: Callable[..., Any], name: str, writes: Writes) -> Callable[..., Any]:
+    method = _make_reporting_method(own, name, writes)
 
     @functools.wraps(own)
     def numpy(tensor: Tensor, /, *args: Any, **kwargs: Any) -> Any:
@@ -177,7 +177,7 @@ def _report_alias(writes: Writes, tensor: Tensor, data: Tensor) -> None:
         _report([tensor], ALIAS, writes)
 
 
-def _reporting_list(own: Callable[..., Any], name: str, writes: Writes) -> Callable[..., Any]:
+def _make_reporting_list(own: Callable[..., Any], name: str, writes: Writes) -> Callable[..., Any]:
     @functools.wraps(own)
     def function(tensors: Sequence[Tensor], /, *args: Any, **kwargs: Any) -> Any:
         if watched:
@@ -187,7 +187,7 @@ def _reporting_list(own: Callable[..., Any], name: str, writes: Writes) -> Calla
     return function
 
 
-def _reporting_function(own: Callable[..., Any], name: str, writes: Writes) -> Callable[..., Any]:
+def _make_reporting_function(own: Callable[..., Any], name: str, writes: Writes) -> Callable[..., Any]:
     @functools.wraps(own)
     def function(*args: Any, **kwargs: Any) -> Any:
         if watched:
@@ -198,7 +198,7 @@ def _reporting_function(own: Callable[..., Any], name: str, writes: Writes) -> C
     return function
 
 
-def _reporting_swap(own: Callable[..., Any], name: str, writes: Writes) -> Callable[..., Any]:
+def _make_reporting_swap(own: Callable[..., Any], name: str, writes: Writes) -> Callable[..., Any]:
     @functools.wraps(own)
     def function(t1: Tensor, t2: Tensor) -> None:
         if watched:

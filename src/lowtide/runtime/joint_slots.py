@@ -118,7 +118,13 @@ class JointSlots:
         for node in sorted(saved | random | reduced):
             is_small = nodes[node].kind == "input" or nodes[node].bytes <= self._small
             changes_bits = self._follows_sum(node) or self._changes_loop_of_sum(node) or self._is_for_backward(node)
-            if node in random or is_small or changes_bits or self._fused_into(node) & outputs or self._is_cast(node):
+            if (
+                node in random
+                or is_small
+                or changes_bits
+                or self._find_fused_values(node) & outputs
+                or self._is_cast(node)
+            ):
                 self._kept.add(node)
         same = {root for root, node in upstream.items() if root == node}
         self._near = frozenset(i for i in plain if nodes[i].root in same)
@@ -218,7 +224,7 @@ class JointSlots:
         nodes = self.joint.nodes
         return nodes[node].target in APPROXIMATED and any(nodes[arg].kind == "reduction" for arg in nodes[node].args)
 
-    def _fused_into(self, slot: int) -> set[int]:
+    def _find_fused_values(self, slot: int) -> set[int]:
         """Return `slot` and the values from which fused arithmetic computes it, back to the values that every plan
         keeps or that other kernels compute (both included).
         """
@@ -232,7 +238,7 @@ class JointSlots:
 
     def _reads_transposed(self, root: int) -> bool:
         """Return True if fused arithmetic computes the value from a transposed value."""
-        return any(self.joint.nodes[at].target in TRANSPOSING for at in self._fused_into(root))
+        return any(self.joint.nodes[at].target in TRANSPOSING for at in self._find_fused_values(root))
 
     def _changes_loop_of_sum(self, slot: int) -> bool:
         """Return True if a sum over transposed values reads the slot from memory only because it is saved."""
@@ -260,7 +266,9 @@ class JointSlots:
         """Return True if a convolution reads the slot, which is computed from inputs of the graph alone."""
         nodes = self.joint.nodes
         is_convolved = any(nodes[user].target == CONVOLUTION for user in nodes[slot].users)
-        return is_convolved and all(nodes[at].kind in ("pointwise", "view", "input") for at in self._fused_into(slot))
+        return is_convolved and all(
+            nodes[at].kind in ("pointwise", "view", "input") for at in self._find_fused_values(slot)
+        )
 
     def _is_written(self, root: int) -> bool:
         """Return True if torch's own forward writes the value to memory."""

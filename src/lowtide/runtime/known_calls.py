@@ -127,7 +127,7 @@ class KnownCalls:
         too_many = not self.are_detected and self.n_seen > max(self._most_seen, self.n_planned)
         if not self.is_unlike and (too_many or not is_known) and not _is_frozen(part):
             self.is_unlike = True
-            self.noticed(model, args, kwargs, self._in_words(form, is_known=is_known))
+            self.noticed(model, args, kwargs, self._put_in_words(form, is_known=is_known))
 
     def see_between(self, model: nn.Module) -> None:
         """Count a call of `model` between two steps that does not train it."""
@@ -175,12 +175,12 @@ class KnownCalls:
         """Return True if this step has more calls than planned, and no such step was reported."""
         return self.n > self.n_planned and not self.is_reported
 
-    def in_words(self) -> str:
+    def put_in_words(self) -> str:
         """Return the numbers of calls in this step and in the rehearsed ones as a clause of a sentence."""
         planned = "1 call" if self.n_planned == 1 else f"{self.n_planned} calls"
         return f"this step has {self.n} calls of the model, and the plan is for steps with {planned}"
 
-    def _in_words(self, form: Form, *, is_known: bool) -> str:
+    def _put_in_words(self, form: Form, *, is_known: bool) -> str:
         if is_known:
             return f"this step has {self.n_seen} calls of the model"
         grads, flags = form

@@ -59,7 +59,7 @@ class NeededSlots:
         inside = {
             module
             for interceptor in self.by_call.keys() - self.idle
-            for module in _modules_called_by(interceptor, plan, called)
+            for module in _find_called_modules(interceptor, plan, called)
         }
         self.unneeded = RemovableInterceptors(it for it in self.idle if it.path and it.module not in inside)
 
@@ -103,7 +103,7 @@ class LearntSlots:
             self._last_packed = run.last_packed
 
 
-def _modules_called_by(
+def _find_called_modules(
     interceptor: CallInterceptor, plan: int, called: Mapping[nn.Module, CallInterceptor]
 ) -> Iterator[nn.Module]:
     """Yield the modules that the module of `interceptor` may call while hooks are pushed for its calls.

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from torch.optim import Optimizer
 
-from lowtide._torch.optim import parameters_of
-from lowtide._torch.tensors import parts_of
-from lowtide.runtime.batch_tensors import tensors_in
+from lowtide._torch.optim import list_parameters
+from lowtide._torch.tensors import find_parts
+from lowtide.runtime.batch_tensors import collect_tensors
 from lowtide.utils.live_objects import live_objects
 
 if TYPE_CHECKING:
@@ -29,21 +29,21 @@ def listed(optimizers: Optimizers) -> list[Optimizer]:
     return list(optimizers) if isinstance(optimizers, tuple | list) else [optimizers]  # type: ignore[list-item]
 
 
-def optimizers_of(model: nn.Module, named: Optimizers = None) -> list[Optimizer]:
+def find_optimizers(model: nn.Module, named: Optimizers = None) -> list[Optimizer]:
     """Return the live optimizers that update parameters of `model`, including those in `named`.
 
     If one of them wraps another one, only the optimizer that owns the state is returned.
     """
     known = listed(named)
-    optimizers = _live_optimizers_of(model, known)
+    optimizers = _find_live_optimizers(model, known)
     if any(all(optimizer is not each for each in known) for optimizer in optimizers):
         optimizers.clear()
         gc.collect()  # an unused optimizer may be in a cycle with its scheduler
-        optimizers = _live_optimizers_of(model, known)
+        optimizers = _find_live_optimizers(model, known)
     return optimizers
 
 
-def _live_optimizers_of(model: nn.Module, known: Iterable[Optimizer]) -> list[Optimizer]:
+def _find_live_optimizers(model: nn.Module, known: Iterable[Optimizer]) -> list[Optimizer]:
     """Return the optimizers of `model` among `known` and all live ones, also unreachable ones that Python has not
     collected yet.
     """
@@ -57,13 +57,13 @@ def _live_optimizers_of(model: nn.Module, known: Iterable[Optimizer]) -> list[Op
 def is_of(model: nn.Module, optimizer: Optimizer) -> bool:
     """Return True if the optimizer updates parameters of the model."""
     mine = {id(p) for p in model.parameters()}
-    return any(id(p) in mine for p in parameters_of(optimizer))
+    return any(id(p) in mine for p in list_parameters(optimizer))
 
 
 def state_bytes(optimizers: Iterable[Optimizer], device: torch.device) -> int:
     """Return the bytes of optimizer state on a device, without parameters and gradients that the state refers to."""
     optimizers = [*optimizers]
-    updated = [tensor for o in optimizers for p in parameters_of(o) for tensor in (p, p.grad) if tensor is not None]
+    updated = [tensor for o in optimizers for p in list_parameters(o) for tensor in (p, p.grad) if tensor is not None]
     counted = _storages(updated, device)
     state = _storages(optimizer_state(optimizers), device)
     return sum(n_bytes for address, n_bytes in state.items() if address not in counted)
@@ -78,7 +78,9 @@ def missing_state_bytes(optimizers: Iterable[Optimizer], device: torch.device) -
     n = total = 0
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            known = next(((p, found) for p in group["params"] if (found := tensors_in(optimizer.state.get(p)))), None)
+            known = next(
+                ((p, found) for p in group["params"] if (found := collect_tensors(optimizer.state.get(p)))), None
+            )
             if known is None:
                 continue
             for p in group["params"]:
@@ -97,10 +99,10 @@ def _scaled_bytes(entry: Tensor, known: Tensor, other: Tensor) -> int:
 
 def _storages(tensors: Iterable[Tensor], device: torch.device) -> dict[int, int]:
     """Return the sizes of the tensors' storages on a device, by address."""
-    parts = (part for tensor in tensors for part in parts_of(tensor) if part.device == device)
+    parts = (part for tensor in tensors for part in find_parts(tensor) if part.device == device)
     return {storage.data_ptr(): storage.nbytes() for storage in (part.untyped_storage() for part in parts)}
 
 
 def optimizer_state(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     """Return the tensors in the optimizers' state."""
-    return [tensor for o in optimizers for entry in o.state.values() for tensor in tensors_in(entry)]
+    return [tensor for o in optimizers for entry in o.state.values() for tensor in collect_tensors(entry)]

@@ -21,7 +21,7 @@ from typing import Any, Final
 from torch import Tensor, nn
 
 from lowtide._torch.modules import CALL
-from lowtide._torch.tensors import storage_id
+from lowtide._torch.tensors import get_storage_id
 from lowtide.runtime.call_arguments import ATOMS
 
 LARGEST: Final = 100
@@ -130,11 +130,11 @@ class Attributes:
         has_copied = False
 
         def before_write(leaf: Any) -> Any:
-            is_written = isinstance(leaf, Tensor) and storage_id(leaf) in storages
+            is_written = isinstance(leaf, Tensor) and get_storage_id(leaf) in storages
             return copy_of(leaf) if is_written else leaf
 
         for n, (table, name, value, content, known) in enumerate(self._tensors):
-            if any(tensor._version == version and storage_id(tensor) in storages for tensor, version in known):
+            if any(tensor._version == version and get_storage_id(tensor) in storages for tensor, version in known):
                 has_copied, tensors = True, list[Tensor]()
                 content = _copy(content, before_write)
                 _add_tensors(content, tensors)

@@ -41,7 +41,7 @@ class AsPlanned:
     def change(self) -> str | None:
         """Describe a change of the modules since construction; None if there is none."""
         for path, module, was in self._looks:
-            if not _is_as(was, module) and (change := _in_words(was, _look(module))) is not None:
+            if not _is_as(was, module) and (change := _put_in_words(was, _look(module))) is not None:
                 return f"{path or type(module).__name__} {change}"
         added = (hook for table in GLOBAL_FORWARD_HOOKS for key, hook in table.items() if key not in self._global)
         return next((f"every module has the hook {_name(hook)}" for hook in added), None)
@@ -79,7 +79,7 @@ def _is_as(was: _Look, module: nn.Module) -> bool:
     )
 
 
-def _in_words(was: _Look, now: _Look) -> str | None:
+def _put_in_words(was: _Look, now: _Look) -> str | None:
     if added := [hook for key, hook in now.hooks.items() if key not in was.hooks]:
         return f"has the hook {_name(added[0])}"
     if now.kind is not was.kind:

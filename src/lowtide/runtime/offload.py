@@ -25,7 +25,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from lowtide._torch.backward import backward_number
-from lowtide._torch.tensors import is_plain, storage_id
+from lowtide._torch.tensors import get_storage_id, is_plain
 from lowtide.runtime import saved_values as values
 from lowtide.runtime.saved_fields import changed_in_place
 from lowtide.runtime.saved_values import Value
@@ -90,7 +90,7 @@ _one_at_a_time = threading.RLock()
 _Layout = tuple[torch.dtype, "Geometry"]
 
 
-def copying_for(device: torch.device) -> Copier | None:
+def find_copier(device: torch.device) -> Copier | None:
     """Return the copier for memory of `device`; None if offloading from it is not supported."""
     if device.type == "cuda" and device not in COPIERS:
         COPIERS[device] = CudaCopier(device)
@@ -157,7 +157,7 @@ class OffloadedStorage:
         self._copying.wait(token, data)
         for reference, layout in self.offloaded_values:
             if (there := reference()) is not None:
-                there.store_recomputed(view_in(data, layout))
+                there.store_recomputed(make_view_in(data, layout))
         before = None if self._before is None else self._before()
         if before is not None and before.awaited():
             before.fetch()
@@ -198,7 +198,7 @@ class Offloaded:
             if values.observer is not None:
                 values.observer.on_recompute_begin(self)
             data = self._storage.bring_back()
-            tensor = view_in(data, self._layout)
+            tensor = make_view_in(data, self._layout)
             if values.observer is not None:
                 values.observer.on_recompute_end(self, (tensor,))
             return tensor
@@ -209,7 +209,7 @@ def bytes_of(base: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=base.device).set_(base.untyped_storage())
 
 
-def view_in(data: Tensor, layout: _Layout) -> Tensor:
+def make_view_in(data: Tensor, layout: _Layout) -> Tensor:
     """Return a tensor with this dtype and geometry, as a view of the bytes `data` of its storage."""
     dtype, (size, stride, offset) = layout
     return torch.empty(0, dtype=dtype, device=data.device).set_(data.untyped_storage(), offset, size, stride)
@@ -225,26 +225,26 @@ class OffloadQueue:
 
     def enqueue(self, base: Tensor, value: Value) -> bool:
         """Offload `value`, whose tensor is `base`. Return False if the tensor, or its device, is not supported."""
-        copying = copying_for(base.device)
-        if copying is None or isinstance(base, torch.nn.Parameter) or not is_plain(base) or not storage_id(base):
+        copying = find_copier(base.device)
+        if copying is None or isinstance(base, torch.nn.Parameter) or not is_plain(base) or not get_storage_id(base):
             return False
-        storage = self._existing_storage(base)
+        storage = self._find_offloaded_storage(base)
         if storage is None:
             self.close()
             storage = self._leaving = OffloadedStorage(base, copying, self._before)
             self._before = weakref.ref(storage)
-            self._known[storage_id(base)] = StorageWeakRef(base.untyped_storage()), self._before  # type: ignore[no-untyped-call]
+            self._known[get_storage_id(base)] = StorageWeakRef(base.untyped_storage()), self._before  # type: ignore[no-untyped-call]
         layout = base.dtype, (base.size(), base.stride(), int(base.storage_offset()))
         storage.offloaded_values.append((weakref.ref(value), layout))
         value.tensor, value.version, value.maker = None, base._version, Offloaded(storage, layout)
         return True
 
-    def _existing_storage(self, base: Tensor) -> OffloadedStorage | None:
+    def _find_offloaded_storage(self, base: Tensor) -> OffloadedStorage | None:
         """Return the OffloadedStorage of the storage of `base`; None if there is none, or `base` was written to since.
 
         A weak reference to the storage keeps its id from being reused.
         """
-        known = self._known.get(storage_id(base))
+        known = self._known.get(get_storage_id(base))
         storage = None if known is None or known[0].expired() else known[1]()  # type: ignore[no-untyped-call]
         return storage if storage is not None and storage.version == base._version else None
 

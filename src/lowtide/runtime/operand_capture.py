@@ -108,7 +108,7 @@ _SAVED = frozenset({"condition", "mask"})
 class CaptureListener(Protocol):
     """Receiver of the operands that `OperandCapture` captures: `ForwardPass`, one run of a model's forward."""
 
-    def site_of_numbers(self) -> CaptureSite:
+    def get_site_of_numbers(self) -> CaptureSite:
         """Return the site that all numbers captured in the module call in progress share."""
 
     def unrecorded(self, operand: Tensor) -> tuple[CaptureSite, Value | None]:
@@ -116,7 +116,7 @@ class CaptureListener(Protocol):
         one.
         """
 
-    def sized_by_contents(self, operator: str) -> None:
+    def report_sized_by_contents(self, operator: str) -> None:
         """Report an operator whose memory depends on the contents of its arguments."""
 
 
@@ -179,12 +179,12 @@ class OperandCapture(TorchFunctionMode):
             finally:
                 here.attention = None
         if func in _SIZED_BY_CONTENTS and is_sized_by_contents(func, args, kwargs):
-            self._listener.sized_by_contents(_SIZED_BY_CONTENTS[func])
+            self._listener.report_sized_by_contents(_SIZED_BY_CONTENTS[func])
         names = _OPERANDS.get(func)
         if names is None or is_traced() or (is_compiling_anywhere() and is_compiling_here()):
             return func(*args, **kwargs)
         is_in_order = len(args) == len(names) and not kwargs
-        operands = dict(zip(names, args, strict=True)) if is_in_order else _by_name(names, args, kwargs)
+        operands = dict(zip(names, args, strict=True)) if is_in_order else _name_operands(names, args, kwargs)
         edges: dict[str, tuple[Any, int] | None] = {}
         """For each operand, its node, or the operand itself if it is a leaf, and its output number; None if it needs no
         gradient.
@@ -216,9 +216,9 @@ class OperandCapture(TorchFunctionMode):
         gain anything, or is not needed by the plan.
         """
         if not isinstance(operand, Tensor):
-            return CapturedOperand(self._listener.site_of_numbers(), operand)
+            return CapturedOperand(self._listener.get_site_of_numbers(), operand)
         if operand.numel() == 1:
-            return CapturedOperand(self._listener.site_of_numbers(), operand.detach().clone())
+            return CapturedOperand(self._listener.get_site_of_numbers(), operand.detach().clone())
         if operand is out or not _is_worth_it(operand, out.numel()):
             return None
         place, value = self._listener.unrecorded(operand)
@@ -233,7 +233,7 @@ class OperandCapture(TorchFunctionMode):
             return None
         if mask is None:
             is_causal = bool(given.get("is_causal"))
-            return Attention(next_sequence_number(), self._listener.site_of_numbers(), None) if is_causal else None
+            return Attention(next_sequence_number(), self._listener.get_site_of_numbers(), None) if is_causal else None
         scores = query.numel() // max(1, query.shape[-1]) * key.shape[-2]
         if not (isinstance(mask, Tensor) and not mask.requires_grad and _is_worth_it(mask, scores)):
             return None
@@ -254,7 +254,7 @@ def is_sized_by_contents(func: Callable[..., Any], args: tuple[Any, ...], kwargs
     return func is not torch.where or len(args) == 1
 
 
-def captured_operand(node: Node, name: str) -> tuple[CaptureSite, Number | Tensor | Value] | None:
+def find_captured_operand(node: Node, name: str) -> tuple[CaptureSite, Number | Tensor | Value] | None:
     """Return the captured operand `name` of a node with its site; None if there is none, or its value was freed."""
     known: dict[str, CapturedOperand] | None = node_metadata(node).get(CAPTURED_OPERANDS)
     captured = None if known is None else known.get(name)
@@ -290,7 +290,7 @@ def _is_of(node: Node, edges: dict[str, tuple[Any, int] | None]) -> bool:
     return True
 
 
-def _by_name(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _name_operands(names: tuple[str, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return an operator's operands by name; an empty dict for unexpected arguments."""
     given = dict(zip(names, args, strict=False)) | {
         name: it for name, it in kwargs.items() if name not in {"alpha", "beta"}

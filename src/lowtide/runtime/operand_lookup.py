@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from lowtide._torch.nodes import RAW_SAVED, SAVED, output_metadata, saved_slot
-from lowtide.runtime.attention_scores import added_to_scores
-from lowtide.runtime.operand_capture import NUMBERS, CaptureSite, Number, captured_operand
+from lowtide._torch.nodes import RAW_SAVED, SAVED, get_output_metadata, get_saved_slot
+from lowtide.runtime.attention_scores import find_added_mask
+from lowtide.runtime.operand_capture import NUMBERS, CaptureSite, Number, find_captured_operand
 from lowtide.runtime.recipes import FILLED, OUTPUT_CONSTANTS, CannotRecompute, Recipe
 from lowtide.runtime.saved_fields import changed_in_place
 from lowtide.runtime.saved_values import Handle, Value, unpack
-from lowtide.runtime.view_geometry import contiguous_stride
+from lowtide.runtime.view_geometry import compute_contiguous_stride
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,31 +55,31 @@ class OperandLookup:
             data = slot.data
             if isinstance(data, Handle):
                 if not data.value.is_partial:
-                    return self.relied_on.of_slot(data)
+                    return self.relied_on.hold_slot(data)
             elif data is not None and slot.unpack_hook is None:
                 # a tensor that autograd holds, as backward will read it
                 try:
                     own = getattr(self.node, SAVED + name)
                 except RuntimeError as error:
                     raise CannotRecompute(str(error)) from None
-                return self.relied_on.of_slot(own)
+                return self.relied_on.hold_slot(own)
             elif (saved := self.saved(name)) is not None:
-                return self.relied_on.of_slot(saved)
+                return self.relied_on.hold_slot(saved)
         edge = self.recipe.edges.get(name)
         if edge is not None:
             if self._edges is None:
                 self._edges = self.node.next_functions
-            value = self.builder.on_edge(self._edges[edge], self.depth)
+            value = self.builder.find_edge_value(self._edges[edge], self.depth)
             if value is not None:
                 return Handle(value)
-        captured = captured_operand(self.node, name) or added_to_scores(self.node, name)
+        captured = find_captured_operand(self.node, name) or find_added_mask(self.node, name)
         if captured is not None:
             place, what = captured
             self.captured_sites |= {place}
             return what if isinstance(what, NUMBERS) else Handle(what if isinstance(what, Value) else Value(what))
         owned = self.owned(name)
         if isinstance(owned, torch.Tensor):
-            return Handle(self.relied_on.of_leaf(owned))
+            return Handle(self.relied_on.hold_leaf(owned))
         if self.absent(name):
             return None
         raise CannotRecompute(f"{self.node.name()} does not record {name}")
@@ -90,22 +90,26 @@ class OperandLookup:
         """
         saved = self.saved(name)
         if saved is not None:
-            return [None if item is None else self.relied_on.of_slot(item) for item in saved]
+            return [None if item is None else self.relied_on.hold_slot(item) for item in saved]
         wanted, edges = self.recipe.edges.get(name), [edge for edge in self.edges if edge[0] is not None]
         if wanted == FILLED and len(edges) < len(self.edges):
             dim = self.constant("dim")
-            filled = sum(shape_on(edge)[dim] for edge in edges) == self.constant("out_shape")[dim]
+            filled = sum(read_edge_shape(edge)[dim] for edge in edges) == self.constant("out_shape")[dim]
         else:
             filled = wanted is not None and len(edges) == len(self.edges)
         if not filled:
             raise CannotRecompute(f"{self.node.name()} does not record the inputs that need no gradient")
-        return [Handle(value) for edge in edges if (value := self.builder.on_edge(edge, self.depth)) is not None]
+        return [
+            Handle(value) for edge in edges if (value := self.builder.find_edge_value(edge, self.depth)) is not None
+        ]
 
     def constant(self, name: str) -> Any:
         if name in OUTPUT_CONSTANTS:
             if name == "out_stride":
-                return contiguous_stride(self.constant("out_shape")) if self.like is None else self.like.stride()
-            return getattr(output_metadata(self.node, self.output), name.removeprefix("out_"))
+                return (
+                    compute_contiguous_stride(self.constant("out_shape")) if self.like is None else self.like.stride()
+                )
+            return getattr(get_output_metadata(self.node, self.output), name.removeprefix("out_"))
         if self.recipe.read_off and name in self.recipe.read_off:
             try:
                 return self.recipe.read_off[name](None if self.like is None else self.like.detach(), self)
@@ -126,10 +130,10 @@ class OperandLookup:
             return None
         content = tuple(map(ours, slot)) if isinstance(slot, tuple) else ours(slot)
         if content is _AUTOGRAD_S or (isinstance(content, tuple) and any(item is _AUTOGRAD_S for item in content)):
-            return self.autograd_s(name)
+            return self.read_unhooked_tensor(name)
         return content
 
-    def autograd_s(self, name: str) -> Any:
+    def read_unhooked_tensor(self, name: str) -> Any:
         """Return a saved tensor that passed no hook, in the form that backward will read. Raises CannotRecompute if it
         has been changed.
         """
@@ -143,7 +147,7 @@ class OperandLookup:
         partner = self.recipe.together.get(name)
         if partner is None or name not in self.recipe.optional:
             return name in self.recipe.optional
-        if saved_slot(self.node, SAVED + partner) is not None:
+        if get_saved_slot(self.node, SAVED + partner) is not None:
             return self.saved(partner) is None
         sizes = self.constant(partner)
         return not sizes or not any(sizes)  # (0,) means no bias
@@ -161,7 +165,7 @@ class OperandLookup:
     def parameter(self, name: str) -> int:
         """Return the `id` of the parameter that is the operand `name`; 0 if the operand is no parameter."""
         edge = self.recipe.edges.get(name)
-        if edge is not None and (leaf := leaf_behind(self.edges[edge][0])):
+        if edge is not None and (leaf := find_leaf_behind(self.edges[edge][0])):
             return leaf
         handle = self.saved(name)  # a frozen parameter that Lowtide's hook has seen
         if not isinstance(handle, Handle):
@@ -170,7 +174,7 @@ class OperandLookup:
         return handle.value.leaf
 
 
-def leaf_behind(node: Node | None) -> int:
+def find_leaf_behind(node: Node | None) -> int:
     """Return the `id` of the leaf of which the output of `node` is a view, such as `weight` for `weight.t()`; 0 if
     there is none.
     """
@@ -209,12 +213,12 @@ def are_same(one: Any, other: Any) -> bool:
     return one is other or (not isinstance(one, torch.Tensor) and bool(one == other))
 
 
-def shape_on(edge: tuple[Node | None, int]) -> torch.Size:
+def read_edge_shape(edge: tuple[Node | None, int]) -> torch.Size:
     """Return the shape of the forward tensor that belongs to an edge."""
     node, output = edge
     assert node is not None
     leaf = getattr(node, "variable", None)
-    shape: torch.Size = output_metadata(node, output).shape if leaf is None else leaf.shape
+    shape: torch.Size = get_output_metadata(node, output).shape if leaf is None else leaf.shape
     return shape
 
 

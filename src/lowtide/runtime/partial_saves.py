@@ -19,11 +19,11 @@ import torch
 from lowtide._torch.nodes import SAVED, has_yet_to_save
 from lowtide._torch.tensors import is_plain
 from lowtide.planner.address_nodes import INDICES, MASK, SHAPE, SIGNS
-from lowtide.runtime.bitmask import FROM_BITS, bits_of, signs_of
+from lowtide.runtime.bitmask import FROM_BITS, pack_mask, pack_signs
 from lowtide.runtime.recipes import CannotRecompute, Recipe
 from lowtide.runtime.recompute import Recompute
 from lowtide.runtime.saved_values import Handle, Value, peek
-from lowtide.runtime.small_integers import FROM_OFFSETS, offsets_of
+from lowtide.runtime.small_integers import FROM_OFFSETS, pack_indices
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -60,7 +60,7 @@ def saves_signs(tensor: Tensor) -> bool:
     return node is not None and node.name() in READS_SIGNS and has_yet_to_save(node, SAVED + "result")
 
 
-def saved_for_shape(result: Any) -> Handle | None:
+def find_input_saved_for_shape(result: Any) -> Handle | None:
     """Return the handle on the saved input of `result`'s node if backward reads only the input's shape; else None."""
     node = getattr(result, "grad_fn", None)
     if node is None or node.name() not in READS_SHAPE:
@@ -81,14 +81,14 @@ def packed(kind: str, tensor: Tensor) -> Value:
     return value
 
 
-def _shape_of(tensor: Tensor) -> dict[str, Any]:
+def _pack_shape(tensor: Tensor) -> dict[str, Any]:
     if not is_plain(tensor):
         raise CannotRecompute(f"it is a {type(tensor).__name__} of layout {tensor.layout}")
     like = {"dtype": tensor.dtype, "device": tensor.device}
     return {"shape": tensor.shape, "stride": tensor.stride(), "plain": tensor.is_contiguous(), **like}
 
 
-def _no_values(
+def _restore_shape(
     *, shape: torch.Size, stride: tuple[int, ...], plain: bool, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
     """Return a tensor with this shape, dtype and device whose elements do not matter.
@@ -105,7 +105,7 @@ FROM_SIGNS: Final = replace(FROM_BITS, node=SIGNS)
 
 FROM_SHAPE: Final = Recipe(
     node=SHAPE,
-    function=_no_values,
+    function=_restore_shape,
     operands=(),
     lists=frozenset(),
     optional=frozenset(),
@@ -114,9 +114,9 @@ FROM_SHAPE: Final = Recipe(
 )
 
 PACKINGS: Final[dict[str, tuple[Recipe, Callable[[Tensor], dict[str, Any]]]]] = {
-    MASK: (FROM_BITS, bits_of),
-    INDICES: (FROM_OFFSETS, offsets_of),
-    SIGNS: (FROM_SIGNS, signs_of),
-    SHAPE: (FROM_SHAPE, _shape_of),
+    MASK: (FROM_BITS, pack_mask),
+    INDICES: (FROM_OFFSETS, pack_indices),
+    SIGNS: (FROM_SIGNS, pack_signs),
+    SHAPE: (FROM_SHAPE, _pack_shape),
 }
 """Packings by the name that plans use in place of an autograd node: a recipe, and its constants from a tensor."""

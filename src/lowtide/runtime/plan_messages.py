@@ -53,7 +53,7 @@ class PlanMessages:
             if self._has_given_away:
                 return
             self._has_given_away = True
-        own = self.own_tensor(tensor)
+        own = self.find_own_tensor(tensor)
         name = "a tensor" if own is None else own[0]
         writes = "gives away the memory of" if who == SHARES_MEMORY else "writes to"
         self.say(
@@ -62,7 +62,7 @@ class PlanMessages:
             "rehearse and plan, in a step that does so."
         )
 
-    def own_tensor(self, tensor: Tensor) -> tuple[str, Tensor] | None:
+    def find_own_tensor(self, tensor: Tensor) -> tuple[str, Tensor] | None:
         """Return the model's parameter or buffer that has the memory of `tensor`, with its name; None if there is
         none.
         """

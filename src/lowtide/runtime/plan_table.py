@@ -71,7 +71,7 @@ class Actions:
 NO_ACTIONS = Actions()
 
 
-def actions_for(
+def parse_actions(
     recompute: Mapping[str, str], replay: Iterable[str], advance: Iterable[str] = (), offload: Iterable[str] = ()
 ) -> dict[str, dict[int, Actions]]:
     """Return decisions by module path and call number, from addresses as plans write them."""

@@ -10,11 +10,11 @@ from math import inf
 from typing import TYPE_CHECKING, Any
 
 from lowtide.runtime import saved_values as values
-from lowtide.runtime.call_interceptor import CallInterceptor, interceptors_of
-from lowtide.runtime.call_shapes import elements, elements_in, shapes_in
+from lowtide.runtime.call_interceptor import CallInterceptor, find_interceptors
+from lowtide.runtime.call_shapes import count_elements_in, elements, parse_shapes
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.known_calls import KnownCalls
-from lowtide.runtime.plan_table import Actions, actions_for, with_like_blocks
+from lowtide.runtime.plan_table import Actions, parse_actions, with_like_blocks
 from lowtide.runtime.recipes import IMPLEMENTATIONS
 
 if TYPE_CHECKING:
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
     from lowtide.planner.records import Decided, Plan
 
 
-def table_of(decided: Decided) -> dict[str, dict[int, Actions]]:
+def make_action_table(decided: Decided) -> dict[str, dict[int, Actions]]:
     """Return a plan's decisions in the form that `Engine` takes."""
-    return actions_for(decided.recompute, decided.replay, decided.advance, decided.offload)
+    return parse_actions(decided.recompute, decided.replay, decided.advance, decided.offload)
 
 
-def most_elements(plan: Plan) -> float:
+def find_most_elements(plan: Plan) -> float:
     """Return the number of elements in the arguments of the largest call that `plan` is for; infinity if the plan names
     no shapes.
     """
-    return max((elements(shapes_in(words)) for words in plan.input_shapes), default=inf)
+    return max((elements(parse_shapes(words)) for words in plan.input_shapes), default=inf)
 
 
-def elements_that_fit(plan: Plan) -> float:
+def estimate_fitting_elements(plan: Plan) -> float:
     """Return the largest number of elements in a call's arguments for which a step without a plan is within the budget;
     0 if it is unknown.
 
@@ -43,11 +43,11 @@ def elements_that_fit(plan: Plan) -> float:
     """
     held_bytes = plan.plain.held_bytes
     room_bytes = plan.budget_bytes - (plan.plain.peak_bytes - held_bytes)
-    most = most_elements(plan)
+    most = find_most_elements(plan)
     return most * room_bytes / held_bytes if held_bytes and most < inf and plan.budget_for == "requested" else 0.0
 
 
-def shared_implementations(plans: Sequence[Plan]) -> dict[str, str]:
+def find_shared_implementations(plans: Sequence[Plan]) -> dict[str, str]:
     """Return the implementations of recipes, by name of the node, on which all plans agree. All other nodes use the
     recipe itself.
     """
@@ -66,11 +66,11 @@ class PlannedEngine(Engine):
         decided: list[Decided] = [*plans]
         if plans and plans[-1].fallback is not None:
             decided.append(plans[-1].fallback)
-        tables = [*map(table_of, decided)] or [{}]
+        tables = [*map(make_action_table, decided)] or [{}]
         if any(plan.draws for plan in plans):
             tables = [with_like_blocks(model, table) for table in tables]
         super().__init__(model, *tables, in_place=[each.in_place for each in decided])
-        self.packer.builder.implementations = shared_implementations(plans)
+        self.packer.builder.implementations = find_shared_implementations(plans)
         # where blocks are drawn at random, no two runs need the same tensors
         self.packer.draws = any(plan.draws for plan in plans)
         self.learning.is_possible = not self.packer.draws
@@ -80,8 +80,8 @@ class PlannedEngine(Engine):
         """Function called with the arguments of a part of the model that a step calls directly, and that part."""
         self.calls = KnownCalls()
         """The calls of rehearsed steps: a step with others runs under the plan with the smallest peak."""
-        self._most = [most_elements(plan) for plan in plans]
-        self._fit_plain = [elements_that_fit(plan) for plan in plans]
+        self._most = [find_most_elements(plan) for plan in plans]
+        self._fit_plain = [estimate_fitting_elements(plan) for plan in plans]
         """For each plan, the number of elements of calls that need no plan."""
         self._saves_most_from = inf
         """Smallest number of elements of calls that run under the plan with the smallest peak, because such a call ran
@@ -100,7 +100,7 @@ class PlannedEngine(Engine):
         if interceptor.module is not self.model:
             self.of_a_part(args, kwargs, interceptor.module)
         if len(self.tables) > 1:
-            n_elements = elements_in(args, kwargs)
+            n_elements = count_elements_in(args, kwargs)
             last = len(self.tables) - 1
             saves_most = self.calls.is_unlike or n_elements >= self._saves_most_from
             fits = last if saves_most else min(bisect_left(self._most, n_elements), last)
@@ -115,7 +115,7 @@ class PlannedEngine(Engine):
         """Use the plan with the smallest peak for calls of this size and larger from now on; return False if such calls
         use it already.
         """
-        n_elements = elements_in(args, kwargs)
+        n_elements = count_elements_in(args, kwargs)
         if len(self.tables) == 1 or n_elements >= self._saves_most_from or n_elements > self._most[-1]:
             return False
         self._saves_most_from = n_elements
@@ -124,14 +124,14 @@ class PlannedEngine(Engine):
     def growth(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
         """Return the ratio of a call's elements to those of the largest planned call; 1 if the call is not larger."""
         most = self._most[-1] if self._most else 0
-        return max(1.0, elements_in(args, kwargs) / most) if 0 < most < inf else 1.0
+        return max(1.0, count_elements_in(args, kwargs) / most) if 0 < most < inf else 1.0
 
     def keeps_all(self, plan: int) -> bool:
-        return not self.tables[plan] and values.observer_of(self) is None  # observers get kept tensors, too
+        return not self.tables[plan] and values.find_observer(self) is None  # observers get kept tensors, too
 
 
 def planned_engine(model: nn.Module) -> PlannedEngine | None:
     """Return the engine whose plan is in force on `model` or on a module inside it; None without a plan."""
-    fronts = (front for module in model.modules() for front in interceptors_of(module))
+    fronts = (front for module in model.modules() for front in find_interceptors(module))
     engines = (front.engine for front in fronts if isinstance(front, CallInterceptor))
     return next((engine for engine in engines if isinstance(engine, PlannedEngine)), None)

@@ -45,9 +45,9 @@ class RandomStates:
         if memory is not None and host_rng.memory() == memory:
             self._python = self._numpy = None
             return
-        if host_rng.python_state() is self._python:
+        if host_rng.read_python_state() is self._python:
             self._python = None
-        if host_rng.numpy_state() is self._numpy:
+        if host_rng.read_numpy_state() is self._numpy:
             self._numpy = None
 
     @property
@@ -72,10 +72,10 @@ class RandomStates:
             undo.append(partial(generator.set_state, generator.get_state()))
             generator.set_state(state)
         if self._python is not None:
-            undo.append(partial(random.setstate, host_rng.python_state()))
+            undo.append(partial(random.setstate, host_rng.read_python_state()))
             random.setstate(self._python)
         if self._numpy is not None:
-            undo.append(partial(host_rng.set_numpy_state, host_rng.numpy_state()))
+            undo.append(partial(host_rng.set_numpy_state, host_rng.read_numpy_state()))
             host_rng.set_numpy_state(self._numpy)
 
     def _restore_drawn(self) -> None:

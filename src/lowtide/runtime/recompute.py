@@ -9,14 +9,14 @@ import torch
 
 from lowtide._torch.backward import backward_number
 from lowtide._torch.fake_modes import is_fake
-from lowtide._torch.modes import accelerator_type, any_autocast
+from lowtide._torch.modes import any_autocast, get_accelerator_type
 from lowtide._torch.tensors import base_of, has_one_owner, set_version
 from lowtide.runtime import saved_values as values
 from lowtide.runtime.fsdp_scopes import check_is_whole
 from lowtide.runtime.recipes import OUT, Recipe
 from lowtide.runtime.saved_values import Handle, Value
 from lowtide.runtime.tensor_writers import check_operands
-from lowtide.runtime.view_geometry import laid_out
+from lowtide.runtime.view_geometry import restride
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -221,7 +221,7 @@ def fits_into(other: Tensor, tensor: Tensor) -> bool:
 def lay_out(result: Tensor, stride: tuple[int, ...]) -> Tensor:
     """Return a recipe's result with the strides of the original tensor."""
     with without_grad_and_autocast():
-        return laid_out(result, stride)
+        return restride(result, stride)
 
 
 def certain(value: Value) -> bool:
@@ -236,7 +236,7 @@ def without_grad_and_autocast() -> contextlib.AbstractContextManager[Any]:
     stack = contextlib.ExitStack()
     stack.enter_context(torch.no_grad())
     if any_autocast():
-        for device in ("cpu", accelerator_type()):
+        for device in ("cpu", get_accelerator_type()):
             stack.enter_context(torch.autocast(device, enabled=False))
     return stack
 

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from lowtide._torch.distributed import is_wrapping, own_part
-from lowtide._torch.nodes import output_metadata
-from lowtide._torch.tensors import is_plain, parts_of, storage_id
-from lowtide.runtime.fsdp_scopes import units_in
+from lowtide._torch.distributed import get_own_part, is_wrapping
+from lowtide._torch.nodes import get_output_metadata
+from lowtide._torch.tensors import find_parts, get_storage_id, is_plain
+from lowtide.runtime.fsdp_scopes import find_units
 from lowtide.runtime.operand_capture import NUMBERS
 from lowtide.runtime.operand_lookup import AS_RECORDED, OperandLookup, signed
 from lowtide.runtime.recipes import IMPLEMENTATIONS, RECIPES, CannotRecompute, Recipe
@@ -38,7 +38,7 @@ class ParameterOwners:
     def __init__(self, model: torch.nn.Module, relied_on: ReliedOn) -> None:
         self._model = model
         self.relied_on = relied_on
-        self.sharded = bool(units_in(model.modules()))
+        self.sharded = bool(find_units(model.modules()))
         """True if parameters may be different tensors while a module runs."""
         self._owners: dict[int, tuple[torch.nn.Module, ...]] = {}
         self._look()
@@ -56,8 +56,8 @@ class ParameterOwners:
         """
         if value.leaf or not (self.sharded and is_wrapping(type(tensor))):
             return self.sharded and bool(value.leaf)
-        held = {storage_id(part) for p in self._model.parameters() for part in parts_of(p)}
-        return storage_id(own_part(tensor)) in held
+        held = {get_storage_id(part) for p in self._model.parameters() for part in find_parts(p)}
+        return get_storage_id(get_own_part(tensor)) in held
 
     def _look(self) -> None:
         owners: dict[int, tuple[torch.nn.Module, ...]] = {}
@@ -94,9 +94,9 @@ class Builder:
         """Number of nodes visited."""
         self.describes = False
         self.paths: dict[Value, RecomputePath | None] = {}
-        """Paths of the values that the latest call of `path_to` has made."""
+        """Paths of the values that the latest call of `recompute_with_path` has made."""
 
-    def path_to(self, node: Node, output: int, like: Tensor) -> tuple[Value, RecomputePath | None]:
+    def recompute_with_path(self, node: Node, output: int, like: Tensor) -> tuple[Value, RecomputePath | None]:
         """Return the value that `recompute` returns, and the path to its operands; None for operands in places that a
         path can't describe.
         """
@@ -118,12 +118,12 @@ class Builder:
         self.length += 1
         kind = node.name()
         # other implementations are audited on saved tensors only
-        recipe = RECIPES.get(kind) if like is None else self.recipe_of(kind)
+        recipe = RECIPES.get(kind) if like is None else self.find_recipe(kind)
         if recipe is None:
             raise CannotRecompute(f"no recipe for {kind}")
         if output and not recipe.several:
             raise CannotRecompute(f"no recipe for output {output} of {kind}")
-        if recipe.device is not None and recipe.device != (device := output_metadata(node, output).device.type):
+        if recipe.device is not None and recipe.device != (device := get_output_metadata(node, output).device.type):
             raise CannotRecompute(f"no recipe for {kind} on {device}")
         if depth > MAX_CHAIN:
             raise CannotRecompute(f"more than {MAX_CHAIN} nodes in a row save nothing")
@@ -153,7 +153,7 @@ class Builder:
                 continue
             data = getattr(getattr(node, attribute, None), "data", None)
             if type(data) is Handle and not data.value.is_partial:
-                arguments[name] = self.owners.relied_on.of_slot(data)
+                arguments[name] = self.owners.relied_on.hold_slot(data)
                 continue
             operand = source.operands(name) if name in recipe.lists else source.operand(name)
             if isinstance(operand, NUMBERS):
@@ -172,12 +172,12 @@ class Builder:
         register(node, output, value)
         return value
 
-    def recipe_of(self, kind: str) -> Recipe | None:
+    def find_recipe(self, kind: str) -> Recipe | None:
         """Return the recipe for nodes of `kind`, as `implementations` chooses it; None if there is none."""
         name = self.implementations.get(kind) if self.implementations else None
         return RECIPES.get(kind) if name is None else IMPLEMENTATIONS[kind][name]
 
-    def on_edge(self, edge: tuple[Node | None, int], depth: int) -> Value | None:
+    def find_edge_value(self, edge: tuple[Node | None, int], depth: int) -> Value | None:
         """Return the value of the forward tensor behind a node's input edge, recomputed if no handle holds it; None if
         the edge needs no gradient.
         """
@@ -186,7 +186,7 @@ class Builder:
             return None
         leaf = getattr(node, "variable", None)
         if leaf is not None:
-            return self.owners.relied_on.of_leaf(leaf)
+            return self.owners.relied_on.hold_leaf(leaf)
         there = registered(node, output)
         if there is None:
             return self.recompute(node, output, depth=depth + 1)

@@ -11,9 +11,9 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from lowtide._torch.nodes import RAW_SAVED, SAVED, node_metadata, output_metadata
-from lowtide.runtime.operand_capture import CAPTURED_OPERANDS, NUMBERS, CaptureSite, captured_operand
-from lowtide.runtime.operand_lookup import AS_RECORDED, OperandLookup, are_same, leaf_behind, signed
+from lowtide._torch.nodes import RAW_SAVED, SAVED, get_output_metadata, node_metadata
+from lowtide.runtime.operand_capture import CAPTURED_OPERANDS, NUMBERS, CaptureSite, find_captured_operand
+from lowtide.runtime.operand_lookup import AS_RECORDED, OperandLookup, are_same, find_leaf_behind, signed
 from lowtide.runtime.recompute import Recompute
 from lowtide.runtime.saved_values import KEYS, NO_NODE, Handle, Value, native, unpack
 
@@ -78,7 +78,7 @@ class RecomputePath:
         """Return a value that recomputes the output of `node`, as the builder would; None if the path has changed."""
         # one function: each call of Python here would cost host time for each recomputed tensor of each step
         recipe = self.recipe
-        if recipe.device is not None and output_metadata(node, output).device.type != recipe.device:
+        if recipe.device is not None and get_output_metadata(node, output).device.type != recipe.device:
             return None
         constants: dict[str, Any] = {}
         for name, attribute in self.recorded:
@@ -109,7 +109,7 @@ class RecomputePath:
                 leaf = getattr(edges[edge][0], "variable", None)
                 if leaf is None:
                     return None
-                operands.append(Handle(builder.owners.relied_on.of_leaf(leaf)))
+                operands.append(Handle(builder.owners.relied_on.hold_leaf(leaf)))
             elif kind == FURTHER:
                 upstream, number = edges[edge]
                 if upstream is None or path is None or upstream.name() != path.kind or number >= len(KEYS):
@@ -122,7 +122,7 @@ class RecomputePath:
                     return None
                 operands.append(Handle(further))
             elif kind == CAPTURED:
-                if (captured := captured_operand(node, name)) is None or isinstance(captured[1], NUMBERS):
+                if (captured := find_captured_operand(node, name)) is None or isinstance(captured[1], NUMBERS):
                     return None
                 sites |= {captured[0]}
                 operands.append(Handle(captured[1] if isinstance(captured[1], Value) else Value(captured[1])))
@@ -131,7 +131,7 @@ class RecomputePath:
                     return None
                 operands.append(None)
         for name in self.numbers:
-            if (captured := captured_operand(node, name)) is None or not isinstance(captured[1], NUMBERS):
+            if (captured := find_captured_operand(node, name)) is None or not isinstance(captured[1], NUMBERS):
                 return None
             sites |= {captured[0]}
             constants[name] = captured[1]
@@ -150,7 +150,7 @@ class RecomputePath:
         changed.
         """
         for name, edge, key, modules in self.owned:
-            if leaf_behind(node.next_functions[edge][0]) != key:
+            if find_leaf_behind(node.next_functions[edge][0]) != key:
                 return False
             owned = [it for module in modules if (it := getattr(module, name, None)) is not None]
             if not owned or not all(are_same(it, owned[0]) for it in owned):
@@ -170,16 +170,16 @@ def in_slot(builder: Builder, node: Node, name: str) -> Handle | None:
     slot = getattr(node, RAW_SAVED + name)
     data = slot.data
     if type(data) is Handle:
-        return None if data.value.is_partial else builder.owners.relied_on.of_slot(data)
+        return None if data.value.is_partial else builder.owners.relied_on.hold_slot(data)
     if data is None:
         return None
     if slot.unpack_hook is None:
         try:
-            return builder.owners.relied_on.of_slot(getattr(node, SAVED + name))
+            return builder.owners.relied_on.hold_slot(getattr(node, SAVED + name))
         except RuntimeError:  # the tensor has been written to
             return None
     if slot.unpack_hook is unpack and data[0]._version == data[1]:
-        return builder.owners.relied_on.of_slot(data[0])
+        return builder.owners.relied_on.hold_slot(data[0])
     return None
 
 
@@ -200,7 +200,7 @@ def describe(
     for name, attribute in recipe.saved:
         if name not in arguments:
             continue
-        turn = turn_to(builder, node, recipe, name, attribute, arguments[name])
+        turn = find_turn(builder, node, recipe, name, attribute, arguments[name])
         if turn is None:
             return None
         turns.append(turn)
@@ -211,7 +211,7 @@ def describe(
             path.recorded.append((name, attribute))
             continue
         edge = None if recipe.owner is None else recipe.edges.get(recipe.owner)
-        key = 0 if edge is None else leaf_behind(node.next_functions[edge][0])
+        key = 0 if edge is None else find_leaf_behind(node.next_functions[edge][0])
         if edge is None or not key or constants[name] is None:
             return None
         path.owned.append((name, edge, key, builder.owners.of(key)))
@@ -226,7 +226,7 @@ def describe(
     return path
 
 
-def turn_to(
+def find_turn(
     builder: Builder,
     node: Node,
     recipe: Recipe,
@@ -259,7 +259,7 @@ def turn_to(
             path = builder.paths[operand.value]
             return None if path is None else Turn(FURTHER, name, empty, edge, path)
         return Turn(EDGE, name, empty, edge)
-    captured = captured_operand(node, name)
+    captured = find_captured_operand(node, name)
     return Turn(CAPTURED, name, empty) if captured is not None and not isinstance(captured[1], NUMBERS) else None
 
 

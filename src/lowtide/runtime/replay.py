@@ -29,7 +29,7 @@ from lowtide._torch.modes import (
 )
 from lowtide._torch.nodes import node_metadata
 from lowtide._torch.privateuse1 import are_overrides_on, without_overrides
-from lowtide._torch.tensors import base_of, storage_id
+from lowtide._torch.tensors import base_of, get_storage_id
 from lowtide.errors import ReplayMismatch
 from lowtide.runtime import module_hooks as hooks
 from lowtide.runtime import saved_values as values
@@ -40,7 +40,7 @@ from lowtide.runtime.replay_run import AdvanceRun, NestedBackward, ReplayRun, St
 from lowtide.runtime.saved_fields import Geometry
 from lowtide.runtime.saved_values import KEYS, Handle, Value
 from lowtide.runtime.tensor_writers import Overwritten
-from lowtide.runtime.view_geometry import base_node_and_view
+from lowtide.runtime.view_geometry import find_base_node_and_view
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -131,7 +131,7 @@ class ReplayFrame:
                 type(self.interceptor.module),
             )
 
-    def tensors_read(self, *, with_arguments: bool) -> list[tuple[Tensor, int]]:
+    def list_read_tensors(self, *, with_arguments: bool) -> list[tuple[Tensor, int]]:
         """Return the tensors that a replay reads, with their expected versions; `with_arguments` adds the arguments."""
         arguments = (handle.value for handle in self.operands if with_arguments)
         return [
@@ -214,8 +214,8 @@ class ReplayFrame:
         if self._static is None:
             tables = (module._buffers for module in self.interceptor.mutable_state.modules)
             buffers = (buffer for table in tables for buffer in table.values() if buffer is not None)
-            self._static = frozenset(map(storage_id, buffers))
-        return isinstance(tensor, torch.nn.Parameter) or storage_id(tensor) in self._static
+            self._static = frozenset(map(get_storage_id, buffers))
+        return isinstance(tensor, torch.nn.Parameter) or get_storage_id(tensor) in self._static
 
     def make(self, value: Value) -> Tensor:
         """Run the call again; return the tensor of `value`, and store every restored tensor that an unread handle
@@ -289,7 +289,7 @@ class ReplayFrame:
             rerun.hand_over()
         return wanted - rerun.handed_over
 
-    def forward_again(self, operands: tuple[Handle, ...] | None = None) -> Any:
+    def run_forward_again(self, operands: tuple[Handle, ...] | None = None) -> Any:
         """Run the call again only for its result, and return that. Arguments are read from `operands`, by default the
         frame's own handles.
         """
@@ -337,7 +337,7 @@ class ReplayFrame:
         """
         expected = self._expected.get(place)
         if expected is None:
-            return base_node_and_view(tensor)[0].detach()
+            return find_base_node_and_view(tensor)[0].detach()
         shape, dtype, layout = expected
         if (tensor.shape, tensor.dtype) != (shape, dtype):
             raise ReplayMismatch(

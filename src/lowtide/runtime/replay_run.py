@@ -12,7 +12,7 @@ from lowtide._torch.nodes import next_sequence_number
 from lowtide._torch.tensors import base_of
 from lowtide.errors import ReplayMismatch
 from lowtide.runtime import saved_values as values
-from lowtide.runtime.call_arguments import tensors_in_call
+from lowtide.runtime.call_arguments import collect_call_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -102,7 +102,7 @@ class ReplayRun(_SecondRun):
             _, replayed = next(self._nested, (interceptor, False))
             if not replayed:
                 return interceptor.inner(*args, **kwargs)
-            for tensor in tensors_in_call(args, kwargs):
+            for tensor in collect_call_tensors(args, kwargs):
                 self.pack(tensor, is_complete=True)
         self._inside_another = True
         try:

@@ -13,7 +13,7 @@ from lowtide._torch.tensors import base_of, is_plain
 from lowtide.planner.address_nodes import OFFLOAD, SHAPE, SIGNS
 from lowtide.runtime.advance import Advance
 from lowtide.runtime.forward_pass import CallScope, ForwardPass, ThreadState
-from lowtide.runtime.partial_saves import PACKINGS, packed, saved_for_shape, saves_signs
+from lowtide.runtime.partial_saves import PACKINGS, find_input_saved_for_shape, packed, saves_signs
 from lowtide.runtime.plan_messages import PlanMessages
 from lowtide.runtime.plan_table import MOST_PATHS, Decision
 from lowtide.runtime.recipes import CannotRecompute, TooSmall
@@ -25,13 +25,13 @@ from lowtide.runtime.saved_values import (
     SEED_BYTES,
     Handle,
     Value,
+    make_value_without_grad_fn,
     native,
     register,
     registered,
-    value_without_grad_fn,
 )
 from lowtide.runtime.tensor_writers import ReliedOn, is_overwritten
-from lowtide.runtime.view_geometry import base_and_node, base_node_and_view
+from lowtide.runtime.view_geometry import find_base_and_node, find_base_node_and_view
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -49,7 +49,7 @@ class SavedTensorPacker:
 
     def __init__(self, model: nn.Module) -> None:
         self.messages = PlanMessages(model)
-        self.relied_on = ReliedOn(self.messages.say_copied, self.messages.own_tensor)
+        self.relied_on = ReliedOn(self.messages.say_copied, self.messages.find_own_tensor)
         """Tensors that recomputes and replays will read, which are copied before the program writes to them."""
         self.builder = Builder(ParameterOwners(model, self.relied_on))
         """The search for the operands of a recompute."""
@@ -98,14 +98,14 @@ class SavedTensorPacker:
         """
         if decision is None and frame is None and (handle := self.keep(tensor)) is not None:
             if scope.learnt is not None:
-                handle.value.saved_in(scope.learnt, scope.ordinal - 1)
+                handle.value.note_save(scope.learnt, scope.ordinal - 1)
             return handle
         if scope.learnt is not None:
             scope.learnt.add(scope.ordinal - 1)
-        if base_of(tensor) is None:  # as `base_and_node` does
+        if base_of(tensor) is None:  # as `find_base_and_node` does
             base, node, output, view = tensor, tensor.grad_fn, tensor.output_nr, None
         else:
-            base, node, output, view = base_node_and_view(tensor)
+            base, node, output, view = find_base_node_and_view(tensor)
         offloading = None
         """The decision to offload the tensor, which no replay around the call would restore."""
         if decision is not None and decision.node in PACKINGS:
@@ -159,7 +159,7 @@ class SavedTensorPacker:
         """
         if native is not None and (handle := native.kept(tensor)) is not None:
             return handle  # type: ignore[no-any-return]
-        base, node, output = base_and_node(tensor)
+        base, node, output = find_base_and_node(tensor)
         value = without_history(tensor, base, None) if node is None else registered(node, output)
         if value is not None and not value.kept:
             return None
@@ -195,7 +195,7 @@ class SavedTensorPacker:
         """
         base, view = tensor, None
         if base_of(tensor) is not None:
-            base, _, _, view = base_node_and_view(tensor)
+            base, _, _, view = find_base_node_and_view(tensor)
         node, output, version = base.grad_fn, base.output_nr, base._version
         if node is None or node.name() != decision.node or self.versions.get(decision.address) != version:
             return None
@@ -221,7 +221,7 @@ class SavedTensorPacker:
                 value = self.builder.recompute(node, output, base)
             else:
                 decision.n_paths += 1
-                value, path = self.builder.path_to(node, output, base)
+                value, path = self.builder.recompute_with_path(node, output, base)
         except CannotRecompute:
             self.learns_again = True
             raise
@@ -258,7 +258,7 @@ class SavedTensorPacker:
         `result` is what the call returned. If backward may read more than the shape, the input stays, and the
         difference from the plan is reported.
         """
-        held = saved_for_shape(result)
+        held = find_input_saved_for_shape(result)
         for ordinal, decision in scope.actions.recompute.items():
             if decision.node != SHAPE or ordinal >= scope.ordinal:  # nothing was saved
                 continue
@@ -314,11 +314,11 @@ def without_history(tensor: Tensor, base: Tensor, frame: ReplayFrame | None) -> 
     its replay.
     """
     if frame is not None and not frame.is_static(base):
-        if (value := frame.arguments.value_of(base)) is not None:
+        if (value := frame.arguments.find_value(base)) is not None:
             return value
         if base.numel() * base.element_size() > SEED_BYTES:
             return frame.value(tensor, base)
-    return value_without_grad_fn(base)
+    return make_value_without_grad_fn(base)
 
 
 def can_share(value: Value, base: Tensor, frame: ReplayFrame | None) -> bool:

@@ -20,7 +20,7 @@ from torch import nn
 from lowtide._torch.backward import backward_number
 from lowtide._torch.compiled_code import never_compiled
 from lowtide._torch.native_extension import load
-from lowtide._torch.nodes import node_metadata, saved_slot
+from lowtide._torch.nodes import get_saved_slot, node_metadata
 from lowtide.runtime.exposed_memory import EXPOSED, Contents
 from lowtide.runtime.saved_fields import NEVER, changed_in_place, materialize
 
@@ -95,7 +95,7 @@ class Value(ValueFields):
             raise RuntimeError(changed_in_place(tensor, self.version))
         return tensor
 
-    def saved_in(self, needed: set[int], ordinal: int) -> None:
+    def note_save(self, needed: set[int], ordinal: int) -> None:
         """Remember that a call has saved the value, as its tensor number `ordinal`; `needed` is the call's set of
         ordinals that the hooks have to see.
         """
@@ -129,7 +129,7 @@ NO_NODE = -1
 """Output number of a value that no node made."""
 
 
-def value_without_grad_fn(tensor: Tensor) -> Value:
+def make_value_without_grad_fn(tensor: Tensor) -> Value:
     """Return a value that keeps a tensor that no node made."""
     value = Value(tensor.detach(), output=NO_NODE)
     if isinstance(tensor, nn.Parameter):
@@ -230,7 +230,7 @@ def peek(node: Node, attribute: str) -> Any:
     if it is not saved yet, was released, or was packed by other hooks. For a list of saved tensors: a tuple of such
     results. For a constant: the constant. Raises AttributeError if the node has no such attribute.
     """
-    slot = saved_slot(node, attribute)
+    slot = get_saved_slot(node, attribute)
     if slot is None:
         return getattr(node, attribute)
     if isinstance(slot, tuple | list):
@@ -296,6 +296,6 @@ class Observer:
 observer: Observer | None = None
 
 
-def observer_of(engine: Engine) -> Observer | None:
+def find_observer(engine: Engine) -> Observer | None:
     """Return the observer of the plan of `engine`; None if there is none."""
     return observer if observer is not None and observer.engine is engine else None

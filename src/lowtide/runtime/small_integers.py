@@ -33,7 +33,7 @@ LOWEST: Final = torch.int32
 """Type of the lowest index at each point."""
 
 
-def offsets_of(tensor: Tensor) -> dict[str, Any]:
+def pack_indices(tensor: Tensor) -> dict[str, Any]:
     """Return the arguments with which the recipe `FROM_OFFSETS` restores `tensor`. Raises CannotRecompute if that saves
     nothing.
     """
@@ -46,7 +46,7 @@ def offsets_of(tensor: Tensor) -> dict[str, Any]:
         dtype, lowest = torch.int16, None
     else:
         lowest, highest = _extremes(tensor, dims)
-        dtype = _smallest_type(lowest, highest)
+        dtype = _choose_smallest_type(lowest, highest)
     n_points = math.prod(tensor.shape[len(dims) :])
     n_bytes = LOWEST.itemsize * n_points + dtype.itemsize * tensor.numel()
     if 2 * n_bytes > tensor.nbytes:
@@ -74,7 +74,7 @@ def _extremes(tensor: Tensor, dims: tuple[int, ...]) -> tuple[Any, Any]:
     return tensor.amin(dims, keepdim=True), tensor.amax(dims, keepdim=True)
 
 
-def _smallest_type(lowest: Any, highest: Any) -> torch.dtype:
+def _choose_smallest_type(lowest: Any, highest: Any) -> torch.dtype:
     """Return the smallest integer dtype that holds each index's distance from the lowest index at its point.
 
     Raises CannotRecompute if no dtype of `SIZES` does.
@@ -94,8 +94,8 @@ def _parts(bits: Tensor, shape: torch.Size, stride: tuple[int, ...], dtype: torc
     return base, bits[n_bytes:].view(dtype).as_strided(shape, stride, bits[n_bytes:].view(dtype).storage_offset())
 
 
-def _indices_of(*, bits: Tensor, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Restore the indices from the arguments that `offsets_of` returned for them."""
+def _restore_indices(*, bits: Tensor, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Restore the indices from the arguments that `pack_indices` returned for them."""
     indices = torch.empty_strided(shape, stride, dtype=torch.int64, device=bits.device)
     if not is_fake(bits):
         base, offsets = _parts(bits, shape, stride, dtype)
@@ -105,7 +105,7 @@ def _indices_of(*, bits: Tensor, shape: torch.Size, stride: tuple[int, ...], dty
 
 FROM_OFFSETS: Final = Recipe(
     node=INDICES,
-    function=_indices_of,
+    function=_restore_indices,
     operands=(),
     lists=frozenset(),
     optional=frozenset(),

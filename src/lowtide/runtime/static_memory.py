@@ -10,13 +10,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lowtide._torch.distributed import seen_buckets
-from lowtide._torch.optim import parameters_of
-from lowtide._torch.tensors import parts_of
+from lowtide._torch.distributed import find_seen_buckets
+from lowtide._torch.optim import list_parameters
+from lowtide._torch.tensors import find_parts
 from lowtide.memory import lbfgs_history as histories
 from lowtide.planner.records import Static
-from lowtide.runtime.batch_tensors import tensors_in
-from lowtide.runtime.fingerprint import place_of
+from lowtide.runtime.batch_tensors import collect_tensors
+from lowtide.runtime.fingerprint import find_device
 from lowtide.runtime.live_optimizers import optimizer_state
 from lowtide.utils.live_objects import live_objects
 
@@ -34,11 +34,11 @@ def static_bytes(
     DistributedDataParallel's buckets, also of other models: no Python object holds the buckets. With `with_coming`, the
     full history of L-BFGS counts.
     """
-    optimizers, there = list(optimizers), place_of(model)
+    optimizers, there = list(optimizers), find_device(model)
     # Without a process group no wrapper has buckets, and the search takes time.
     in_group = torch.distributed.is_available() and torch.distributed.is_initialized()
     wrappers = live_objects(DistributedDataParallel) if in_group else []
-    updated = [p for o in optimizers for p in parameters_of(o)]
+    updated = [p for o in optimizers for p in list_parameters(o)]
     trained = [*model.parameters(), *updated]
     addresses: set[int] = set()
 
@@ -47,7 +47,7 @@ def static_bytes(
         for tensor in tensors:
             if tensor is None or tensor.device.type == "meta" or is_lazy(tensor):
                 continue
-            for part in parts_of(tensor):
+            for part in find_parts(tensor):
                 storage = part.untyped_storage()
                 if storage.data_ptr() not in addresses:
                     addresses.add(storage.data_ptr())
@@ -56,20 +56,20 @@ def static_bytes(
 
     parameters = add(trained)
     buffers = add(model.buffers())
-    inputs = add(tensors_in(batch))
+    inputs = add(collect_tensors(batch))
     gradients = add(p.grad for p in trained if p.is_leaf) + sum(
-        _bucket_bytes(wrapper) for wrapper in wrappers if place_of(wrapper) == there
+        _count_bucket_bytes(wrapper) for wrapper in wrappers if find_device(wrapper) == there
     )
     state = add(optimizer_state(optimizers))
     growing = [o for o in optimizers if isinstance(o, torch.optim.LBFGS)]
-    state += sum(add(histories.tensors_of(o)) for o in growing)
-    state += sum(map(histories.missing_history_bytes, growing)) if with_coming else 0
+    state += sum(add(histories.list_tensors(o)) for o in growing)
+    state += sum(map(histories.predict_missing_history_bytes, growing)) if with_coming else 0
     static = Static(parameters=parameters, gradients=gradients, optimizer=state, buffers=buffers, inputs=inputs)
-    addresses.update(bucket.untyped_storage().data_ptr() for bucket in seen_buckets())
+    addresses.update(bucket.untyped_storage().data_ptr() for bucket in find_seen_buckets())
     return static, frozenset(addresses - {0})
 
 
-def _bucket_bytes(wrapper: DistributedDataParallel) -> int:
+def _count_bucket_bytes(wrapper: DistributedDataParallel) -> int:
     """Return the bytes of the buckets in which DDP sends gradients, except buckets whose views are the gradients."""
     model: nn.Module = wrapper.module
     sent = (p for name, p in model.named_parameters() if p.requires_grad and name not in wrapper.parameters_to_ignore)

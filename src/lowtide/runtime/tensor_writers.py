@@ -25,15 +25,15 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lowtide._torch.backward import backward_number, in_backward
 from lowtide._torch.compiled_code import called_between_graphs, never_compiled
 from lowtide._torch.fake_modes import n_function_modes, without_function_modes
-from lowtide._torch.optim import parameters_of
+from lowtide._torch.optim import list_parameters
 from lowtide._torch.patching import replace_function
-from lowtide._torch.tensors import NO_STORAGE, STORAGE, STORAGE_NUMBER, is_same_memory, storage_id
+from lowtide._torch.tensors import NO_STORAGE, STORAGE, STORAGE_NUMBER, get_storage_id, is_same_memory
 from lowtide.runtime import exposed_memory, inplace_methods
 from lowtide.runtime.exposed_memory import EXPOSED
 from lowtide.runtime.inplace_methods import ALIAS, SHARES_MEMORY
 from lowtide.runtime.recipes import CannotRecompute
 from lowtide.runtime.saved_fields import changed_in_place
-from lowtide.runtime.saved_values import NO_NODE, Handle, Value, native, value_without_grad_fn
+from lowtide.runtime.saved_values import NO_NODE, Handle, Value, make_value_without_grad_fn, native
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,7 +70,7 @@ class Overwritten(RuntimeError):
             "that tensor are kept: a loop that catches this error can take the same batch again.\n"
             "  Write to it after backward, or fit (rehearse and plan) in a step that writes to it."
         )
-        self.storage = storage_id(tensor)
+        self.storage = get_storage_id(tensor)
         self.module_class = module_class
         """Class of the module that could not be run again, if a replay failed."""
         self.is_of_parameter = False
@@ -189,16 +189,16 @@ class ReliedOn:
                 if reference() is not None:
                     self._unlooked.append(reference)
 
-    def of_leaf(self, leaf: Tensor) -> Value:
+    def hold_leaf(self, leaf: Tensor) -> Value:
         """Return a registered value that holds `leaf`, a tensor without history, for a recompute.
 
         Raises CannotRecompute if `leaf` was overwritten before backward in an earlier step.
         """
         if _overwritten and is_overwritten(leaf):
             raise CannotRecompute(_OVERWRITTEN)
-        return self.of(value_without_grad_fn(leaf), leaf)
+        return self.of(make_value_without_grad_fn(leaf), leaf)
 
-    def of_slot(self, saved: Handle | Tensor) -> Handle:
+    def hold_slot(self, saved: Handle | Tensor) -> Handle:
         """Return a new handle on a saved tensor, with its present content, as a recompute's operand.
 
         The handle has a value of its own if no node made the tensor, because autograd reads such a tensor with its
@@ -267,14 +267,14 @@ class ReliedOn:
 
         def copy_of(tensor: Tensor) -> Tensor:
             # values of one buffer hold different tensors, which share a copy
-            key = storage_id(tensor), tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype
+            key = get_storage_id(tensor), tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype
             if key not in copies:
                 copies[key] = tensor, _with_same_geometry(tensor)
             return copies[key][1]
 
         for value in _alive(self._values):
             tensor = value.tensor if value.original and value.kept and not value.is_changed else None
-            if tensor is not None and value.readers and storage_id(tensor) in storages:
+            if tensor is not None and value.readers and get_storage_id(tensor) in storages:
                 if is_habit and value.original is not None and (original := value.original()) is not None:
                     mark(original)
                 value.keep(copy_of(tensor))
@@ -291,7 +291,7 @@ class ReliedOn:
         """Begin to compare the contents of tensors in these storages before each further read, because code may write
         to them unnoticed.
         """
-        self._expose(lambda tensor: storage_id(tensor) in storages)
+        self._expose(lambda tensor: get_storage_id(tensor) in storages)
 
     def _expose(self, is_exposed: Callable[[Tensor], bool]) -> None:
         for value in _alive(self._values):
@@ -304,7 +304,7 @@ class ReliedOn:
     def give_up(self, storage: int) -> None:
         """Stop replaying calls that read the storage, because it was written to before backward."""
         for frame in _alive(self._frames):
-            if any(storage_id(tensor) == storage for tensor, _ in frame.tensors_read(with_arguments=True)):
+            if any(get_storage_id(tensor) == storage for tensor, _ in frame.list_read_tensors(with_arguments=True)):
                 frame.interceptor.mutable_state.is_overwritten = True
 
     def __bool__(self) -> bool:
@@ -379,8 +379,8 @@ def is_overwritten(tensor: Tensor) -> bool:
 
 @called_between_graphs
 def _updates(optimizer: Optimizer, *_: Any) -> None:
-    if plans := _plans_in_force():
-        updated = {storage_id(p) for p in parameters_of(optimizer) if p.grad is not None}
+    if plans := _find_plans_in_force():
+        updated = {get_storage_id(p) for p in list_parameters(optimizer) if p.grad is not None}
         for relied_on in plans:
             relied_on.before_write(updated - {0}, f"{type(optimizer).__name__}.step()")
 
@@ -438,12 +438,12 @@ def _renormalise(
     reference: weakref.ref[ReliedOn], own: Callable[..., Tensor], weight: Tensor, *args: Any, **kwargs: Any
 ) -> Tensor:
     relied_on = reference()
-    if relied_on is not None and relied_on in _plans_in_force():
-        relied_on.before_write({storage_id(weight)}, "an embedding's max_norm", is_habit=True)
+    if relied_on is not None and relied_on in _find_plans_in_force():
+        relied_on.before_write({get_storage_id(weight)}, "an embedding's max_norm", is_habit=True)
     return own(weight, *args, **kwargs)
 
 
-def _plans_in_force() -> list[ReliedOn]:
+def _find_plans_in_force() -> list[ReliedOn]:
     """Return the records of plans that will read tensors again; none in backward, where optimizers update only tensors
     that have been read.
     """

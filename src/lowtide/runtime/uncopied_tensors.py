@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from lowtide._torch.fake_modes import bytes_of
-from lowtide._torch.tensors import is_plain, storage_id
+from lowtide._torch.tensors import get_storage_id, is_plain
 from lowtide.runtime import exposed_memory
 from lowtide.runtime.exposed_memory import EXPOSED, Contents
 
@@ -41,7 +41,7 @@ class UncopiedTensors:
         known.
         """
         self.places = places
-        self.summed = _buffers_among(places) if summed is None else summed
+        self.summed = _find_buffers(places) if summed is None else summed
         self.versions = [*map(VERSION_OF, map(TENSOR_OF, places))]
         """Versions when the call began; `EXPOSED` for tensors whose contents are compared."""
         self._contents: dict[int, Contents] = {}
@@ -55,7 +55,7 @@ class UncopiedTensors:
         """Record the tensors at `places` as they are now, except those that have a copy."""
         copied = {(id(table), name) for table, name, *_ in self.copies}
         self.places = [place for place in places if (id(place[0]), place[1]) not in copied]
-        self.summed = _buffers_among(self.places)
+        self.summed = _find_buffers(self.places)
         self.versions = [*map(VERSION_OF, map(TENSOR_OF, self.places))]
         self._sums = self._checksums()
         if self._contents:
@@ -64,7 +64,7 @@ class UncopiedTensors:
     def _checksums(self) -> list[int | None]:
         return [_checksum(self.places[n][2]) for n in self.summed]
 
-    def written_buffer(self) -> str | None:
+    def find_written_buffer(self) -> str | None:
         """Return the name of a buffer that was written to since the call began, or None."""
         for n, before, now in zip(self.summed, self._sums, self._checksums(), strict=True):
             _, name, tensor = self.places[n]
@@ -95,7 +95,7 @@ class UncopiedTensors:
         n_copies, sums = len(self.copies), dict(zip(self.summed, self._sums, strict=True))
         uncopied: list[int] = []
         for n, ((table, name, tensor), version) in enumerate(zip(self.places, self.versions, strict=True)):
-            if storage_id(tensor) in storages and not self.is_changed(tensor, version):
+            if get_storage_id(tensor) in storages and not self.is_changed(tensor, version):
                 self.copies.append((table, name, tensor, copy_of(tensor)))
             else:
                 uncopied.append(n)
@@ -103,7 +103,7 @@ class UncopiedTensors:
             return False
         self._sums = [sums[n] for n in uncopied if n in sums]
         self.places, self.versions = [self.places[n] for n in uncopied], [self.versions[n] for n in uncopied]
-        self.summed = _buffers_among(self.places)
+        self.summed = _find_buffers(self.places)
         return True
 
     def expose(self, is_exposed: Callable[[Tensor], bool]) -> None:
@@ -120,7 +120,7 @@ class UncopiedTensors:
         self.versions[n] = EXPOSED
 
 
-def places_of(
+def find_places(
     modules: Iterable[nn.Module], copied: Collection[tuple[nn.Module, str]], *, only_plain: bool
 ) -> Iterator[Place]:
     """Yield the parameters of `modules`, and those buffers that are not `copied`; with `only_plain`, no distributed
@@ -133,7 +133,7 @@ def places_of(
                     yield table, name, tensor
 
 
-def _buffers_among(places: Iterable[Place]) -> list[int]:
+def _find_buffers(places: Iterable[Place]) -> list[int]:
     return [n for n, (_, _, tensor) in enumerate(places) if not isinstance(tensor, torch.nn.Parameter)]
 
 

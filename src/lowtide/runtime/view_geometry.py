@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from lowtide.runtime.saved_fields import Geometry
 
 
-def base_and_node(tensor: Tensor) -> tuple[Tensor, Node | None, int]:
+def find_base_and_node(tensor: Tensor) -> tuple[Tensor, Node | None, int]:
     """Return the base that `tensor` is a view of, else `tensor` itself, with its autograd node and output number.
 
     A view with another dtype than its base, or a lazily conjugated or negated one, counts as a tensor of its own.
@@ -28,16 +28,16 @@ def base_and_node(tensor: Tensor) -> tuple[Tensor, Node | None, int]:
     return base, base.grad_fn, base.output_nr
 
 
-def base_node_and_view(tensor: Tensor) -> tuple[Tensor, Node | None, int, Geometry | None]:
-    """Return the base that `tensor` is a view of, its node and output number (as `base_and_node` does), and the
+def find_base_node_and_view(tensor: Tensor) -> tuple[Tensor, Node | None, int, Geometry | None]:
+    """Return the base that `tensor` is a view of, its node and output number (as `find_base_and_node` does), and the
     geometry of `tensor` in the base; None instead of a geometry if `tensor` is its own base.
     """
-    base, node, output = base_and_node(tensor)
+    base, node, output = find_base_and_node(tensor)
     view = None if base is tensor else (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
     return base, node, output, view
 
 
-def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
+def restride(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     """Return the elements of `tensor` with strides `stride`, at offset 0 of a storage, as saved geometries assume.
 
     A recipe's result has other strides than the original if autograd did not record the operator's memory format, as
@@ -52,7 +52,7 @@ def laid_out(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
     return torch.empty_strided(tensor.shape, stride, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
+def compute_contiguous_stride(shape: torch.Size) -> tuple[int, ...]:
     stride, step = [], 1
     for size in reversed(shape):
         stride.append(step)

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from lowtide._torch.optim import parameters_of
-from lowtide.runtime.fsdp_scopes import own_parameters
-from lowtide.script.calling_code import caller_optimizers
+from lowtide._torch.optim import list_parameters
+from lowtide.runtime.fsdp_scopes import list_own_parameters
+from lowtide.script.calling_code import find_caller_optimizers
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -48,7 +48,7 @@ class AlternatingModels:
         self._joined.update(models)
         self._n_waits = PATIENCE if self._awaits_backward() else 0
 
-    def counts_update(self) -> None:
+    def count_update(self) -> None:
         """Record an optimizer's update: await no more backward passes through models that have new gradients."""
         self._awaited = {
             key: at_call
@@ -65,12 +65,12 @@ class AlternatingModels:
     def _awaits_backward(self) -> bool:
         return any(id(model) in self._awaited for model in self._joined)
 
-    def others_updated(self, parameters: set[int]) -> None:
+    def note_others_update(self, parameters: set[int]) -> None:
         """Record that an optimizer has updated the parameters with these ids, which belong to other models."""
         models = [m for m in self._called.values() if parameters & parameter_ids(m)]
         self._updated.update({id(module): module for module in models})
 
-    def model_updated(self) -> list[nn.Module]:
+    def find_updated_others(self) -> list[nn.Module]:
         """Return the other models that were updated since this model's last update."""
         return list(self._updated.values())
 
@@ -92,7 +92,7 @@ def _has_new_gradient(module: nn.Module, at_call: list[_Gradient | None]) -> boo
 def caller_has_other_optimizers(model: nn.Module) -> bool:
     """Return True if the script's variables hold an optimizer of other parameters, even one that has not stepped."""
     mine = parameter_ids(model)
-    return any(held and not held & mine for held in map(held_by, caller_optimizers()))
+    return any(held and not held & mine for held in map(collect_held_ids, find_caller_optimizers()))
 
 
 def ids(objects: Iterable[object]) -> set[int]:
@@ -102,9 +102,9 @@ def ids(objects: Iterable[object]) -> set[int]:
 
 def parameter_ids(model: nn.Module) -> set[int]:
     """Return the ids of the model's parameters as optimizers hold them: of a sharded parameter, its shard."""
-    return ids(own_parameters(model))
+    return ids(list_own_parameters(model))
 
 
-def held_by(optimizer: Optimizer) -> set[int]:
+def collect_held_ids(optimizer: Optimizer) -> set[int]:
     """Return the ids of the parameters that an optimizer updates."""
-    return ids(parameters_of(optimizer))
+    return ids(list_parameters(optimizer))

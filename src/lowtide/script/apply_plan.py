@@ -6,13 +6,13 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from lowtide.api.apply import apply
-from lowtide.api.plan_attempts import over_budget
+from lowtide.api.plan_attempts import build_over_budget
 from lowtide.errors import RehearsalError, StalePlan
 from lowtide.memory.device_budget import check_on_device
 from lowtide.profiler.online import PATIENCE
-from lowtide.runtime.call_shapes import no_larger, shapes_in
-from lowtide.runtime.composite_model import CompositeModel, is_of_parts, name_of
-from lowtide.runtime.fingerprint import differences_from, fingerprint, place_of
+from lowtide.runtime.call_shapes import no_larger, parse_shapes
+from lowtide.runtime.composite_model import CompositeModel, find_name, is_of_parts
+from lowtide.runtime.fingerprint import describe_differences, find_device, fingerprint
 from lowtide.script.plan_monitor import Measured, PlanMonitor
 from lowtide.state.process_group import several_processes
 from lowtide.units import format_bytes
@@ -29,9 +29,9 @@ MOST_MEASURED = 4
 PLANS_AGAIN = "`lowtide run --budget`, which plans again until the measured peak is within it"
 
 
-def plan_of_another_model(model: nn.Module, differences: tuple[str, ...]) -> StalePlan:
+def build_stale_plan(model: nn.Module, differences: tuple[str, ...]) -> StalePlan:
     """Build the error for a plan that is not for `model`, which the script trains; `differences` names the reasons."""
-    what = f"this plan is not for the {name_of(model)} that the script trains. Make one with `lowtide plan make`."
+    what = f"this plan is not for the {find_name(model)} that the script trains. Make one with `lowtide plan make`."
     return StalePlan(what, differences=differences)
 
 
@@ -72,7 +72,7 @@ class PlanApplier(PlanMonitor):
         is_own = model is self._model
         self._measured.is_planned = is_own and current.batch == planned.batch
         self._measured.n_others += not self._measured.is_planned
-        if is_own and no_larger(shapes_in(current.batch), shapes_in(planned.batch)):
+        if is_own and no_larger(parse_shapes(current.batch), parse_shapes(planned.batch)):
             try:
                 self._open = Measured(model, batch, optimizers, self._in_force.applied, self._plan.budget_for)
             except RehearsalError as why:
@@ -93,7 +93,7 @@ class PlanApplier(PlanMonitor):
                 and self._measured.n_others < PATIENCE
             ):
                 return  # models that take turns are recognised later
-            raise plan_of_another_model(model, self._differences)
+            raise build_stale_plan(model, self._differences)
         if self._open is not None:
             step, self._open = self._open, None
             peak_bytes = step.peak_bytes()
@@ -113,7 +113,7 @@ class PlanApplier(PlanMonitor):
     def _is_judged(self, model: nn.Module) -> bool:
         """Return True if no further step on a batch of the planned size needs to be measured."""
         n = len(self._peaks) - 1
-        misses_frees = several_processes() and place_of(model).type == "cpu"
+        misses_frees = several_processes() and find_device(model).type == "cpu"
         return n >= (MOST_MEASURED if misses_frees and self._peak_bytes > self._plan.budget_bytes else 1)
 
     @property
@@ -142,9 +142,9 @@ class PlanApplier(PlanMonitor):
         self._model, self._peaks = None, []
 
     def _put_in_force(self, model: nn.Module, current: Fingerprint) -> None:
-        self._differences = differences_from(self._plan.fingerprint, current)
+        self._differences = describe_differences(self._plan.fingerprint, current)
         if not self._differences:
-            check_on_device(self._plan.budget_bytes, place_of(model), self._plan.budget_for)
+            check_on_device(self._plan.budget_bytes, find_device(model), self._plan.budget_for)
             self._model = model
             self._in_force.applied = applied = apply(model, self._plan, say=self._say)
             self.repeats.guard(model, applied)
@@ -157,7 +157,7 @@ class PlanApplier(PlanMonitor):
         self._leave_in_force()
         measured_bytes = max(self._measured.most_bytes, self._peak_bytes)
         if measured_bytes > self._plan.budget_bytes:
-            raise over_budget(
+            raise build_over_budget(
                 self._plan,
                 self._plan.budget_bytes,
                 [measured_bytes],
@@ -168,7 +168,7 @@ class PlanApplier(PlanMonitor):
             reserved = " reserved" if self._plan.budget_for == "reserved" else ""
             self._say(f"measured {format_bytes(measured_bytes)} peak{reserved}: within the budget")
         else:
-            self._say(self._measured.in_words())
+            self._say(self._measured.put_in_words())
 
     def _leave_in_force(self) -> None:
         self.on_stop()

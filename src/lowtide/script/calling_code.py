@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from lowtide.memory.frame_locals import local_variables
 from lowtide.script.runner import Script
 from lowtide.state.reachable_state import ReachableState
-from lowtide.utils.frames import frames_from, module_name
+from lowtide.utils.frames import module_name, walk_frames
 
 _OTHERS = ("torch.", "lowtide.", "importlib")
 _BLOCKS = (*_OTHERS, "contextlib")
@@ -28,8 +28,8 @@ _outermost: list[CodeType] = []
 
 @contextlib.contextmanager
 def end_search_here() -> Iterator[None]:
-    """Within this block, end the search of `caller_variables` at the function that entered the block."""
-    codes = (frame.f_code for frame in frames_from(sys._getframe(1)) if not module_name(frame).startswith(_BLOCKS))
+    """Within this block, end the search of `find_caller_variables` at the function that entered the block."""
+    codes = (frame.f_code for frame in walk_frames(sys._getframe(1)) if not module_name(frame).startswith(_BLOCKS))
     code = next(codes)
     del codes  # which keeps frames, and so the variables of their functions, alive
     _outermost.append(code)
@@ -39,13 +39,13 @@ def end_search_here() -> Iterator[None]:
         _outermost.remove(code)
 
 
-def caller_variables() -> Iterator[Any]:
+def find_caller_variables() -> Iterator[Any]:
     """Yield the values of variables in calling functions, innermost first; functions of torch and Lowtide are skipped.
 
     Variables of Lowtide's `accumulate` are included, because they hold the pieces of the caller's batch. The search
     ends at the script, or at the function with the detected block: callers beyond it, such as a test, are not searched.
     """
-    for frame in frames_from(sys._getframe(1)):
+    for frame in walk_frames(sys._getframe(1)):
         if module_name(frame) == Script.__module__:
             break
         name = module_name(frame)
@@ -57,9 +57,9 @@ def caller_variables() -> Iterator[Any]:
             break
 
 
-def caller_optimizers() -> list[Optimizer]:
+def find_caller_optimizers() -> list[Optimizer]:
     """Return the optimizers reachable from the variables of calling functions."""
-    return [obj for obj in ReachableState(*caller_variables()).visited if isinstance(obj, Optimizer)]
+    return [obj for obj in ReachableState(*find_caller_variables()).visited if isinstance(obj, Optimizer)]
 
 
 def is_registered_now(module: nn.Module) -> bool:
@@ -68,4 +68,4 @@ def is_registered_now(module: nn.Module) -> bool:
     """
     if not isinstance(module, ParametrizationList):
         return False
-    return any(frame.f_code is ParametrizationList.__init__.__code__ for frame in frames_from(sys._getframe(1)))
+    return any(frame.f_code is ParametrizationList.__init__.__code__ for frame in walk_frames(sys._getframe(1)))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lowtide.script.alternating_models import held_by, parameter_ids
+from lowtide.script.alternating_models import collect_held_ids, parameter_ids
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -28,14 +28,14 @@ class CandidateModels:
 
     def updated(self, optimizer: Optimizer) -> None:
         """Record a step of `optimizer`, if it updates modules that were called instead of the model."""
-        held = held_by(optimizer)
+        held = collect_held_ids(optimizer)
         if any(held & parameter_ids(module) for module in self._called.values()):
             self._n_updates[optimizer] = self._n_updates.get(optimizer, 0) + 1
 
     def trained(self) -> tuple[list[nn.Module], list[Optimizer]]:
         """Return the modules that were trained for two steps, and so replace the model, with their optimizers."""
         optimizers = [optimizer for optimizer, n in self._n_updates.items() if n > 1]
-        updated = {p for optimizer in optimizers for p in held_by(optimizer)}
+        updated = {p for optimizer in optimizers for p in collect_held_ids(optimizer)}
         modules = [module for module in self._called.values() if updated & parameter_ids(module)]
         return ([], []) if any(module in self._replaced for module in modules) else (modules, optimizers)
 

@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any
 from lowtide._torch.compiled_code import n_compiled
 from lowtide._torch.inductor import always_partitioned, kernels_left_out
 from lowtide.api.apply import apply
-from lowtide.api.compiled_fit import SCHEDULED, cheapest_within, compiled_over
-from lowtide.api.differing_bits import differing_addresses
+from lowtide.api.compiled_fit import SCHEDULED, build_compiled_infeasible, find_cheapest_within
+from lowtide.api.differing_bits import find_differing_addresses
 from lowtide.errors import Infeasible, RehearsalError
 from lowtide.levers.selection import Choice
-from lowtide.profiler.compiled_bits import compiled_bits, scheduled_calls
+from lowtide.profiler.compiled_bits import compiled_bits, record_scheduled_calls
 from lowtide.profiler.online import PATIENCE
 from lowtide.report.text_table import listed
-from lowtide.runtime.fingerprint import place_of
+from lowtide.runtime.fingerprint import find_device
 from lowtide.script.run_verdict import AUDITED, COMPARED, NOT_COMPARED
-from lowtide.state.step_outcome import varying_results, without
+from lowtide.state.step_outcome import find_varying_results, without
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -72,16 +72,16 @@ class CompiledChecks:
         the error. `batch` has the planned size.
         """
         profile = rehearsing.profile
-        if profile is None or plan.budget_for == "reserved" or place_of(model).type != "cpu":
+        if profile is None or plan.budget_for == "reserved" or find_device(model).type != "cpu":
             return plan, None
 
         def peak_of(tried: Plan) -> int | None:
             with kernels_left_out(), always_partitioned(), apply(model, tried, say=lambda what: None):
-                peak_bytes = rehearsing.peak_with(partial(scheduled_calls, model, code, batch))
+                peak_bytes = rehearsing.predict_peak_with(partial(record_scheduled_calls, model, code, batch))
             return None if peak_bytes is None else peak_bytes + self.excess_bytes
 
         choice = Choice(profile, plan.plain)
-        n_scheduled, best = cheapest_within(choice, plan, peak_of, SCHEDULED)
+        n_scheduled, best = find_cheapest_within(choice, plan, peak_of, SCHEDULED)
         if best is None:
             return plan, None
         peak_bytes = best.predicted.peak_bytes
@@ -90,7 +90,7 @@ class CompiledChecks:
         if peak_bytes <= plan.budget_bytes:
             return best, None
         tried = f"plans that were scheduled by inductor and measured: {n_scheduled}"
-        return best, compiled_over(choice, best, tried)
+        return best, build_compiled_infeasible(choice, best, tried)
 
     def compare(
         self, plan: Plan, plain: Outcome | None, model: nn.Module, code: Callable[..., Any], batch: Any
@@ -122,11 +122,11 @@ def _comparison(
     if (first := compiled_bits(model, code, batch)) is None:
         return None
     differences = plain.differences(first)
-    varying = varying_results(first, differences, lambda: compiled_bits(model, code, batch))
+    varying = find_varying_results(first, differences, lambda: compiled_bits(model, code, batch))
     return without(differences, varying), tuple(varying)
 
 
-def addresses_with_other_bits(
+def find_addresses_with_other_bits(
     plan: Plan, plain: Outcome, model: nn.Module, code: Callable[..., Any], batch: Any
 ) -> tuple[str, ...]:
     """Find, by a few trials, the addresses of recomputed values that make results under `plan` differ from `plain`."""
@@ -137,10 +137,10 @@ def addresses_with_other_bits(
             comparison = _comparison(plain, model, code, batch)
         return comparison is not None and not comparison[0]
 
-    return differing_addresses(tuple(plan.recompute), is_identical)
+    return find_differing_addresses(tuple(plan.recompute), is_identical)
 
 
-def error_of_other_bits(kinds: dict[str, tuple[str, ...]]) -> RehearsalError:
+def build_other_bits_error(kinds: dict[str, tuple[str, ...]]) -> RehearsalError:
     """Build the error for compiled code whose results differ under the plan: `kinds` has their names by kind."""
     kind, names = next(iter(kinds.items()))
     return RehearsalError(

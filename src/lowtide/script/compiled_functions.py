@@ -16,7 +16,7 @@ from torch import nn
 
 from lowtide._torch.compiled_code import is_compiling_here
 from lowtide._torch.patching import replace_function
-from lowtide.state.introspection import user_functions, variables
+from lowtide.state.introspection import find_user_functions, variables
 
 
 class _Detector(Protocol):
@@ -52,10 +52,10 @@ def watch_compiled_functions(detector: _Detector) -> Callable[[], None]:
     return stop
 
 
-def trained_modules(function: Callable[..., Any], args: Any, kwargs: Any) -> list[nn.Module]:
+def find_trained_modules(function: Callable[..., Any], args: Any, kwargs: Any) -> list[nn.Module]:
     """Return the outermost modules that a call of `function` may train: arguments, or variables that it reads."""
     given = [*args, *kwargs.values(), getattr(function, "__self__", None)]
-    named = [content for user_function in user_functions(function) for _, _, content in variables(user_function)]
+    named = [content for user_function in find_user_functions(function) for _, _, content in variables(user_function)]
     modules = {id(obj): obj for obj in (*given, *named) if isinstance(obj, nn.Module) and obj.training}
     trained = [module for module in modules.values() if any(p.requires_grad for p in module.parameters())]
     inside = {id(below) for module in trained for below in module.modules() if below is not module}

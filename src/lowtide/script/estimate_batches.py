@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide.estimator.batch_search import resized, size_of
-from lowtide.runtime.batch_tensors import in_words, tensors_in
-from lowtide.script.calling_code import caller_variables
+from lowtide.estimator.batch_search import measure_size, resized
+from lowtide.runtime.batch_tensors import collect_tensors, put_in_words
+from lowtide.script.calling_code import find_caller_variables
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -26,7 +26,7 @@ class BatchSize:
         self._own_size: int | None = None
         """Size of the script's own batch, once it is known."""
 
-    def of_other_size(self, batch: Any, *, is_first: bool) -> list[Tensor]:
+    def find_resizable_tensors(self, batch: Any, *, is_first: bool) -> list[Tensor]:
         """Return the leaf tensors, in `batch` and callers' variables, whose first dimension has the length of the
         script's own batches.
 
@@ -36,10 +36,10 @@ class BatchSize:
         """
         if self.size is None:
             return []
-        self._own_size = self._own_size or size_of(batch, 0)
-        first = tensors_in(batch)[: int(is_first)]
+        self._own_size = self._own_size or measure_size(batch, 0)
+        first = collect_tensors(batch)[: int(is_first)]
         lengths = {self._own_size, *(t.shape[0] for t in first if t.is_leaf and t.dim())} - {self.size}
-        near = (*tensors_in(batch), *_caller_tensors())
+        near = (*collect_tensors(batch), *_find_caller_tensors())
         return [tensor for tensor in near if tensor.is_leaf and tensor.dim() and tensor.shape[0] in lengths]
 
     def resize(self, tensors: list[Tensor], run: TwoStepRun) -> None:
@@ -82,14 +82,14 @@ class FirstCalls:
         if not self._is_next:
             return None
         self._is_next = False
-        tensors = tensors_in(batch)
-        sizes_before, self._sizes = self._sizes, in_words(tensors)
+        tensors = collect_tensors(batch)
+        sizes_before, self._sizes = self._sizes, put_in_words(tensors)
         form_before, self._form = self._form, (weakref.ref(called), [(t.dtype, t.dim()) for t in tensors])
         return (sizes_before, self._sizes) if form_before == self._form and sizes_before != self._sizes else None
 
 
-def _caller_tensors() -> Iterator[Tensor]:
+def _find_caller_tensors() -> Iterator[Tensor]:
     """Yield tensors in variables of functions that call the model: the batch, and labels that the loss will read."""
-    for value in caller_variables():
-        tensors = tensors_in(value) if isinstance(value, torch.Tensor | tuple | list | dict) else []
+    for value in find_caller_variables():
+        tensors = collect_tensors(value) if isinstance(value, torch.Tensor | tuple | list | dict) else []
         yield from (tensor for tensor in tensors if not tensor.requires_grad)

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lowtide.estimator.fake_step import planned
-from lowtide.estimator.unrehearsed_plans import How, engine_for
+from lowtide.estimator.unrehearsed_plans import How, build_engine
 from lowtide.levers import enable_plan_levers
-from lowtide.runtime.fingerprint import differences_from, fingerprint
-from lowtide.script.apply_plan import plan_of_another_model
+from lowtide.runtime.fingerprint import describe_differences, fingerprint
+from lowtide.script.apply_plan import build_stale_plan
 
 if TYPE_CHECKING:
     from torch import nn
@@ -35,7 +35,7 @@ class EstimateEngine:
     def make(self, model: nn.Module, batch: Any) -> Engine | None:
         """Return the engine that runs steps of `model`; None if a plan was given for another model or batch."""
         if self._plan is None:
-            return engine_for(self._how, model)
+            return build_engine(self._how, model)
         self._compare(self._plan, model, batch)
         if self._differences:
             return None
@@ -51,7 +51,7 @@ class EstimateEngine:
     def check_model(self, model: nn.Module) -> None:
         """Raise StalePlan if `model`, which the script trains, or its batch is not the plan's."""
         if self._differences:
-            raise plan_of_another_model(model, self._differences)
+            raise build_stale_plan(model, self._differences)
 
     def remove_levers(self) -> None:
         """Remove the plan's levers from the model."""
@@ -62,4 +62,4 @@ class EstimateEngine:
         made_for, current = plan.fingerprint, fingerprint(model, batch)
         if self._on_any_device:
             current = replace(current, device=made_for.device)
-        self._differences = differences_from(made_for, current)
+        self._differences = describe_differences(made_for, current)

@@ -20,7 +20,7 @@ from lowtide._torch.fsdp import meta_parameters_ungathered
 from lowtide._torch.modules import apply_to_tensors
 from lowtide._torch.patching import replace_function
 from lowtide.errors import RehearsalError
-from lowtide.estimator.compiled_collectives import compile_as_written
+from lowtide.estimator.compiled_collectives import remember_compiled
 from lowtide.estimator.cuda import process_groups as groups
 from lowtide.estimator.cuda.memory_stats import Usage
 from lowtide.estimator.cuda.redirect import emulated_cuda
@@ -40,7 +40,7 @@ def steps_of_a_script(listener: StepEstimator) -> Iterator[None]:
         listener.compiles = True
         if model is None:
             return functools.partial(compiles, **options)
-        compile_as_written(model)
+        remember_compiled(model)
         return model
 
     def runs_back(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -11,20 +11,26 @@ import torch
 from torch import nn
 
 from lowtide._torch.modes import saved_tensor_hooks
-from lowtide._torch.tensors import storage_id
+from lowtide._torch.tensors import get_storage_id
 from lowtide.errors import LowtideError, RehearsalError
 from lowtide.estimator.cuda.absent_gpu_run import AbsentGpuRun
 from lowtide.estimator.cuda.deferred_placement import DeferredCudaModule
 from lowtide.estimator.cuda.placement import is_given
 from lowtide.estimator.cuda.process_groups import taken_as_own
 from lowtide.estimator.fake_step import COMPILED
-from lowtide.estimator.packed_sequences import sizes_in
+from lowtide.estimator.packed_sequences import list_batch_sizes
 from lowtide.estimator.two_step_run import TwoStepRun
-from lowtide.runtime.batch_tensors import tensors_in
-from lowtide.runtime.fsdp_scopes import own_parameters, units_in
-from lowtide.runtime.live_optimizers import optimizers_of
-from lowtide.script.alternating_models import PATIENCE, caller_has_other_optimizers, held_by, ids, parameter_ids
-from lowtide.script.calling_code import caller_optimizers, caller_variables
+from lowtide.runtime.batch_tensors import collect_tensors
+from lowtide.runtime.fsdp_scopes import find_units, list_own_parameters
+from lowtide.runtime.live_optimizers import find_optimizers
+from lowtide.script.alternating_models import (
+    PATIENCE,
+    caller_has_other_optimizers,
+    collect_held_ids,
+    ids,
+    parameter_ids,
+)
+from lowtide.script.calling_code import find_caller_optimizers, find_caller_variables
 from lowtide.script.estimate_batches import BatchSize, FirstCalls
 from lowtide.script.estimate_engine import EstimateEngine
 from lowtide.script.estimate_patches import cuda_for_a_script, steps_of_a_script
@@ -116,7 +122,7 @@ class StepEstimator(StepListener):
 
     def on_step_begin(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
         """Switch to fake tensors when the first step begins; when the second step begins, begin its estimate."""
-        resizing = self._batch_size.of_other_size(batch, is_first=True)
+        resizing = self._batch_size.find_resizable_tensors(batch, is_first=True)
         self._optimizers = optimizers
         self._first_calls.begin_step()
         if self._rehearsal is None:
@@ -131,8 +137,8 @@ class StepEstimator(StepListener):
         if self._n_steps == 1:
             self._rehearsal.second(batch)
             self._engine.check_batch(model, batch)
-        elif not caller_optimizers():
-            self._next_pass(batch)
+        elif not find_caller_optimizers():
+            self._begin_next_pass(batch)
         elif self.accepts_one_step:
             self._rehearsal.second(batch)
         self._has_only = False
@@ -156,7 +162,7 @@ class StepEstimator(StepListener):
         """Return True if neither the script's variables nor the module `other` lead to any part of `model`."""
         if self._rehearsal is None:
             return False
-        reached = ids(ReachableState(*caller_variables(), other).visited)
+        reached = ids(ReachableState(*find_caller_variables(), other).visited)
         return not reached & ids(model.modules())
 
     def _turn_to(self, model: nn.Module, batch: Any) -> None:
@@ -164,7 +170,7 @@ class StepEstimator(StepListener):
         assert self._rehearsal is not None
         former = None if self._model is None else weakref.ref(self._model)
         self._model = model
-        self._rehearsal.switch_model(model, caller_variables(), self._engine.make(model, batch))
+        self._rehearsal.switch_model(model, find_caller_variables(), self._engine.make(model, batch))
         if former is not None and former() is None:
             self._n_steps = 0
 
@@ -180,17 +186,17 @@ class StepEstimator(StepListener):
         if self._rehearsal is None and self._held_up is not None and self._has_run_backward:
             self.on_step_begin(self._held_up[0], batch, self._held_up[1])
             return
-        resizing = self._batch_size.of_other_size(batch, is_first=False)
+        resizing = self._batch_size.find_resizable_tensors(batch, is_first=False)
         if self._rehearsal is not None:
             self._batch_size.resize(resizing, self._rehearsal)
         is_alone = (
             self._n_passes and not self._n_steps and self._rehearsal is not None and not self._rehearsal.has_updated
         )
-        if is_alone and self._has_run_backward and not caller_optimizers():
+        if is_alone and self._has_run_backward and not find_caller_optimizers():
             if self._n_passes == MOST_PASSES:
                 self._conclude()
                 raise StopScript
-            self._next_pass(batch)
+            self._begin_next_pass(batch)
 
     def on_backward_end(self) -> None:
         """Record that a backward pass is over."""
@@ -218,20 +224,20 @@ class StepEstimator(StepListener):
         A graph that began on real tensors has to end on them. `inputs` include the parameters, which
         `torch.func.functional_call` may replace by computed tensors.
         """
-        return saved_tensor_hooks() is None and all(tensor.is_leaf for tensor in tensors_in(inputs))
+        return saved_tensor_hooks() is None and all(tensor.is_leaf for tensor in collect_tensors(inputs))
 
     def finish(self) -> None:
         """Conclude the estimate at the end of a script that ran only one step, or passes without an optimizer."""
         if self._rehearsal is None:
             return
-        if self._has_only or (self._n_passes and not self._rehearsal.has_updated and self._n_backward_passes()):
+        if self._has_only or (self._n_passes and not self._rehearsal.has_updated and self._count_backward_passes()):
             self._conclude()
 
-    def _n_backward_passes(self) -> int:
+    def _count_backward_passes(self) -> int:
         """Count the forward passes that were followed by a backward pass."""
         return self._n_passes - (not self._has_run_backward)
 
-    def _next_pass(self, batch: Any) -> None:
+    def _begin_next_pass(self, batch: Any) -> None:
         """Begin a forward pass of a script without an optimizer, in which passes are counted instead of steps."""
         assert self._rehearsal is not None
         self._rehearsal.second(batch)
@@ -240,11 +246,11 @@ class StepEstimator(StepListener):
 
     def _enter(self, model: nn.Module, batch: Any, resizing: Sequence[Tensor] = ()) -> None:
         """Replace the model's and other reachable tensors by fake ones, except `resizing`, which are resized first."""
-        for unit in units_in(model.modules()):
+        for unit in find_units(model.modules()):
             unit.reshard()  # type: ignore[operator]  # whole after an evaluation, and gathered again by the next forward
-        state = ReachableState(*caller_variables())
-        later = (*resizing, *sizes_in(batch))
-        batch = [tensor for tensor in tensors_in(batch) if not _is_in(later, tensor)]
+        state = ReachableState(*find_caller_variables())
+        later = (*resizing, *list_batch_sizes(batch))
+        batch = [tensor for tensor in collect_tensors(batch) if not _is_in(later, tensor)]
         rehearsal = self._run(model, batch, (self._optimizers, state.modules))
         rehearsal.__enter__()
         self._rehearsal, self.answers = rehearsal, rehearsal.answers
@@ -269,7 +275,7 @@ class StepEstimator(StepListener):
     def on_step_end(self, model: nn.Module) -> None:
         """Count a step; after the second, restore all real tensors and end the script."""
         if self._rehearsal is None:  # a real step, in which optimizers have made their state
-            self._optimizers = tuple({id(o): o for o in (*optimizers_of(model), *caller_optimizers())}.values())
+            self._optimizers = tuple({id(o): o for o in (*find_optimizers(model), *find_caller_optimizers())}.values())
             self._enter(model, [])
             return
         self._n_steps += 1
@@ -300,7 +306,7 @@ class StepEstimator(StepListener):
         else:
             rehearsal.finish()
         self.on_stop()
-        n_passes = 0 if rehearsal.has_updated or self._n_steps else self._n_backward_passes()
+        n_passes = 0 if rehearsal.has_updated or self._n_steps else self._count_backward_passes()
         self._answer(rehearsal, n_passes)
         self.done = True
 
@@ -321,7 +327,7 @@ class StepEstimator(StepListener):
         mine = parameter_ids(model)
         if self.answers is None or has_others(model):
             return False
-        if any(held_by(optimizer) & mine for optimizer in caller_optimizers()):
+        if any(collect_held_ids(optimizer) & mine for optimizer in find_caller_optimizers()):
             return False
         before, self._data = self._data, _storages(model)
         written = {*self._data.values()} & self.answers.written
@@ -416,7 +422,7 @@ def run_on_fakes(
 
 def _storages(model: nn.Module) -> dict[int, int]:
     """Return the id of each parameter's storage, by the parameter's id."""
-    return {id(p): storage_id(p) for p in own_parameters(model)}
+    return {id(p): get_storage_id(p) for p in list_own_parameters(model)}
 
 
 def _is_in(tensors: Iterable[Tensor], tensor: Tensor) -> bool:

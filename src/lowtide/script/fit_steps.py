@@ -18,22 +18,22 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
-from lowtide.api.plan_attempts import over_budget
+from lowtide.api.plan_attempts import build_over_budget
 from lowtide.errors import RehearsalError, StalePlan
 from lowtide.memory.device_budget import check_on_device, on_device
 from lowtide.memory.events import Busy
 from lowtide.profiler.online import PATIENCE
-from lowtide.runtime.call_arguments import tensors_in_call
-from lowtide.runtime.call_shapes import no_larger, shapes_in
-from lowtide.runtime.composite_model import name_of
-from lowtide.runtime.fingerprint import fingerprint, place_of
+from lowtide.runtime.call_arguments import collect_call_tensors
+from lowtide.runtime.call_shapes import no_larger, parse_shapes
+from lowtide.runtime.composite_model import find_name
+from lowtide.runtime.fingerprint import find_device, fingerprint
 from lowtide.runtime.known_calls import KnownCalls
 from lowtide.runtime.plan_messages import MEASURED
 from lowtide.script.alternating_models import PATIENCE as TURNS
 from lowtide.script.alternating_models import caller_has_other_optimizers
 from lowtide.script.compiled_checks import CompiledChecks
 from lowtide.script.fit_request import FitRequest, OnInfeasible
-from lowtide.script.model_plans import FIT_SUCH, BegunStep, ModelPlans, first_line
+from lowtide.script.model_plans import FIT_SUCH, BegunStep, ModelPlans, format_first_line
 from lowtide.script.plan_monitor import Measured, MeasuredSteps, PlanMonitor
 from lowtide.script.rehearse_steps import StepRehearser
 from lowtide.script.replanning import DOES_MORE, Replanner
@@ -122,7 +122,7 @@ class StepFitter(PlanMonitor):
 
     def on_earlier_call(self, module: nn.Module) -> None:
         """Count a call of `module` between two steps: neither rehearsed nor measured steps include its memory."""
-        self.plans.preceding[name_of(module)] += 1
+        self.plans.preceding[find_name(module)] += 1
 
     # --- a step begins
 
@@ -158,7 +158,7 @@ class StepFitter(PlanMonitor):
     def _see_call(self, batch: Any) -> None:
         """Record the form of a call, with the arguments `batch`, as one that occurs in rehearsed steps."""
         if self.plans.plan is None or self.plans.later.is_rehearsing:
-            self._calls.see(None, tensors_in_call(*batch), *batch)
+            self._calls.see(None, collect_call_tensors(*batch), *batch)
 
     def on_inner_call(self, called: Callable[..., Any], batch: Any) -> None:
         """Pass a call inside a step on to the rehearsal, which may copy its arguments."""
@@ -182,8 +182,8 @@ class StepFitter(PlanMonitor):
                 rehearsing.on_step_begin(step.model, step.batch, step.optimizers)
 
     def _rehearse(self, step: BegunStep) -> None:
-        plans, place = self.plans, place_of(step.model)
-        plans.name = name_of(step.model)
+        plans, place = self.plans, find_device(step.model)
+        plans.name = find_name(step.model)
         check_on_device(self._request.budget, place, self._request.budget_for)
         self._request.budget = on_device(self._request.budget, place, self._say)
         rehearsing = plans.rehearsing
@@ -210,7 +210,7 @@ class StepFitter(PlanMonitor):
         assert applied is not None
         current, planned = fingerprint(step.model, step.batch).batch, plan.fingerprint.batch
         self._measured.n_others += current != planned
-        if current == planned or (not self.plans.smaller and no_larger(shapes_in(current), shapes_in(planned))):
+        if current == planned or (not self.plans.smaller and no_larger(parse_shapes(current), parse_shapes(planned))):
             self.plans.checks.begin_step()
             with contextlib.suppress(Busy):  # another recording by the script is active, so a later step is measured
                 self._show(f"verifying the plan for {self.plans.name}", step.model)
@@ -315,8 +315,8 @@ class StepFitter(PlanMonitor):
             self._calls.is_reported = True
             following = MEASURED if self.plans.changed("step", "") else FIT_SUCH
             self._say(
-                f"{self.plans.name}: {self._calls.in_words()}: its peak is {format_bytes(over_bytes)} over the budget, "
-                f"and other such steps may be as well. {following}"
+                f"{self.plans.name}: {self._calls.put_in_words()}: its peak is {format_bytes(over_bytes)} over the "
+                f"budget, and other such steps may be as well. {following}"
             )
             return
         over, added_bytes = self.plans.over, self.plans.added_bytes(step.static)
@@ -332,7 +332,7 @@ class StepFitter(PlanMonitor):
             return
         profile = self.plans.profile
         assert profile is not None
-        why = over_budget(
+        why = build_over_budget(
             profile, plan.budget_bytes, over, budget_for=self._request.budget_for, added_bytes=added_bytes
         )
         if plan.graphs and self.plans.replay_blocks_whole(why, model):
@@ -391,12 +391,14 @@ class StepFitter(PlanMonitor):
             self._in_force.give_up()  # hooks may be changed in the next step
             return
         smallest = format_bytes(why.measured_peak_bytes)
-        self._say(f"{first_line(why)} Training continues under the plan with the smallest measured peak, {smallest}")
+        self._say(
+            f"{format_first_line(why)} Training continues under the plan with the smallest measured peak, {smallest}"
+        )
         self._stays(plan, why.measured_peak_bytes, is_of_planned_size=self._measured.is_planned)
 
     def _keep(self, plan: Plan) -> None:
         """Keep a plan in force although no batch of its size was measured."""
-        self._say(self._measured.in_words())
+        self._say(self._measured.put_in_words())
         self._stays(plan, self._measured.most_bytes or None, is_of_planned_size=False)
 
     def _stays(self, plan: Plan, measured_bytes: int | None, *, is_of_planned_size: bool) -> None:
@@ -413,7 +415,7 @@ class StepFitter(PlanMonitor):
         self._stage.close()
         self.plans.rehearsing.on_model_replaced(model)
         if self.plans.plan is not None:
-            name = name_of(model)
+            name = find_name(model)
             self._say(
                 f"the plan for that {name} is removed: from here on the script trains another model, which is rehearsed"
             )

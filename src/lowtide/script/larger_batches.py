@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from lowtide.profiler.online import PATIENCE
-from lowtide.runtime.batch_tensors import in_words, tensors_in
-from lowtide.runtime.call_shapes import elements, shapes_in
-from lowtide.runtime.planned_engine import most_elements
+from lowtide.runtime.batch_tensors import collect_tensors, put_in_words
+from lowtide.runtime.call_shapes import elements, parse_shapes
+from lowtide.runtime.planned_engine import find_most_elements
 from lowtide.state.process_group import several_processes
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class LargerBatches:
         """Count this step; return True if its batch has more elements than the batches that `plan` covers."""
         assert self._n_looked is not None
         self._n_looked += 1
-        return elements(shapes_in(in_words(tensors_in(batch)))) > most_elements(plan)
+        return elements(parse_shapes(put_in_words(collect_tensors(batch)))) > find_most_elements(plan)
 
     def end_wait(self) -> None:
         """Stop waiting for a larger batch; the current plan stays."""

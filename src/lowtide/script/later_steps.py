@@ -92,7 +92,7 @@ class LaterSteps:
             self._held_since_s += took_s  # not part of the steps' time
         else:
             self._counted_s += took_s
-            self.counts_at = max(self.counts_at, self._n_updates_with(MOST_COUNTING, self._counted_s))
+            self.counts_at = max(self.counts_at, self._predict_n_updates(MOST_COUNTING, self._counted_s))
         self._least_held_bytes = min(self._least_held_bytes, self._held_bytes)
         if self._held_bytes - self._least_held_bytes > self._room_bytes:
             self.come_soon()
@@ -147,9 +147,9 @@ class LaterSteps:
         if not self._n_to_measure:
             self.is_different = self.has_more_state = False
             if self.due_at:  # 0 if something has changed meanwhile
-                self.due_at = max(self.due_at, self._n_updates_with(MOST_TIME, self._measured_s))
+                self.due_at = max(self.due_at, self._predict_n_updates(MOST_TIME, self._measured_s))
 
-    def _n_updates_with(self, most: float, spent_s: float) -> float:
+    def _predict_n_updates(self, most: float, spent_s: float) -> float:
         """Return the number of updates after which `spent_s` seconds are only the share `most` of the time of ordinary
         steps.
         """

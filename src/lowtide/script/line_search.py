@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lowtide._torch.optim import parameters_of
+from lowtide._torch.optim import list_parameters
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -27,4 +27,4 @@ class Search:
         return before != self._versions
 
     def _written(self) -> list[int]:
-        return [p._version for p in parameters_of(self.optimizer)]
+        return [p._version for p in list_parameters(self.optimizer)]

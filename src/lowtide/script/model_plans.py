@@ -17,18 +17,18 @@ import torch
 from lowtide.api.apply import Applied
 from lowtide.api.compiled_fit import COMPILED_REPAIRS, as_measured
 from lowtide.api.differing_bits import REFUSED, with_kept
-from lowtide.api.plan_attempts import FORECAST_PEAK, REPAIRS, forecast_plan, more_in_memory, with_excess
+from lowtide.api.plan_attempts import FORECAST_PEAK, REPAIRS, describe_more_in_memory, plan_by_forecast, with_excess
 from lowtide.errors import Infeasible, LowtideError
 from lowtide.memory.lbfgs_history import coming_history
 from lowtide.planner import plan
-from lowtide.planner.planning import forecast_peak, smallest_plan
+from lowtide.planner.planning import find_smallest_plan, forecast_peak
 from lowtide.profiler.compiled_bits import compiled_bits
 from lowtide.profiler.other_memory import NOTEWORTHY
 from lowtide.profiler.training_step import NOT_RUN
-from lowtide.report.text_table import added_time, decisions, lever_lines, listed
-from lowtide.runtime.fingerprint import check_made_for, fingerprint, place_of
-from lowtide.runtime.live_optimizers import optimizers_of
-from lowtide.script.compiled_checks import CompiledChecks, addresses_with_other_bits, error_of_other_bits
+from lowtide.report.text_table import decisions, format_added_time, format_lever_lines, listed
+from lowtide.runtime.fingerprint import check_made_for, find_device, fingerprint
+from lowtide.runtime.live_optimizers import find_optimizers
+from lowtide.script.compiled_checks import CompiledChecks, build_other_bits_error, find_addresses_with_other_bits
 from lowtide.script.larger_batches import LargerBatches
 from lowtide.script.later_steps import LaterSteps
 from lowtide.script.post_plan_monitor import N_TIMED, N_UNTIMED
@@ -145,20 +145,20 @@ class ModelPlans:
         budget = self._request.budget
         try:
             with Stage("planning"):
-                first = forecast_plan(profile, budget) if profile.graphs else plan(profile, budget)
+                first = plan_by_forecast(profile, budget) if profile.graphs else plan(profile, budget)
         except Infeasible as why:
-            first = replace(smallest_plan(profile), budget_bytes=why.budget_bytes)
-            history_bytes, note = coming_history(optimizers_of(model))
+            first = replace(find_smallest_plan(profile), budget_bytes=why.budget_bytes)
+            history_bytes, note = coming_history(find_optimizers(model))
             if history_bytes and first.predicted.peak_bytes - history_bytes <= why.budget_bytes:
                 self.counts_coming = False
                 static = replace(profile.static, optimizer=profile.static.optimizer - history_bytes)
                 notes = tuple(each for each in profile.notes if each != note)
                 self.rehearsing.profile = profile = replace(profile, static=static, notes=notes)
-                first = replace(smallest_plan(profile), budget_bytes=why.budget_bytes)
+                first = replace(find_smallest_plan(profile), budget_bytes=why.budget_bytes)
                 room_bytes = why.budget_bytes - first.predicted.peak_bytes
                 self._say(
-                    f"{first_line(why)} The plan with the smallest peak is in force: it keeps the budget until the "
-                    f"history of L-BFGS has grown by {format_bytes(room_bytes)} of {format_bytes(history_bytes)}"
+                    f"{format_first_line(why)} The plan with the smallest peak is in force: it keeps the budget until "
+                    f"the history of L-BFGS has grown by {format_bytes(room_bytes)} of {format_bytes(history_bytes)}"
                 )
             elif not self._react_to_infeasible(why, model):
                 return
@@ -183,12 +183,12 @@ class ModelPlans:
             self.rehearsing.profile = profile = with_excess(profile, excess_bytes)
             self.checks.excess_bytes += max(0, measured_bytes - current.predicted.peak_bytes)
         try:
-            lower = smallest_plan(profile) if n_left == 1 else plan(profile, max(1, aim_bytes))
+            lower = find_smallest_plan(profile) if n_left == 1 else plan(profile, max(1, aim_bytes))
         except Infeasible:
-            lower = smallest_plan(profile)
+            lower = find_smallest_plan(profile)
         if lower.decisions == current.decisions:
             return False
-        why = f": {more_in_memory(added_bytes)};" if added_bytes > 0 else ":"
+        why = f": {describe_more_in_memory(added_bytes)};" if added_bytes > 0 else ":"
         measured, over = format_bytes(measured_bytes), format_bytes(over_bytes)
         self._say(f"measured {measured} peak, {over} over the budget{why} planning again")
         self.plan = replace(lower, budget_bytes=current.budget_bytes, budget_for=current.budget_for)
@@ -210,8 +210,8 @@ class ModelPlans:
         try:
             following = plan(profile, current.budget_bytes)
         except Infeasible as why:
-            following = smallest_plan(profile)
-            self._say(f"{first_line(why)} {otherwise}")
+            following = find_smallest_plan(profile)
+            self._say(f"{format_first_line(why)} {otherwise}")
         return replace(following, budget_bytes=current.budget_bytes, budget_for=current.budget_for)
 
     def announce(self, plan: Plan) -> None:
@@ -222,10 +222,10 @@ class ModelPlans:
         peak = FORECAST_PEAK if is_tried else "peak predicted"
         self._say(
             f"{self.name}: {change} {peak} (budget {format_bytes(plan.budget_bytes)}), "
-            f"{added_time(plan.predicted.extra_ms, plan.step_ms)}{self._when_timed(plan)}; {when}"
+            f"{format_added_time(plan.predicted.extra_ms, plan.step_ms)}{self._when_timed(plan)}; {when}"
         )
         decided = () if is_tried else (decisions(plan),)  # another plan may be chosen
-        for line in (*decided, *lever_lines(plan)):
+        for line in (*decided, *format_lever_lines(plan)):
             self._say(line)
         if self.smaller:
             return
@@ -260,7 +260,7 @@ class ModelPlans:
             self.go_on_plain(why)
             return False
         opening = "As asked, the" if self._request.on_infeasible == "smallest" else "The"
-        self._say(f"{first_line(why)} {opening} plan with the smallest peak is in force, above the budget")
+        self._say(f"{format_first_line(why)} {opening} plan with the smallest peak is in force, above the budget")
         return True
 
     def replay_blocks_whole(self, why: LowtideError, model: nn.Module) -> bool:
@@ -270,13 +270,13 @@ class ModelPlans:
         """
         if not self.rehearsing.replay_blocks_whole(model):
             return False
-        self._say(f"{first_line(why)} {WHOLE_NEXT}")
+        self._say(f"{format_first_line(why)} {WHOLE_NEXT}")
         self.plan = None
         return True
 
     def go_on_plain(self, why: LowtideError) -> None:
         """Continue without a plan, and report the error `why` as the reason."""
-        self.plan, self.unplanned = None, first_line(why)
+        self.plan, self.unplanned = None, format_first_line(why)
         asked = ", as asked" if self._request.on_infeasible == "plain" else ""
         self._say(f"{self.unplanned} Training continues without a plan{asked}")
 
@@ -298,7 +298,7 @@ class ModelPlans:
             self._force(self.plan, step.model)
             return self.plan
         is_planned = fingerprint(step.model, step.batch).batch == self.plan.fingerprint.batch
-        if (trial := self.rehearsing.trial_call(step.model, step.code, step.batch)) is None:
+        if (trial := self.rehearsing.make_trial_call(step.model, step.code, step.batch)) is None:
             self.rehearsing.on_stop()
             self._force(self.plan, step.model)
             self.checks.proof, self.checks.compared = NOT_COPIED, self.plan
@@ -328,7 +328,7 @@ class ModelPlans:
 
     def _force(self, plan: Plan, model: nn.Module) -> None:
         """Put `plan` in force on `model` for the largest batches, next to the plans for smaller ones."""
-        self.plan, self._place = plan, place_of(model)
+        self.plan, self._place = plan, find_device(model)
         if not self.later.has_begun:  # else the plan may stay on a model that has changed
             check_made_for(plan.fingerprint, model)
         if self._request.budget_for == "reserved":
@@ -347,7 +347,7 @@ class ModelPlans:
         best, why = self.checks.scheduled(plan, self.rehearsing, step.model, step.code, step.batch)
         if why is not None:
             if self.later.has_begun:
-                self._say(f"{first_line(why)} {SMALLEST_FOR_LARGER}")
+                self._say(f"{format_first_line(why)} {SMALLEST_FOR_LARGER}")
             elif not self._react_to_infeasible(why, step.model):
                 return False
         self.plan = best
@@ -362,15 +362,15 @@ class ModelPlans:
         if self._in_force.applied is None or profile is None or not plan.recompute:
             return None
         self._in_force.remove()
-        kept = addresses_with_other_bits(plan, plain, step.model, step.code, step.batch)
+        kept = find_addresses_with_other_bits(plan, plain, step.model, step.code, step.batch)
         self.rehearsing.profile = profile = with_kept(profile, kept)
         try:
-            following = forecast_plan(profile, plan.budget_bytes)
+            following = plan_by_forecast(profile, plan.budget_bytes)
             self.plan = replace(following, budget_for=plan.budget_for)
             if not self._schedule(self.plan, step):
                 return None
         except Infeasible as why:
-            self._say(first_line(why))
+            self._say(format_first_line(why))
             return None
         self._say(f"kept: {listed(kept)} ({REFUSED})")
         return self.plan
@@ -381,7 +381,7 @@ class ModelPlans:
         Compiled blocks are then rehearsed again, or training continues without a plan. Raises RehearsalError if neither
         is possible.
         """
-        why = error_of_other_bits(kinds)
+        why = build_other_bits_error(kinds)
         self._in_force.remove()
         if self.replay_blocks_whole(why, model):
             self.checks = CompiledChecks(self._say)
@@ -521,7 +521,7 @@ class ModelPlans:
         return True
 
 
-def first_line(why: LowtideError) -> str:
+def format_first_line(why: LowtideError) -> str:
     """Return the first line of the error's text, as a sentence."""
     text = str(why).partition("\n")[0]
     return f"{text[0].upper()}{text[1:]}"

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from lowtide._torch.patching import replace_function
-from lowtide.runtime.class_calls import class_of_call, classes_of_calls
+from lowtide.runtime.class_calls import find_call_class, find_call_classes
 
 
 def intercept_all_calls(call: Callable[..., Any]) -> Callable[[], None]:
@@ -28,12 +28,12 @@ def intercept_all_calls(call: Callable[..., Any]) -> Callable[[], None]:
             stack.callback(replace_function(kind, "__call__", make))
 
     def construct(plain: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-        if (kind := class_of_call(module)) is not None:
+        if (kind := find_call_class(module)) is not None:
             patch(kind)
         return plain(module, *args, **kwargs)
 
     stack.callback(replace_function(nn.Module, "__call__", make))
     stack.callback(replace_function(nn.Module, "__init__", functools.partial(functools.partial, construct)))
-    for kind in classes_of_calls():
+    for kind in find_call_classes():
         patch(kind)
     return stack.close

@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from lowtide._torch.optim import parameters_of
+from lowtide._torch.optim import list_parameters
 from lowtide.script.line_search import Search
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class OptimizerUpdates:
         """Add `optimizer` to those that have updated parameters, and its parameters to the updated ones."""
         if id(optimizer) not in self.optimizers:
             self.optimizers[id(optimizer)] = optimizer
-            self._updated.update({id(p): p for p in parameters_of(optimizer)})
+            self._updated.update({id(p): p for p in list_parameters(optimizer)})
 
     @property
     def are_in_progress(self) -> bool:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide.memory.entry_storages import exclude_from_entry
-from lowtide.runtime.batch_tensors import tensors_in, with_tensors
+from lowtide.runtime.batch_tensors import collect_tensors, with_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -37,7 +37,7 @@ class PartCalls:
 
     def add(self, called: Callable[..., Any], given: Any) -> None:
         """Copy the arguments `given`, (args, kwargs), unless an earlier call of `called` was like this one."""
-        model, tensors = self._model(), tensors_in(given)
+        model, tensors = self._model(), collect_tensors(given)
         if model is None:
             return
         trained = frozenset(id(p) for p in model.parameters() if p.requires_grad)

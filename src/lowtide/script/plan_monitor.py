@@ -8,10 +8,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lowtide.memory.measure import recorder_for
+from lowtide.memory.measure import make_recorder
 from lowtide.profiler.other_memory import with_others
 from lowtide.profiler.peak_margin import peak_of
-from lowtide.runtime.fingerprint import place_of
+from lowtide.runtime.fingerprint import find_device
 from lowtide.runtime.static_memory import static_bytes
 from lowtide.script.repeat_step import StepRepeater
 from lowtide.script.step_listener import StepListener
@@ -131,7 +131,7 @@ class MeasuredSteps:
     most_bytes: int = 0
     """Largest peak of the steps on batches of other sizes."""
 
-    def in_words(self) -> str:
+    def put_in_words(self) -> str:
         """Return a message which says that no batch of the plan's size was measured."""
         largest = "no peak was measured"
         if self.most_bytes:
@@ -227,7 +227,7 @@ class Measured:
         self._model, self._n_with_new_buckets = model, n_with_new_buckets(model.modules())
         self._budget_for = budget_for
         self._stack = contextlib.ExitStack()
-        self._recorder = self._stack.enter_context(recorder_for(place_of(model)))
+        self._recorder = self._stack.enter_context(make_recorder(find_device(model)))
         self._checked = self._stack.enter_context(applied.checked()) if is_checked else None
 
     def peak_bytes(self) -> int:

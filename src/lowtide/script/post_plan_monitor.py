@@ -7,8 +7,8 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Final
 
 from lowtide._torch.device_timing import now_ms
-from lowtide.runtime.fingerprint import place_of
-from lowtide.script.alternating_models import held_by, ids, parameter_ids
+from lowtide.runtime.fingerprint import find_device
+from lowtide.script.alternating_models import collect_held_ids, ids, parameter_ids
 
 if TYPE_CHECKING:
     from torch import nn
@@ -43,9 +43,9 @@ class PostPlanMonitor:
         self.model = weakref.ref(model)
         self._modules = [weakref.ref(module) for module in model.modules()]
         mine = parameter_ids(model)
-        self.known = {weakref.ref(o): None for o in optimizers if mine & held_by(o)}
+        self.known = {weakref.ref(o): None for o in optimizers if mine & collect_held_ids(o)}
         """Optimizers of the model, including those that were first observed after the plan was made."""
-        self._place = place_of(model)
+        self._place = find_device(model)
         self._timed: int | None = None
         """Id of the optimizer whose updates are timed: the first one that updates."""
         self._n_timed = 0
@@ -88,7 +88,7 @@ class PostPlanMonitor:
         if not self._modules:
             return False
         modules = [module for reference in self._modules if (module := reference()) is not None]
-        if any(held_by(optimizer) & ids(module.parameters(recurse=False)) for module in modules):
+        if any(collect_held_ids(optimizer) & ids(module.parameters(recurse=False)) for module in modules):
             self.known[weakref.ref(optimizer)] = None
             return False
         self.n_others += 1

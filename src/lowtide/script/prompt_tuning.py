@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from lowtide._torch.optim import parameters_of
+from lowtide._torch.optim import list_parameters
 from lowtide.runtime.composite_model import CompositeModel, join_models
 from lowtide.script.alternating_models import ids, parameter_ids
 
@@ -44,7 +44,7 @@ class PromptTuning:
 
         Return None if no frozen module was called, or if the parameters belong to modules.
         """
-        updated = [p for p in parameters_of(optimizer) if p.grad is not None]
+        updated = [p for p in list_parameters(optimizer) if p.grad is not None]
         in_modules = {p for module in self._in_evaluation for p in parameter_ids(module)}
         if not self._frozen or not updated or ids(updated) & in_modules:
             return None

@@ -14,7 +14,7 @@ from lowtide.planner.records import AS_A_WHOLE
 from lowtide.profiler.checkpointed_blocks import with_checkpoint_notes
 from lowtide.profiler.online import DRAWN_LAYERS, PATIENCE, OnlineProfiler
 from lowtide.profiler.preconditions import check_not_scripted, has_planned_blocks, has_torchscript
-from lowtide.runtime.composite_model import CompositeModel, name_of
+from lowtide.runtime.composite_model import CompositeModel, find_name
 from lowtide.script.part_calls import PartCalls
 from lowtide.script.step_listener import StepListener, StopScript
 from lowtide.state.process_group import several_processes
@@ -131,7 +131,7 @@ class StepRehearser(StepListener):
 
         if self._levers:
             raise RehearsalError(
-                f"{name_of(model)} is compiled as a whole, and in a loop no lever can be combined with that: leave "
+                f"{find_name(model)} is compiled as a whole, and in a loop no lever can be combined with that: leave "
                 f"{', '.join(repr(lever.name) for lever in self._levers)} out, or call lowtide.fit in the script."
             )
         self._parts = PartCalls(model)
@@ -142,7 +142,7 @@ class StepRehearser(StepListener):
         if self._parts is not None and not self.done:
             self._parts.add(called, batch)
 
-    def trial_call(self, model: nn.Module, code: Callable[..., Any], batch: Any) -> TrialCall | None:
+    def make_trial_call(self, model: nn.Module, code: Callable[..., Any], batch: Any) -> TrialCall | None:
         """Return a function and its arguments, (args, kwargs), that run all compiled code of a step.
 
         That is `code` on `batch`, or a repetition of several calls. Return None if the arguments of some calls could
@@ -209,14 +209,14 @@ class StepRehearser(StepListener):
         """The number of steps after which each kind of step has come, if a few kinds take turns; else 1."""
         return self._observed.n_in_round if isinstance(self._observed, OnlineProfiler) else 1
 
-    def peak_with(self, record: Callable[[Counter[int]], EventStream | None]) -> int | None:
+    def predict_peak_with(self, record: Callable[[Counter[int]], EventStream | None]) -> int | None:
         """Return the rehearsed step's peak, with its compiled calls replaced by those in the recording of `record`.
 
         Return None if there is no recording; see `OnlineCompiledProfiler`.
         """
         if self._observed is None or isinstance(self._observed, OnlineProfiler):
             return None
-        return self._observed.peak_with(record)
+        return self._observed.predict_peak_with(record)
 
     def replay_blocks_whole(self, model: nn.Module) -> bool:
         """Rehearse compiled blocks again, to be replayed as a whole.

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch.autograd_graph import nodes_behind
+from lowtide._torch.autograd_graph import find_nodes_behind
 from lowtide._torch.backward import ENGINE, in_backward, in_transform
 from lowtide._torch.compiled_code import not_compiled_alone
 from lowtide._torch.device_timing import accelerator_in_use
@@ -37,13 +37,13 @@ from lowtide.api.release import release
 from lowtide.diagnostics.oom.explain_oom import explain_oom
 from lowtide.diagnostics.oom.explanation import explain
 from lowtide.errors import LowtideError
-from lowtide.levers import lever_named
-from lowtide.levers.backward_entry import output_tensors, replace_tensors
+from lowtide.levers import find_lever
+from lowtide.levers.backward_entry import find_output_tensors, replace_tensors
 from lowtide.runtime import module_hooks as hooks
-from lowtide.runtime.call_arguments import tensors_in_call
+from lowtide.runtime.call_arguments import collect_call_tensors
 from lowtide.runtime.call_context import CallContext, MutableState, StateAtCall
 from lowtide.runtime.call_interceptor import OuterInterceptor
-from lowtide.runtime.composite_model import CompositeModel, name_of
+from lowtide.runtime.composite_model import CompositeModel, find_name
 from lowtide.state.process_group import several_processes
 from lowtide.state.side_effects import CodeState
 from lowtide.state.step_outcome import is_out_of_memory
@@ -103,11 +103,11 @@ class StepRepeater(Removable):
             return inner(*args, **kwargs)
         self._is_calling = True
         try:
-            return self._trained_call(inner, args, kwargs)
+            return self._run_trained_call(inner, args, kwargs)
         finally:
             self._is_calling = False
 
-    def _trained_call(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_trained_call(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         call = _Call(self, inner, args, kwargs)
         own = CodeState(self._model, call.context) if self._looks_left else None
         try:
@@ -159,7 +159,7 @@ class StepRepeater(Removable):
         try:
             return engine(tensors, *args, **kwargs)
         except Exception as error:
-            if not (is_out_of_memory(error) and any(map(_call_of, _outside(tensors)))):
+            if not (is_out_of_memory(error) and any(map(_find_call, _outside(tensors)))):
                 raise
             if why := self._why_not_again(tensors, before, is_plain_pass=is_plain_pass):
                 self._explain(error, why)
@@ -173,11 +173,11 @@ class StepRepeater(Removable):
         self.is_repeating = True
         try:
             with self._last_try():
-                self._backward_again(calls, [parameter for parameter in missing if parameter.requires_grad])
+                self._repeat_backward(calls, [parameter for parameter in missing if parameter.requires_grad])
         finally:
             self.is_repeating = False
 
-    def _backward_again(self, calls: Sequence[_Call], missing: Sequence[nn.Parameter]) -> None:
+    def _repeat_backward(self, calls: Sequence[_Call], missing: Sequence[nn.Parameter]) -> None:
         """Run the `calls` of the model again, and add the gradients of the parameters `missing`."""
         pairs = [pair for call in calls for pair in call.again()]
         if pairs and missing:
@@ -195,7 +195,7 @@ class StepRepeater(Removable):
             return "this backward pass keeps or creates a graph, or is for some inputs only"
         known = {id(gradient.parameter): gradient for gradient in before}
         outside = [*_outside(tensors)]
-        entrances = [(call, node.place) for node in outside if (call := _call_of(node)) is not None]
+        entrances = [(call, node.place) for node in outside if (call := _find_call(node)) is not None]
         calls = [call for call, _ in entrances]
         if not all(call.is_entered(place) for call, place in entrances):
             return "backward had not reached the model yet: the loss outside it takes the memory"
@@ -204,10 +204,10 @@ class StepRepeater(Removable):
                 "the gradients of the model's outputs are too large to be held through backward. Compute the loss in "
                 "the model's forward"
             )
-        beside = [leaf for node in outside if (leaf := _leaf_of(node)) is not None]
+        beside = [leaf for node in outside if (leaf := _find_leaf(node)) is not None]
         if any(id(leaf) not in known or not known[id(leaf)].has_arrived() for leaf in beside):
             return "the loss uses parameters of the model directly"
-        leaves = [leaf for node in nodes_behind(tensors) if (leaf := _leaf_of(node)) is not None]
+        leaves = [leaf for node in find_nodes_behind(tensors) if (leaf := _find_leaf(node)) is not None]
         if any(id(leaf) not in known for leaf in leaves):
             return "gradients go to tensors that are no parameters of the model"
         return next(filter(None, (call.why_not_again() for call in calls)), None)
@@ -254,13 +254,13 @@ def _why_never(model: nn.Module, applied: Applied) -> str | None:
     if several_processes():
         return "other processes train with this one, and would not repeat it"
     if type(model) is CompositeModel:
-        return f"{name_of(model)} are called one by one, with code of the script in between"
-    if levers := [lever.name for lever in applied.plan.levers if not lever_named(lever.name).is_repeatable]:
+        return f"{find_name(model)} are called one by one, with code of the script in between"
+    if levers := [lever.name for lever in applied.plan.levers if not find_lever(lever.name).is_repeatable]:
         return f"the lever {levers[0]!r} runs parts of it by itself"
     return None
 
 
-def count_in_words(n: int) -> str:
+def format_repeat_count(n: int) -> str:
     """Return a message with the number `n` of repeated steps."""
     return f"{n} step{' was' if n == 1 else 's were'} repeated after running out of memory"
 
@@ -274,7 +274,7 @@ class _Call:
         self._repeater = weakref.ref(repeater)
         self.number = next(repeater.numbers)
         self.inner, self.args, self.kwargs = inner, args, kwargs
-        self._tensors = tensors_in_call(args, kwargs)
+        self._tensors = collect_call_tensors(args, kwargs)
         self._versions = [_version(tensor) for tensor in self._tensors]
         devices = {tensor.device for tensor in self._tensors}
         self.context = CallContext(repeater.mutable_state, devices)
@@ -341,7 +341,7 @@ class _Call:
 
     def why_changed(self) -> str | None:
         """Return a message if arguments, parameters or buffers have changed since the call, else None."""
-        now = tensors_in_call(self.args, self.kwargs)
+        now = collect_call_tensors(self.args, self.kwargs)
         if [*map(id, now)] != [*map(id, self._tensors)] or [*map(_version, now)] != self._versions:
             return "the arguments of the model's call were changed since"
         if self.context.uncopied.have_changed:
@@ -409,7 +409,9 @@ def _guarded(repeater: weakref.ref[StepRepeater], engine: Callable[..., Any], *a
 
 def _with_graph(output: Any) -> dict[int, Tensor]:
     """Return the tensors in a model's output that backward can start from, by id."""
-    return {id(tensor): tensor for tensor in output_tensors(output) if tensor.grad_fn is not None and is_plain(tensor)}
+    return {
+        id(tensor): tensor for tensor in find_output_tensors(output) if tensor.grad_fn is not None and is_plain(tensor)
+    }
 
 
 def _changes(own: CodeState | None) -> str | None:
@@ -425,16 +427,16 @@ def _outside(tensors: Iterable[Tensor]) -> Iterator[Any]:
         if node not in visited:
             visited.add(node)
             yield node
-            if _call_of(node) is None:
+            if _find_call(node) is None:
                 pending += [upstream for upstream, _ in node.next_functions if upstream is not None]
 
 
-def _call_of(node: Any) -> _Call | None:
+def _find_call(node: Any) -> _Call | None:
     call = getattr(node, "call", None)
     return call if isinstance(call, _Call) else None
 
 
-def _leaf_of(node: Any) -> Tensor | None:
+def _find_leaf(node: Any) -> Tensor | None:
     leaf = getattr(node, "variable", None)
     return leaf if isinstance(leaf, Tensor) else None
 

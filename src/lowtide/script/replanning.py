@@ -7,13 +7,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
 
-from lowtide.api.plan_attempts import more_in_memory, with_excess
+from lowtide.api.plan_attempts import describe_more_in_memory, with_excess
 from lowtide.errors import RehearsalError
 from lowtide.memory.events import Busy
-from lowtide.planner.planning import smallest_plan
-from lowtide.runtime.call_shapes import no_larger, shapes_in
+from lowtide.planner.planning import find_smallest_plan
+from lowtide.runtime.call_shapes import no_larger, parse_shapes
 from lowtide.runtime.fingerprint import fingerprint
-from lowtide.runtime.planned_engine import most_elements
+from lowtide.runtime.planned_engine import find_most_elements
 from lowtide.script.larger_batches import LargerBatches
 from lowtide.script.model_plans import SMALLEST_FOR_LARGER
 from lowtide.script.plan_monitor import Measured
@@ -64,7 +64,7 @@ class Replanner:
             return False
         plans.larger.count_plan()
         larger = plans.plan_or_smallest(plans.profile, plan, SMALLEST_FOR_LARGER)
-        if len(larger.input_shapes) != 1 or most_elements(larger) <= most_elements(plan):
+        if len(larger.input_shapes) != 1 or find_most_elements(larger) <= find_most_elements(plan):
             return False
         if not larger.graphs:  # compiled code has one partition for all sizes
             plans.smaller.append(plan)
@@ -82,7 +82,7 @@ class Replanner:
     def measure(self, plan: Plan, step: BegunStep) -> Measured | None:
         """Begin to measure this step if `plan`, which is in force, covers its batch; return the recording, or None."""
         current, planned = fingerprint(step.model, step.batch).batch, plan.fingerprint.batch
-        if current == planned or no_larger(shapes_in(current), shapes_in(planned)):
+        if current == planned or no_larger(parse_shapes(current), parse_shapes(planned)):
             applied = self._in_force.applied
             assert applied is not None
             with contextlib.suppress(Busy):
@@ -127,7 +127,7 @@ class Replanner:
         assert verdict is not None
         self._plans.verdict = replace(verdict, measured_peak_bytes=measured_bytes)
         if added_bytes > 0:
-            what += f": {more_in_memory(added_bytes)}"
+            what += f": {describe_more_in_memory(added_bytes)}"
         self._plans.over = []
         if profile is None or plan.graphs:
             self._say(what)
@@ -183,7 +183,7 @@ class Replanner:
         plans.plan = plans.plan_or_smallest(plans.profile, plan, SMALLEST_FROM_NOW)
         if plans.plan.decisions == plan.decisions and plans.later.awaits_another_kind:
             self._say(f"no step that does more came again while steps were rehearsed. {SMALLEST_FROM_NOW}")
-            smallest = smallest_plan(plans.profile)
+            smallest = find_smallest_plan(plans.profile)
             plans.plan = replace(smallest, budget_bytes=plan.budget_bytes, budget_for=plan.budget_for)
         plans.smaller, plans.larger, plans.over = [], LargerBatches(), []
         plans.larger.has_optimizers = True

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from lowtide.errors import LowtideError, RehearsalError
-from lowtide.runtime.composite_model import name_of
+from lowtide.runtime.composite_model import find_name
 from lowtide.script.runner import Script
 from lowtide.script.step_detector import StepDetector
 from lowtide.script.step_listener import StepListener, StopScript
@@ -63,7 +63,7 @@ def why_not(program: str, detector: StepDetector, listener: StepListener) -> str
     """Explain why the listener could not finish its work in `program`, which has ended."""
     if detector.model is None:
         return detector.unseen.explain(program)
-    name = name_of(detector.model)
+    name = find_name(detector.model)
     if not (detector.updates.n or detector.by_hand.n_updates):
         return (
             f"{program} ended, and no optimizer stepped: {name} was called in training mode, but neither a "

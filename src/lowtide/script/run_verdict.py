@@ -8,7 +8,7 @@ from typing import Final
 from lowtide.report.run_record import Proof
 from lowtide.units import format_apart
 from lowtide.utils.amounts import BudgetFor
-from lowtide.utils.rendering import Displayed, short_repr
+from lowtide.utils.rendering import Displayed, format_repr
 
 AUDITED: Final = "every recipe and replay was compared with the original tensors, bit by bit"
 COMPARED: Final = "compiled code under the plan was compared with the plain compiled code on a batch, bit by bit"
@@ -42,7 +42,7 @@ class RunVerdict(Displayed):
         return Proof(measured_peak_bytes=self.measured_peak_bytes, is_within_budget=self.within_budget, text=str(self))
 
     def __repr__(self) -> str:
-        return short_repr(type(self).__name__, str(self))
+        return format_repr(type(self).__name__, str(self))
 
     def __str__(self) -> str:
         if self.measured_peak_bytes is None:

@@ -50,7 +50,7 @@ class Script:
             try:
                 exec(self._code(main), main.__dict__)
             except SystemExit as end:
-                return _exit_code(end)
+                return _find_exit_code(end)
             except LowtideError:
                 raise
             except (Exception, KeyboardInterrupt) as error:
@@ -135,7 +135,7 @@ def _restore_last() -> None:
         script.restore()
 
 
-def _exit_code(end: SystemExit) -> int:
+def _find_exit_code(end: SystemExit) -> int:
     """Return the exit code that Python would end with; print the text of `end`, if any, to stderr as Python does."""
     if end.code is None or isinstance(end.code, int):
         return end.code or 0
@@ -164,11 +164,11 @@ def _drop_own_frames(error: BaseException) -> list[TracebackType]:
         ]
         if each.__traceback__ is not None:
             traces.append(each.__traceback__)
-            each.__traceback__ = _its_own(each.__traceback__)
+            each.__traceback__ = _keep_script_frames(each.__traceback__)
     return traces
 
 
-def _its_own(trace: TracebackType) -> TracebackType | None:
+def _keep_script_frames(trace: TracebackType) -> TracebackType | None:
     """Return `trace` from the script's first frame on, without Lowtide's frames unless one of them raised the error.
 
     Return None if the script never started, as after a syntax error.

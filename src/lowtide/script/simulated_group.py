@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
-from lowtide.estimator.cuda.process_groups import local_ddp_gradients, simulated_group
+from lowtide.estimator.cuda.process_groups import list_ddp_stand_ins, simulated_group
 
 if TYPE_CHECKING:
     from lowtide.estimator.absent_processes import AbsentProcesses
@@ -25,6 +25,6 @@ def as_one_of(processes: AbsentProcesses | None) -> Iterator[None]:
         return
     with contextlib.ExitStack() as stack:
         stack.enter_context(processes.around())
-        for owner, name, function in (*simulated_group(processes), *local_ddp_gradients()):
+        for owner, name, function in (*simulated_group(processes), *list_ddp_stand_ins()):
             stack.enter_context(patch.object(owner, name, function))
         yield

@@ -37,18 +37,18 @@ from lowtide._torch.distributed import is_spawned
 from lowtide._torch.patching import replace_function
 from lowtide.errors import LowtideError
 from lowtide.profiler.preconditions import check_not_in_zero, check_updates_outside
-from lowtide.runtime.batch_tensors import tensors_in
+from lowtide.runtime.batch_tensors import collect_tensors
 from lowtide.runtime.composite_model import CompositeModel, join_models
 from lowtide.script.alternating_models import (
     PATIENCE,
     AlternatingModels,
     caller_has_other_optimizers,
-    held_by,
+    collect_held_ids,
     parameter_ids,
 )
 from lowtide.script.calling_code import is_registered_now
 from lowtide.script.candidate_models import CandidateModels
-from lowtide.script.compiled_functions import trained_modules, watch_compiled_functions
+from lowtide.script.compiled_functions import find_trained_modules, watch_compiled_functions
 from lowtide.script.manual_updates import ManualUpdates
 from lowtide.script.module_calls import intercept_all_calls
 from lowtide.script.optimizer_updates import OptimizerUpdates
@@ -198,7 +198,7 @@ class StepDetector:
         self._depth += 1
         try:
             if torch.is_grad_enabled() and self._thread.is_here() and not in_backward():
-                for module in trained_modules(of, args, kwargs):
+                for module in find_trained_modules(of, args, kwargs):
                     with self._ending_on_error():
                         check_updates_outside(of)
                     if not self._step.is_open:
@@ -242,7 +242,7 @@ class StepDetector:
         """
         is_whole = type(self.model) is CompositeModel and bool(self.model.alone)
         if not (self.model is None or (is_whole and self._is_ours(module))) or not any(
-            tensor.requires_grad for tensor in tensors_in(given)
+            tensor.requires_grad for tensor in collect_tensors(given)
         ):
             return False
         if in_backward() or not self._thread.is_here():
@@ -300,7 +300,7 @@ class StepDetector:
             self.updates.restart(())
             self._step.forget()
             self._replace(module)
-        elif not self.is_given and self._is_only_guessed() and _n_elements(module) > _n_elements(self.model):
+        elif not self.is_given and self._is_only_guessed() and _count_elements(module) > _count_elements(self.model):
             self._replace(module)  # the first call may have been a trial on a small input
 
     def _begin_step(self, batch: Any) -> None:
@@ -348,7 +348,7 @@ class StepDetector:
         """
         if self._thread.is_here() or in_backward():
             return False
-        return self.model is None or not held_by(optimizer) & parameter_ids(self.model)
+        return self.model is None or not collect_held_ids(optimizer) & parameter_ids(self.model)
 
     @called_between_graphs
     def _on_update_begin(self, optimizer: Optimizer, *_: Any) -> None:
@@ -362,17 +362,17 @@ class StepDetector:
             return
         if self._is_beginning or self._is_elsewhere(optimizer):
             return
-        self._turns.counts_update()
+        self._turns.count_update()
         self.updates.end(optimizer)
         if self.model is None and (model := self._prompted.updated(optimizer)) is not None:
             self.model = model
             self._prompted.forget()
             with self._ending_on_error():
                 self.listener.on_model_found(model, (optimizer,))
-        held = held_by(optimizer)
+        held = collect_held_ids(optimizer)
         if self.model is not None and not held & parameter_ids(self.model):
-            self._turns.others_updated(held)
-        elif not self.is_given and self.listener.done and (others := self._turns.model_updated()):
+            self._turns.note_others_update(held)
+        elif not self.is_given and self.listener.done and (others := self._turns.find_updated_others()):
             self._takes_turns(others)
         if self.listener.done:
             if self._waits_until and self.model is not None and held & parameter_ids(self.model):
@@ -451,7 +451,7 @@ class StepDetector:
         assert self.model is not None
         if not all(self._is_ours(module) for module in trained):
             self._give_up(join_models(trained))
-        elif not self.is_given and (others := self._turns.model_updated()):
+        elif not self.is_given and (others := self._turns.find_updated_others()):
             self._takes_turns(others)
         else:
             self.listener.on_step_end(self.model)
@@ -499,5 +499,5 @@ class StepDetector:
         return self._step.is_complete(self.model)
 
 
-def _n_elements(module: nn.Module) -> int:
+def _count_elements(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from lowtide.script.alternating_models import held_by, parameter_ids
+from lowtide.script.alternating_models import collect_held_ids, parameter_ids
 from lowtide.script.manual_updates import ManualUpdates
 from lowtide.script.optimizer_updates import OptimizerUpdates
 
@@ -37,7 +37,7 @@ class StepInProgress:
 
     def leave_others(self, mine: set[int]) -> None:
         """Forget optimizers that hold none of the parameters with the ids `mine`: they step for other models."""
-        self._optimizers = {key: o for key, o in self._optimizers.items() if mine & held_by(o)}
+        self._optimizers = {key: o for key, o in self._optimizers.items() if mine & collect_held_ids(o)}
 
     def trained(self) -> list[nn.Module]:
         """Return the modules that were called in this step and whose parameters were updated in it."""
@@ -55,7 +55,7 @@ class StepInProgress:
             return False
         updates, mine, updated = self._updates, parameter_ids(model), self._updated()
         for key, optimizer in updates.optimizers.items():
-            held = mine & held_by(optimizer)
+            held = mine & collect_held_ids(optimizer)
             if not held or key in self._optimizers:
                 continue
             is_replaced = updates.n - updates.last.get(key, updates.n) > MOST_UNUSED and held <= updated
@@ -75,4 +75,4 @@ class StepInProgress:
 
     def _updated(self) -> frozenset[int]:
         """Return the ids of the parameters that optimizers or the script's own code updated in this step."""
-        return self._by_hand.moved.union(*map(held_by, self._optimizers.values()))
+        return self._by_hand.moved.union(*map(collect_held_ids, self._optimizers.values()))

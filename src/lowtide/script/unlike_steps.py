@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from lowtide.errors import RehearsalError
 from lowtide.profiler.online import PATIENCE
 from lowtide.runtime.known_calls import KnownCalls
-from lowtide.runtime.live_optimizers import optimizers_of
+from lowtide.runtime.live_optimizers import find_optimizers
 from lowtide.runtime.plan_messages import MEASURED
 from lowtide.script.later_steps import LaterSteps
 from lowtide.script.plan_monitor import Measured
@@ -51,7 +51,7 @@ class UnlikeSteps:
         self._budget_for, self._say = budget_for, say
 
     def _measure(self, applied: Applied, model: nn.Module, batch: Any, *, with_coming: bool) -> Measured:
-        optimizers, budget_for = tuple(optimizers_of(model)), self._budget_for
+        optimizers, budget_for = tuple(find_optimizers(model)), self._budget_for
         return Measured(model, batch, optimizers, applied, budget_for, is_checked=False, with_coming=with_coming)
 
     def begin(

@@ -11,19 +11,19 @@ from lowtide.errors import LowtideError
 from lowtide.levers import parse_script_lever
 from lowtide.memory.device_budget import check_on_device
 from lowtide.profiler.preconditions import check_is_module
-from lowtide.report.text_table import decisions, extra_time, lever_lines
-from lowtide.runtime.fingerprint import place_of
+from lowtide.report.text_table import decisions, format_extra_time, format_lever_lines
+from lowtide.runtime.fingerprint import find_device
 from lowtide.script.calling_code import end_search_here
 from lowtide.script.fit_request import OnInfeasible, check_on_infeasible
 from lowtide.script.fit_steps import StepFitter
-from lowtide.script.repeat_step import count_in_words
+from lowtide.script.repeat_step import format_repeat_count
 from lowtide.script.run_listened import watched, why_not
 from lowtide.script.run_verdict import RunVerdict
 from lowtide.units import format_bytes, format_change
 from lowtide.utils.amounts import BudgetFor
 from lowtide.utils.interrupts import resend_dropped_interrupts, uninterrupted, uninterrupted_enter
 from lowtide.utils.messages import note, tell
-from lowtide.utils.rendering import Displayed, short_repr
+from lowtide.utils.rendering import Displayed, format_repr
 
 if TYPE_CHECKING:
     from torch import nn
@@ -132,7 +132,7 @@ class Run(Displayed):
                 del failed
 
     def __repr__(self) -> str:
-        return short_repr(type(self).__name__, str(self).partition("\n")[0])
+        return format_repr(type(self).__name__, str(self).partition("\n")[0])
 
     def __str__(self) -> str:
         fitting = self._fitting
@@ -148,21 +148,21 @@ class Run(Displayed):
         if fitting.plans.plan is None:
             return f"no plan yet: a model gets one when it {fitting.awaits}."
         plans = [plan.timed_by(fitting.step_ms_under(plan)) for plan in fitting.plans.all]
-        return "\n".join([*map(self._in_a_line, plans), *self._proof(plans[-1])])
+        return "\n".join([*map(self._format_in_a_line, plans), *self._proof(plans[-1])])
 
-    def _in_a_line(self, plan: Plan) -> str:
+    def _format_in_a_line(self, plan: Plan) -> str:
         change = format_change(plan.plain.peak_bytes, plan.predicted.peak_bytes)
         size = "" if len(self._fitting.plans.all) == 1 else f" up to {' and '.join(plan.input_shapes)}"
         return (
             f"{self._fitting.plans.name}{size}: {change} peak predicted (budget {format_bytes(plan.budget_bytes)})"
-            f"{extra_time(plan)}; {decisions(plan)}"
+            f"{format_extra_time(plan)}; {decisions(plan)}"
         )
 
     def _proof(self, plan: Plan) -> list[str]:
         unmeasured = "not measured yet" if self._unfinished is None else f"not measured: {self._unfinished}"
         proof = unmeasured if self.verdict is None else str(self.verdict)
-        repeated = [count_in_words(self.n_repeated)] if self.n_repeated else []
-        return [*lever_lines(plan), proof, *repeated, *(f"note: {noted}" for noted in plan.notes)]
+        repeated = [format_repeat_count(self.n_repeated)] if self.n_repeated else []
+        return [*format_lever_lines(plan), proof, *repeated, *(f"note: {noted}" for noted in plan.notes)]
 
 
 def within(
@@ -226,7 +226,7 @@ def within(
     if isinstance(levers, str):
         levers = (levers,)
     _check_trained(model)
-    check_on_device(budget, None if model is None else place_of(model), budget_for)
+    check_on_device(budget, None if model is None else find_device(model), budget_for)
     say = tell if progress else note
     fitting = StepFitter(
         budget,

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from lowtide._torch.autograd_graph import producer
-from lowtide.utils.object_slots import slots_of
+from lowtide.utils.object_slots import list_slots
 
 LARGEST = 1000
 """Largest number of entries of a container that are searched for a graph."""
@@ -141,7 +141,7 @@ class Bindings:
             if content is not before and isinstance(content, _COUNTS):
                 yield str(place), content
 
-    def name_of(self, obj: Any) -> str | None:
+    def find_name(self, obj: Any) -> str | None:
         """Return the name of the place that holds `obj`, or None."""
         return next((f"[{place}]" for place, content in enumerate(self.held) if content is obj), None)
 
@@ -166,7 +166,7 @@ class NamedBindings(Bindings):
                 # other names may be made anew in each run of the step, as weak references are
                 yield repr(name) if isinstance(name, _COUNTS) else f"{type(name).__name__} {number}", content
 
-    def name_of(self, obj: Any) -> str | None:
+    def find_name(self, obj: Any) -> str | None:
         return next((self._describe(name) for name, content in self._pairs(self.held) if content is obj), None)
 
     def _pairs(self, contents: list[Any]) -> Iterator[tuple[Any, Any]]:
@@ -233,7 +233,7 @@ class Items(Bindings):
             super().restore()
 
 
-def contents_of(container: Any) -> Entries | Items:
+def bind_contents(container: Any) -> Entries | Items:
     """Return the items of a dict or of another container as restorable places."""
     kind = Entries if issubclass(kind_of(container), dict) else Items
     return kind(container)
@@ -245,7 +245,7 @@ class Slots(Bindings):
     __slots__ = ("_slots",)
 
     def __init__(self, obj: Any, *, weakly: bool = False) -> None:
-        self.container, self._slots = obj, slots_of(obj)
+        self.container, self._slots = obj, list_slots(obj)
         super().__init__(weakly=weakly)
 
     def current(self) -> list[Any]:
@@ -258,7 +258,7 @@ class Slots(Bindings):
             elif content is not current:
                 slot.__set__(self.container, content)
 
-    def name_of(self, obj: Any) -> str | None:
+    def find_name(self, obj: Any) -> str | None:
         names = (slot.__name__ for slot, content in zip(self._slots, self.held, strict=True) if content is obj)
         return next((f"{type(self.container).__name__}.{name}" for name in names), None)
 
@@ -289,7 +289,7 @@ class Variables(Bindings):
             else:
                 self.container[name] = content
 
-    def name_of(self, obj: Any) -> str | None:
+    def find_name(self, obj: Any) -> str | None:
         return next((name for name, content in zip(self._names, self.held, strict=True) if content is obj), None)
 
 
@@ -314,7 +314,7 @@ class Cell(Bindings):
         else:
             self.container.cell_contents = contents[0]
 
-    def name_of(self, obj: Any) -> str | None:
+    def find_name(self, obj: Any) -> str | None:
         return self._name if self.held[0] is obj else None
 
 
@@ -337,7 +337,7 @@ class ContextValue(Bindings):
         if contents[0] is not Missing:
             self.container.set(contents[0])
 
-    def name_of(self, obj: Any) -> str | None:
+    def find_name(self, obj: Any) -> str | None:
         return self.container.name if self.held[0] is obj else None
 
 

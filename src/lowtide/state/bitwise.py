@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from lowtide._torch.distributed import is_wrapping, own_part
+from lowtide._torch.distributed import get_own_part, is_wrapping
 from lowtide._torch.fake_modes import is_fake
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def identical(one: Tensor, other: Tensor, view: Geometry | None = None) -> bool:
     views of both have.
     """
     if is_wrapping(type(one)) and is_wrapping(type(other)):  # torch would compare them in all processes
-        one, other = own_part(one), own_part(other)
+        one, other = get_own_part(one), get_own_part(other)
     if view is not None:
         if not (_reaches(one, view) and _reaches(other, view)):
             return False
@@ -60,7 +60,7 @@ def content_hash(tensor: Tensor) -> int:
     not see its memory freed.
     """
     integers = _integers(tensor)
-    return _digest(np.from_dlpack(integers)) if integers.device.type == "cpu" else _weighted_sum(integers)
+    return _digest(np.from_dlpack(integers)) if integers.device.type == "cpu" else _sum_weighted(integers)
 
 
 def _digest(array: Any) -> int:
@@ -73,7 +73,7 @@ def _digest(array: Any) -> int:
     return int.from_bytes(hasher.digest()[:8], "little")
 
 
-def _weighted_sum(integers: Tensor) -> int:
+def _sum_weighted(integers: Tensor) -> int:
     """Sum words of 4 bytes, each weighted by its position.
 
     Words of 8 bytes are not used, because two sign bits would cancel each other at the top of the sum.

@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import is_dataclass
 from typing import Any
 
-from lowtide.state.bindings import Bindings, contents_of, kind_of
+from lowtide.state.bindings import Bindings, bind_contents, kind_of
 
 LARGEST = 10_000
 """Largest number of entries of a container in a batch that is restored; larger ones are data."""
 
 
-def container_restorer(batch: Any) -> Callable[[], None]:
+def make_container_restorer(batch: Any) -> Callable[[], None]:
     """Return a function that restores the present contents of all containers in a batch.
 
     Containers so large that they must be data are excluded. Mappings and dataclasses in a batch are searched too.
@@ -27,7 +27,7 @@ def container_restorer(batch: Any) -> Callable[[], None]:
         visited[id(obj)] = obj
         if (kind := kind_of(obj)) is not None:
             if kind.__len__(obj) <= LARGEST:
-                bindings.append(contents_of(obj))
+                bindings.append(bind_contents(obj))
                 pending += bindings[-1].held
         elif isinstance(obj, tuple):
             pending += obj

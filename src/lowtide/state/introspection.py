@@ -43,7 +43,7 @@ def origin(filename: str) -> str:
     return "user"
 
 
-def file_of(kind: type) -> str:
+def find_defining_file(kind: type) -> str:
     """Return the path of the module that defines a class; empty if there is none."""
     return str(getattr(sys.modules.get(kind.__module__), "__file__", None) or "")
 
@@ -59,14 +59,14 @@ def is_user_code(obj: FunctionType | ModuleType | type) -> bool:
     return origin(file) == "user"
 
 
-def names_in(code: CodeType) -> Iterator[str]:
+def find_names(code: CodeType) -> Iterator[str]:
     """Yield the names of globals and attributes that `code` uses, including the code of inner functions."""
     yield from code.co_names
     if "globals" in code.co_names:  # `globals()["COUNT"]`
         yield from (constant for constant in code.co_consts if isinstance(constant, str))
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from names_in(constant)
+            yield from find_names(constant)
 
 
 def variables(function: FunctionType) -> Iterator[tuple[Any, str, Any]]:
@@ -74,7 +74,7 @@ def variables(function: FunctionType) -> Iterator[tuple[Any, str, Any]]:
 
     Each is a tuple of the variable's place (a dict or a cell), its name in the place, and its content.
     """
-    names = sorted(set(names_in(function.__code__)))
+    names = sorted(set(find_names(function.__code__)))
     bindings: list[tuple[Any, str, Any]]
     bindings = [(function.__globals__, n, function.__globals__[n]) for n in names if n in function.__globals__]
     for cell in function.__closure__ or ():
@@ -102,9 +102,9 @@ class NamedAttributes:
 
     def add_code(self, function: FunctionType) -> list[Any]:
         """Record the code of a function; return the attributes that it names of objects visited so far."""
-        new = sorted(set(names_in(function.__code__)) - self._names.keys())
+        new = sorted(set(find_names(function.__code__)) - self._names.keys())
         self._names.update(dict.fromkeys(new))
-        return [_underlying_function(table[name]) for table in self._tables for name in new if name in table]
+        return [_find_underlying_function(table[name]) for table in self._tables for name in new if name in table]
 
     def add_object(self, obj: Any) -> list[Any]:
         """Record an object, or a class itself; return its attributes that were named so far."""
@@ -114,21 +114,21 @@ class NamedAttributes:
         self._kinds.update((id(kind), kind) for kind in new)
         tables += [dict(vars(kind)) for kind in new]
         self._tables += tables
-        return [_underlying_function(table[name]) for table in tables for name in self._names if name in table]
+        return [_find_underlying_function(table[name]) for table in tables for name in self._names if name in table]
 
     def forget(self, tables: Collection[int]) -> None:
         """Drop the attribute tables with these ids."""
         self._tables = [table for table in self._tables if id(table) not in tables]
 
 
-def _underlying_function(attribute: Any) -> Any:
+def _find_underlying_function(attribute: Any) -> Any:
     """Return the function behind a static method, class method or property; any other attribute unchanged."""
     if isinstance(attribute, staticmethod | classmethod):
         return attribute.__func__
     return attribute.fget if isinstance(attribute, property) else attribute
 
 
-def user_functions(start: Any) -> Iterator[FunctionType]:
+def find_user_functions(start: Any) -> Iterator[FunctionType]:
     """Yield the functions of the user's own code that calling `start` may reach, as far as names lead to them."""
     named = NamedAttributes()
     pending: list[Any] = [start]

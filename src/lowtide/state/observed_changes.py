@@ -23,12 +23,12 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lowtide._torch.tensors import parts_of
+from lowtide._torch.tensors import find_parts
 from lowtide.memory.frame_locals import local_variables
 from lowtide.state.bindings import kind_of
 from lowtide.state.introspection import is_user_code, origin
 from lowtide.units import format_bytes
-from lowtide.utils.object_slots import slots_of
+from lowtide.utils.object_slots import list_slots
 
 SUMMED_BYTES = 2**28
 """Largest size in bytes of arrays whose contents are compared."""
@@ -76,16 +76,16 @@ class WatchedObject:
 
     def __init__(self, obj: Any) -> None:
         self.obj = obj
-        self._before = dict(_observable_state(obj))
+        self._before = dict(_read_observable_state(obj))
 
     def changes(self) -> Iterator[tuple[str, str]]:
         """Yield the changes since construction: a name within the object, and a description."""
-        now = dict(_observable_state(self.obj))
+        now = dict(_read_observable_state(self.obj))
         for name in {**self._before, **now}:
             before, after = self._before.get(name, _NOTHING), now.get(name, _NOTHING)
             if before is not after and before != after:
                 if isinstance(self.obj, Tensor | np.ndarray):
-                    parts = parts_of(self.obj) if isinstance(self.obj, Tensor) else (self.obj,)
+                    parts = find_parts(self.obj) if isinstance(self.obj, Tensor) else (self.obj,)
                     yield name, f"was written to ({format_bytes(sum(part.nbytes for part in parts))})"
                 else:
                     yield name, f"went from {_quote(before)} to {_quote(after)}"
@@ -104,11 +104,11 @@ def _quote(content: Any) -> str:
     return str(content) if isinstance(content, _Unquoted) else reprlib.repr(content)
 
 
-def _observable_state(obj: Any) -> Iterator[tuple[str, Any]]:
+def _read_observable_state(obj: Any) -> Iterator[tuple[str, Any]]:
     """Yield the observable numbers, strings and lengths of an object, each with its name within it."""
     if isinstance(obj, Tensor):
         if not obj.is_inference():
-            yield "", (obj._version, *(part.untyped_storage().data_ptr() for part in parts_of(obj)))
+            yield "", (obj._version, *(part.untyped_storage().data_ptr() for part in find_parts(obj)))
     elif isinstance(obj, np.ndarray):
         if obj.nbytes <= SUMMED_BYTES and not obj.dtype.hasobject:
             yield "", zlib.crc32(np.ascontiguousarray(obj).view(np.uint8).data)
@@ -117,7 +117,7 @@ def _observable_state(obj: Any) -> Iterator[tuple[str, Any]]:
             return
         if obj.gi_frame is not None:
             with local_variables(obj.gi_frame) as variables:
-                yield from ((f".{name}", content) for name, content in _observable_contents(variables))
+                yield from ((f".{name}", content) for name, content in _read_observable_contents(variables))
         else:
             yield "", _Unquoted("its end")
     elif isinstance(obj, _FILE):
@@ -126,7 +126,7 @@ def _observable_state(obj: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(obj, itertools.count):
         yield "", _Unquoted(repr(obj))
     elif isinstance(obj, contextvars.ContextVar):
-        yield from ((f".{obj.name}", content) for _, content in _observable_contents({"": obj.get(None)}))
+        yield from ((f".{obj.name}", content) for _, content in _read_observable_contents({"": obj.get(None)}))
     elif isinstance(obj, CACHE):
         n = obj.cache_info().misses
         yield "", _Unquoted("1 computed result" if n == 1 else f"{n:,} computed results")
@@ -134,25 +134,25 @@ def _observable_state(obj: Any) -> Iterator[tuple[str, Any]]:
         yield ".n_children_spawned", obj.n_children_spawned
     else:
         if (kind := kind_of(obj)) is not None:
-            yield "", _entry_count(kind.__len__(obj))
+            yield "", _format_entry_count(kind.__len__(obj))
         elif type(obj).__module__ in ("builtins", "collections", "itertools"):
             with suppress(TypeError):
                 yield "", _Unquoted(f"{length_hint(obj, 0):,} to come")
         attributes = getattr(obj, "__dict__", None)
         contents = dict(attributes) if type(attributes) is dict else {}
-        for slot in slots_of(obj):
+        for slot in list_slots(obj):
             with suppress(AttributeError):
                 contents[slot.__name__] = slot.__get__(obj)
-        yield from ((f".{name}", content) for name, content in _observable_contents(contents))
+        yield from ((f".{name}", content) for name, content in _read_observable_contents(contents))
 
 
-def _observable_contents(table: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def _read_observable_contents(table: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, content in table.items():
         if isinstance(content, _WORDS):
             yield name, content
         elif (kind := kind_of(content)) is not None:
-            yield name, _entry_count(kind.__len__(content))
+            yield name, _format_entry_count(kind.__len__(content))
 
 
-def _entry_count(number: int) -> _Unquoted:
+def _format_entry_count(number: int) -> _Unquoted:
     return _Unquoted("1 entry" if number == 1 else f"{number:,} entries")

@@ -19,15 +19,15 @@ import torch
 from lowtide._torch.distributed import (
     awaits_first_backward,
     collectives_alone,
-    ddp_wrappers,
+    count_collectives,
+    count_local_collectives,
+    find_ddp_wrappers,
     has_new_buckets,
     is_wrapping,
-    n_collectives,
-    n_local_collectives,
 )
-from lowtide._torch.fsdp import ShardGroup, forget_step, shard_groups
+from lowtide._torch.fsdp import ShardGroup, find_shard_groups, forget_step
 from lowtide.errors import RehearsalError
-from lowtide.runtime.fsdp_scopes import units_in
+from lowtide.runtime.fsdp_scopes import find_units
 
 
 def several_processes() -> bool:
@@ -38,14 +38,14 @@ def several_processes() -> bool:
 
 def n_sent() -> int:
     """Return the number of collective operations that this process has taken part in so far."""
-    return n_collectives() if several_processes() else 0
+    return count_collectives() if several_processes() else 0
 
 
-def n_computed() -> int:
+def count_computed_collectives() -> int:
     """Return the number of collective operations so far, including those that a rehearsal computed in this process
     alone.
     """
-    return n_sent() + n_local_collectives()
+    return n_sent() + count_local_collectives()
 
 
 def check_sharding(modules: Iterable[torch.nn.Module]) -> None:
@@ -61,16 +61,16 @@ def check_sharding(modules: Iterable[torch.nn.Module]) -> None:
                 "a call that one process replays, all processes would have to replay. Shard with "
                 "torch.distributed.fsdp.fully_shard (FSDP2) instead."
             )
-    for unit in units_in(modules):
-        if why := _unsupported_property(unit):
+    for unit in find_units(modules):
+        if why := _find_unsupported_property(unit):
             raise RehearsalError(f"{type(unit).__name__} {why}, which is not planned for.")
 
 
-def _unsupported_property(unit: torch.nn.Module) -> str | None:
+def _find_unsupported_property(unit: torch.nn.Module) -> str | None:
     """Describe a property of `unit`, a module sharded by `fully_shard`, that is not supported; return None if there is
     none.
     """
-    for group in shard_groups(unit):
+    for group in find_shard_groups(unit):
         if group.is_on_host:
             return "is sharded with CPUOffloadPolicy"
     return None
@@ -111,7 +111,7 @@ def check_waits_for_no_process(sent_before: int) -> None:
 
 def n_with_new_buckets(modules: Iterable[torch.nn.Module]) -> int:
     """Count the DDP modules that have rebuilt their buckets in the order of the gradients, which moves memory."""
-    return sum(map(has_new_buckets, ddp_wrappers(modules)))
+    return sum(map(has_new_buckets, find_ddp_wrappers(modules)))
 
 
 class NoSync:
@@ -123,10 +123,10 @@ class NoSync:
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:
         modules = tuple(modules)
-        self._units = units_in(modules)
-        groups = [group for unit in self._units for group in shard_groups(unit)]
+        self._units = find_units(modules)
+        groups = [group for unit in self._units for group in find_shard_groups(unit)]
         check_at_rest(groups)
-        wrappers = ddp_wrappers(modules)
+        wrappers = find_ddp_wrappers(modules)
         if any(map(awaits_first_backward, wrappers)):
             raise RehearsalError(
                 "DistributedDataParallel(static_graph=True) learns from its first backward pass, which a rehearsal "

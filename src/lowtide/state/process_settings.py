@@ -12,11 +12,11 @@ SETTERS = frozenset({"environ", "putenv", "getcontext", "setcontext", "localcont
 _ATTRIBUTES = ("prec", "rounding", "Emin", "Emax", "capitals", "clamp", "flags", "traps")
 
 
-def settings_restorer() -> Callable[[], None]:
+def make_settings_restorer() -> Callable[[], None]:
     """Return a function that restores the environment variables and this thread's decimal context."""
     environment = dict(os.environ)
     context = decimal.getcontext()
-    restore_context = decimal_restorer(context)
+    restore_context = make_decimal_restorer(context)
 
     def restore() -> None:
         if os.environ != environment:
@@ -29,7 +29,7 @@ def settings_restorer() -> Callable[[], None]:
     return restore
 
 
-def decimal_restorer(context: decimal.Context) -> Callable[[], None]:
+def make_decimal_restorer(context: decimal.Context) -> Callable[[], None]:
     """Return a function that restores a decimal context in place."""
     before = context.copy()
 

@@ -46,9 +46,9 @@ from lowtide.state.bindings import (
     WeakContent,
     kind_of,
 )
-from lowtide.state.introspection import is_opaque, is_user_code, names_in, variables
+from lowtide.state.introspection import find_names, is_opaque, is_user_code, variables
 from lowtide.state.observed_changes import CACHE, WatchedObject, is_excluded
-from lowtide.state.process_settings import SETTERS, decimal_restorer, settings_restorer
+from lowtide.state.process_settings import SETTERS, make_decimal_restorer, make_settings_restorer
 from lowtide.state.reachable_state import (
     BUFFERS,
     LEAVES,
@@ -56,9 +56,9 @@ from lowtide.state.reachable_state import (
     is_generator,
     is_state,
     is_torch_function,
-    objects_in,
+    list_objects,
 )
-from lowtide.utils.object_slots import slots_of
+from lowtide.utils.object_slots import list_slots
 
 COPIED_BYTES = 2**26
 """Largest number of bytes copied in all: arrays, tensors that no module owns, and references."""
@@ -198,7 +198,7 @@ class ReachableObjects(ReachableState):
     def changes(self) -> tuple[str, ...]:
         """Describe changes of watched objects, which are not restored: `Stream.position` went from 0 to 9."""
         descriptions = [
-            f"`{self._name_of(watched.obj, name)}` {change}"
+            f"`{self._find_name(watched.obj, name)}` {change}"
             for watched in self._watched
             for name, change in watched.changes()
         ]
@@ -206,7 +206,7 @@ class ReachableObjects(ReachableState):
             descriptions.append(f"the step reaches more than {MOST:,} objects: what the others hold is not known")
         return tuple(dict.fromkeys(descriptions))
 
-    def _name_of(self, obj: Any, within: str) -> str:
+    def _find_name(self, obj: Any, within: str) -> str:
         """Return a name for something within `obj`: that of the place that holds `obj`, followed by `within`, as in
         `Trainer.stream.position`.
         """
@@ -215,10 +215,10 @@ class ReachableObjects(ReachableState):
         if within:
             return f"{getattr(obj, '__name__', type(obj).__name__)}{within}"
         for _ in range(3):
-            holder = next((p for p in self._places if p.name_of(obj) is not None), None)
+            holder = next((p for p in self._places if p.find_name(obj) is not None), None)
             if holder is None:
                 break
-            within = f"{holder.name_of(obj)}{within}"
+            within = f"{holder.find_name(obj)}{within}"
             if not isinstance(holder, Items | Entries) or not within.startswith("["):
                 return within
             obj = holder.container
@@ -242,7 +242,7 @@ class ReachableObjects(ReachableState):
     def _tensor(self, tensor: Tensor) -> Iterable[Any]:
         if is_leaf_tensor(tensor) and not tensor.is_inference():
             if not self._is_late:
-                self._other_restores.append((tensor, _gradient_of(tensor)))
+                self._other_restores.append((tensor, _make_gradient_restorer(tensor)))
             if is_state(tensor) or (tensor.is_sparse and not tensor.is_meta):
                 self.tensors.append(tensor)
             if (is_plain(tensor) or tensor.is_sparse or is_user_code(type(tensor))) and not is_fake(tensor):
@@ -289,9 +289,9 @@ class ReachableObjects(ReachableState):
         own = (function.__defaults__, function.__kwdefaults__, getattr(function, "__wrapped__", None))
         inside = [*own, *self._cells(function)]
         if is_user_code(function):
-            if not self._keeps_settings and not SETTERS.isdisjoint(names_in(function.__code__)):
+            if not self._keeps_settings and not SETTERS.isdisjoint(find_names(function.__code__)):
                 self._keeps_settings = True
-                self._other_restores.append((function, settings_restorer()))
+                self._other_restores.append((function, make_settings_restorer()))
             return (*inside, vars(function), *self._variables(function), *self._named.add_code(function))
         return inside if is_torch_function(function) else (*inside, *self._variables(function, only=_is_data))
 
@@ -313,7 +313,7 @@ class ReachableObjects(ReachableState):
                 tables[id(place)] = place
                 names.setdefault(id(place), {})[name] = None
         if only is None:
-            unbound = set(names_in(function.__code__)) - function.__globals__.keys()
+            unbound = set(find_names(function.__code__)) - function.__globals__.keys()
             names[id(function.__globals__)].update(dict.fromkeys(sorted(unbound)))
         for key, table in tables.items():
             new = [name for name in names[key] if (key, name) not in self._bound]
@@ -342,7 +342,7 @@ class ReachableObjects(ReachableState):
             self._other_restores.append((obj, functools.partial(setattr, obj, "args", obj.args)))
             return (*obj.args, *self._attributes(obj))
         if isinstance(obj, decimal.Context):
-            self._other_restores.append((obj, decimal_restorer(obj)))
+            self._other_restores.append((obj, make_decimal_restorer(obj)))
             return ()
         if isinstance(obj, CACHE):
             return self._cache(obj)
@@ -352,7 +352,7 @@ class ReachableObjects(ReachableState):
             self.watch(obj)
         elif self._is_excluded(obj):
             self.watch(obj)
-            return filter(self._is_excluded, [*_attributes(obj), *_referents_of(obj)])
+            return filter(self._is_excluded, [*_attributes(obj), *_find_referents(obj)])
         if isinstance(obj, np.random.Generator):
             return (obj.bit_generator.seed_seq,)
         if is_opaque(type(obj)) or not self._is_walked(obj):
@@ -378,7 +378,7 @@ class ReachableObjects(ReachableState):
         """Record the slots and attributes of an object; return their contents."""
         self._classify(obj)
         contents: list[Any] = [type(obj), vars(type(obj)).get("__call__")]
-        if slots_of(obj):
+        if list_slots(obj):
             contents += self._record(Slots(obj, weakly=self.weakly))
         attributes = getattr(obj, "__dict__", None)
         if type(attributes) is dict and id(attributes) not in self._seen:  # several objects may share one `__dict__`
@@ -422,7 +422,7 @@ class ReachableObjects(ReachableState):
                 now[...] = before
 
         self._other_restores.append((values, restore))
-        return objects_in(before, self.largest) if before.dtype == object else ()
+        return list_objects(before, self.largest) if before.dtype == object else ()
 
     def _buffer(self, buffer: Any) -> Iterable[Any]:
         try:
@@ -487,12 +487,12 @@ def _attributes(obj: Any) -> Iterable[Any]:
     return attributes.values() if type(attributes) is dict else ()
 
 
-def _referents_of(iterator: Any) -> Iterable[Any]:
+def _find_referents(iterator: Any) -> Iterable[Any]:
     """Return the objects that a built-in iterator refers to, such as iterators or data."""
     return gc.get_referents(iterator) if type(iterator).__module__ in ("builtins", "itertools", "collections") else ()
 
 
-def _gradient_of(tensor: Tensor) -> Callable[[], None]:
+def _make_gradient_restorer(tensor: Tensor) -> Callable[[], None]:
     gradient, requires = tensor.grad, tensor.requires_grad
     if gradient is not None and is_fake(gradient):  # found after the step began: the gradient is the rehearsal's
         gradient = None

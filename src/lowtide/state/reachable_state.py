@@ -30,12 +30,12 @@ from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from lowtide._torch.optim import scaler_stages, set_scaler_stages
+from lowtide._torch.optim import read_scaler_stages, set_scaler_stages
 from lowtide._torch.tensors import is_leaf_tensor
 from lowtide.memory.entry_storages import exclude_from_entry
 from lowtide.state.bindings import has_graph, kind_of
 from lowtide.state.introspection import NamedAttributes, is_opaque, is_user_code, variables
-from lowtide.utils.object_slots import in_slots
+from lowtide.utils.object_slots import read_slots
 
 LARGEST = 1000
 """Largest number of entries of a list, tuple or set that is searched. Larger ones are data, not state, as are data sets
@@ -116,7 +116,7 @@ class ReachableState:
         if isinstance(obj, contextvars.ContextVar):
             return self._context_variable(obj)
         if isinstance(obj, memoryview | _VIEWS):
-            return _contents_of_view(obj)
+            return _find_viewed_contents(obj)
         return _referent(obj) if isinstance(obj, weakref.ref) else self._object(obj)
 
     def _tensor(self, tensor: Tensor) -> Iterable[Any]:
@@ -133,7 +133,7 @@ class ReachableState:
 
     def _function(self, function: types.FunctionType) -> Iterable[Any]:
         own = (vars(function),) if is_user_code(function) else ()
-        return (*referenced_objects(function), *own, *self._named.add_code(function))
+        return (*find_referenced_objects(function), *own, *self._named.add_code(function))
 
     def _class(self, kind: type) -> Iterable[Any]:
         return self._named.add_object(kind)
@@ -143,7 +143,7 @@ class ReachableState:
 
     def _object(self, obj: Any) -> Iterable[Any]:
         if isinstance(obj, np.ndarray) and obj.dtype == object:
-            return objects_in(obj, self.largest)
+            return list_objects(obj, self.largest)
         if isinstance(obj, Optimizer | Dataset | DataLoader | Sampler):  # an optimizer is recorded when it steps
             return ()
         if is_generator(obj):
@@ -154,11 +154,11 @@ class ReachableState:
         if is_opaque(type(obj)) or defined_in.partition(".")[0] in DATA:
             return ()
         if type(attributes) is not dict:
-            return (*in_slots(obj), *self._named.add_object(obj)) if is_user_code(type(obj)) else ()
+            return (*read_slots(obj), *self._named.add_object(obj)) if is_user_code(type(obj)) else ()
         if defined_in.startswith("torch.distributed.") and not isinstance(obj, nn.Module):
             return ()  # such as FSDP's tensors, whose memory comes and goes
         self._classify(obj)
-        return (attributes, *in_slots(obj), vars(type(obj)).get("__call__"), *self._named.add_object(obj))
+        return (attributes, *read_slots(obj), vars(type(obj)).get("__call__"), *self._named.add_object(obj))
 
     def _classify(self, obj: Any) -> None:
         if isinstance(obj, nn.Module):
@@ -170,7 +170,7 @@ class ReachableState:
 _VIEWS = types.MappingProxyType | type({}.values()) | type({}.items())
 
 
-def _contents_of_view(view: Any) -> Iterable[Any]:
+def _find_viewed_contents(view: Any) -> Iterable[Any]:
     """Return the object behind a memoryview, or the values of the dict behind a dict's view, if any."""
     if not isinstance(view, memoryview):
         return (value for table in gc.get_referents(view) if kind_of(table) is dict for value in dict.values(table))
@@ -196,7 +196,7 @@ def _referent(reference: weakref.ref[Any]) -> Iterable[Any]:
     return () if has_graph(obj) else (obj,)
 
 
-def objects_in(values: np.ndarray[Any, Any], most: int) -> list[Any]:
+def list_objects(values: np.ndarray[Any, Any], most: int) -> list[Any]:
     """Return the objects in an array of objects, or none if the array has more than `most` elements."""
     return np.asarray(values).ravel().tolist() if values.size <= most else []
 
@@ -215,7 +215,7 @@ def is_torch_function(function: types.FunctionType) -> bool:
     return (function.__module__ or "").partition(".")[0] == "torch"
 
 
-def referenced_objects(function: types.FunctionType) -> Iterator[Any]:
+def find_referenced_objects(function: types.FunctionType) -> Iterator[Any]:
     """Yield the objects that a function's code can reach by name: globals, closure and defaults.
 
     Torch's own functions yield none, because they have no state.
@@ -235,7 +235,7 @@ class State:
     def __init__(self, owner: Any) -> None:
         self._owner = owner
         self._before = _copy(owner.state_dict())
-        self._stages = scaler_stages(owner) if isinstance(owner, GradScaler) else None
+        self._stages = read_scaler_stages(owner) if isinstance(owner, GradScaler) else None
 
     @property
     def scales(self) -> bool:

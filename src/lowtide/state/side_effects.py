@@ -27,8 +27,8 @@ from lowtide._torch.tensors import is_leaf_tensor, is_plain
 from lowtide.runtime.exposed_memory import Contents
 from lowtide.state.bindings import Cell, Variables
 from lowtide.state.introspection import is_user_code, variables
-from lowtide.state.reachable_state import BUFFERS, ReachableState, is_torch_function, objects_in
-from lowtide.utils.object_slots import in_slots
+from lowtide.state.reachable_state import BUFFERS, ReachableState, is_torch_function, list_objects
+from lowtide.utils.object_slots import read_slots
 
 if TYPE_CHECKING:
     from lowtide.runtime.call_context import CallContext
@@ -112,7 +112,7 @@ def _comparable(obj: Any) -> Any:
     if isinstance(obj, Tensor):
         return None if obj.is_inference() else obj._version, _digest_of(obj)
     if isinstance(obj, np.ndarray):
-        return _ByIdentity(tuple(objects_in(obj, CodeState.largest))) if obj.dtype == object else _checksum(obj)
+        return _ByIdentity(tuple(list_objects(obj, CodeState.largest))) if obj.dtype == object else _checksum(obj)
     if isinstance(obj, BUFFERS):
         with memoryview(obj) as view:
             return zlib.crc32(view) if view.nbytes <= LARGEST_BYTES else None
@@ -128,7 +128,7 @@ def _comparable(obj: Any) -> Any:
         return _ByIdentity(tuple(obj))
     if isinstance(obj, type):
         return _ByIdentity(tuple(vars(obj).values()))
-    return _ByIdentity(tuple(in_slots(obj)))
+    return _ByIdentity(tuple(read_slots(obj)))
 
 
 def _hides_writes(obj: Any) -> bool:

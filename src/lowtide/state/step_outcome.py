@@ -14,11 +14,11 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide._torch.compiled_code import never_compiled
-from lowtide._torch.optim import parameters_of
+from lowtide._torch.optim import list_parameters
 from lowtide._torch.patching import this_thread_only
-from lowtide._torch.tensors import parts_of
+from lowtide._torch.tensors import find_parts
 from lowtide.memory.entry_storages import exclude_from_entry
-from lowtide.runtime.batch_tensors import tensors_in
+from lowtide.runtime.batch_tensors import collect_tensors
 from lowtide.state.step_snapshot import RandomState
 
 if TYPE_CHECKING:
@@ -129,12 +129,12 @@ class Outcome:
             result = step(batch)
         digest_gradients(len(optimizers))
         random_numbers = _digest_random_numbers()
-        for number, tensor in enumerate(tensors_in(result)):
+        for number, tensor in enumerate(collect_tensors(result)):
             copy("loss", str(number), tensor)
         for name, parameter in model.named_parameters():
             copy("parameters", name, parameter)
         digests = {
-            "loss": {str(i): digest(t) for i, t in enumerate(tensors_in(result))},
+            "loss": {str(i): digest(t) for i, t in enumerate(collect_tensors(result))},
             "gradients": gradients or arrived,
             **_digest_state(model, optimizers),
             "counters": counts(),
@@ -195,7 +195,7 @@ class Outcome:
         return distances
 
 
-def varying_results(
+def find_varying_results(
     outcome: Outcome, differences: Mapping[str, tuple[str, ...]], once_more: Callable[[], Outcome | None]
 ) -> dict[str, tuple[str, ...]]:
     """Return the `differences` that can't be compared, because repetitions of one step differ in these results as well.
@@ -244,18 +244,18 @@ def digest(tensor: Tensor) -> str:
 
 def _parts(tensor: Tensor) -> Iterable[Tensor]:
     """Return the inner tensors of a wrapper, such as the local part of a distributed tensor; else the tensor itself."""
-    return parts_of(tensor) if hasattr(tensor, "__tensor_flatten__") else (tensor,)
+    return find_parts(tensor) if hasattr(tensor, "__tensor_flatten__") else (tensor,)
 
 
-def _text_digest(text: str) -> str:
+def _digest_text(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
 def _digest_state(model: nn.Module, optimizers: list[Optimizer]) -> dict[str, dict[str, str]]:
     """Return digests of the model's parameters and buffers, and of the state of the optimizers."""
     unique = {id(optimizer): optimizer for optimizer in optimizers}.values()
-    parameters = [(o, p) for o in unique for p in parameters_of(o)]
-    state = [t for o, p in parameters if p in o.state for t in tensors_in(o.state[p])]
+    parameters = [(o, p) for o in unique for p in list_parameters(o)]
+    state = [t for o, p in parameters if p in o.state for t in collect_tensors(o.state[p])]
     return {
         "parameters": {name: digest(p) for name, p in model.named_parameters()},
         "buffers": {name: digest(b) for name, b in model.named_buffers()},
@@ -269,6 +269,6 @@ def _digest_random_numbers() -> dict[str, str]:
     return {
         "cpu": digest(random.torch_cpu),
         **{f"GPU {gpu}": digest(state) for gpu, state in random.torch_gpus.items()},
-        "python": _text_digest(repr(random.python)),
-        "numpy": _text_digest(repr(random.numpy)),
+        "python": _digest_text(repr(random.python)),
+        "numpy": _digest_text(repr(random.numpy)),
     }

@@ -14,16 +14,16 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide._torch.device_timing import accelerator_in_use
 from lowtide._torch.patching import this_thread_only
-from lowtide._torch.tensors import is_leaf_tensor, is_plain, parts_of
+from lowtide._torch.tensors import find_parts, is_leaf_tensor, is_plain
 from lowtide.memory.entry_storages import exclude_from_entry
-from lowtide.runtime.batch_tensors import tensors_in
-from lowtide.runtime.fingerprint import place_of
-from lowtide.runtime.host_rng import numpy_state, python_state, set_numpy_state
+from lowtide.runtime.batch_tensors import collect_tensors
+from lowtide.runtime.fingerprint import find_device
+from lowtide.runtime.host_rng import read_numpy_state, read_python_state, set_numpy_state
 from lowtide.runtime.inplace_gradients import InPlacePermission
 from lowtide.runtime.live_optimizers import Optimizers, listed, optimizer_state
 from lowtide.runtime.offload import bytes_of
 from lowtide.state.bitwise import has_same_contents
-from lowtide.state.containers import container_restorer
+from lowtide.state.containers import make_container_restorer
 from lowtide.state.process_group import NoSync
 from lowtide.state.reachable_objects import ReachableObjects
 from lowtide.state.reachable_state import states
@@ -69,7 +69,7 @@ class StepSnapshot:
 
     @uninterrupted_enter
     def __enter__(self) -> Self:
-        self._in_place = InPlacePermission(place_of(self._model).type, alone=True)
+        self._in_place = InPlacePermission(find_device(self._model).type, alone=True)
         try:
             return self._take()
         except BaseException:
@@ -81,9 +81,9 @@ class StepSnapshot:
         modules = list({id(m): m for root in (self._model, *kept.modules) for m in root.modules()}.values())
         self.modules = tuple(modules)
         """The model's modules, and all others that the step's code refers to."""
-        self._restore_containers = container_restorer(self._batch)
+        self._restore_containers = make_container_restorer(self._batch)
         parameters = [p for m in modules for p in m._parameters.values() if p is not None and not p.is_meta]
-        content = _unique([*parameters, *tensors_in(self._batch)])
+        content = _unique([*parameters, *collect_tensors(self._batch)])
         buffers = [
             buffer
             for module in modules
@@ -125,7 +125,7 @@ class StepSnapshot:
             if id(tensor) in self._known or id(tensor) in states:  # an optimizer's tensors are copied when it steps
                 continue
             self._known.add(id(tensor))
-            storages = [part.untyped_storage() for part in parts_of(tensor)]
+            storages = [part.untyped_storage() for part in find_parts(tensor)]
             n_bytes = sum(storage.nbytes() for storage in storages)
             if is_plain(tensor) and (tensor.shape in shapes or self._reachable.reserve_bytes(n_bytes)):
                 copied.append(_Storage(tensor, is_first=storages[0].data_ptr() not in seen))
@@ -235,7 +235,7 @@ class StepSnapshot:
             return
         self._stepped[id(optimizer)] = optimizer
         self._reachable.visit_late(optimizer)  # an optimizer that nothing reached may come here; it has not stepped yet
-        state_tensors = tensors_in([*optimizer.param_groups, *optimizer.state.values()])
+        state_tensors = collect_tensors([*optimizer.param_groups, *optimizer.state.values()])
         self._optimizers[id(optimizer)] = [
             _TensorContents(t) for t in _unique(state_tensors) if id(t) not in self._known
         ]
@@ -252,16 +252,16 @@ class _TensorContents:
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
-        self.saved = exclude_from_entry(_each_byte_once(tensor).to("cpu", copy=True))
+        self.saved = exclude_from_entry(_view_each_byte_once(tensor).to("cpu", copy=True))
 
     def restore(self) -> None:
-        current = _each_byte_once(self.tensor)
-        if not all(map(has_same_contents, parts_of(current.cpu()), parts_of(self.saved))):
+        current = _view_each_byte_once(self.tensor)
+        if not all(map(has_same_contents, find_parts(current.cpu()), find_parts(self.saved))):
             # A sparse tensor gets new parts, which an alias that shares the old ones would not pass on.
             (current if self.tensor.layout is torch.strided else self.tensor).copy_(self.saved)
 
 
-def _each_byte_once(tensor: Tensor) -> Tensor:
+def _view_each_byte_once(tensor: Tensor) -> Tensor:
     """Return a view of `tensor` that has each element in memory once; torch can't write to results of `expand`."""
     tensor = tensor.detach()
     if not is_plain(tensor) or 0 in tensor.shape:
@@ -319,8 +319,8 @@ class RandomState:
         return cls(
             torch_cpu=exclude_from_entry(torch.get_rng_state()),
             torch_gpus={gpu: exclude_from_entry(torch.get_device_module().get_rng_state(gpu)) for gpu in gpus},
-            python=python_state(),
-            numpy=numpy_state(),
+            python=read_python_state(),
+            numpy=read_numpy_state(),
             others=tuple(map(state_of, others)),
         )
 
@@ -334,7 +334,7 @@ class RandomState:
             torch_cpu=torch.Generator().manual_seed(seed).get_state(),
             python=random.Random(seed).getstate(),
             numpy=numpy,
-            others=tuple(map(partial(seeded_state_of, seed), others)),
+            others=tuple(map(partial(make_seeded_state, seed), others)),
         )
 
     def restore(self) -> None:
@@ -357,7 +357,7 @@ def state_of(generator: Any) -> tuple[Callable[[Any], object], Any]:
     return generator.set_state, generator.get_state()
 
 
-def seeded_state_of(seed: int, generator: Any) -> tuple[Callable[[Any], object], Any]:
+def make_seeded_state(seed: int, generator: Any) -> tuple[Callable[[Any], object], Any]:
     """Return the function that sets the state of a generator, and its state after seeding."""
     set_state, state = state_of(generator)
     if isinstance(generator, random.Random):

@@ -54,7 +54,7 @@ AUTO = "auto"
 _OF_GPU = re.compile(r"\s*([0-9]{1,3}(?:\.[0-9]{1,20})?)\s*%\s*of\s+gpu\s*", re.IGNORECASE | re.ASCII)
 
 
-def share_of_gpu(budget: str) -> Fraction | None:
+def parse_gpu_share(budget: str) -> Fraction | None:
     """Return the share of a GPU's memory that a budget states: 0.9 for "90% of gpu". Return None for other budgets.
 
     Raises BudgetError for 0% and for more than 100%.
@@ -69,8 +69,11 @@ def share_of_gpu(budget: str) -> Fraction | None:
 
 
 def is_of_gpu(budget: object) -> bool:
-    """Return True for a budget relative to a GPU: "auto" or "90% of gpu". Raises BudgetError as `share_of_gpu` does."""
-    return isinstance(budget, str) and (budget.strip().lower() == AUTO or share_of_gpu(budget) is not None)
+    """Return True for a budget relative to a GPU: "auto" or "90% of gpu".
+
+    Raises BudgetError as `parse_gpu_share` does.
+    """
+    return isinstance(budget, str) and (budget.strip().lower() == AUTO or parse_gpu_share(budget) is not None)
 
 
 def check_budget(budget: str | SupportsIndex, *, of_gpu: bool = False) -> None:
@@ -84,25 +87,25 @@ def check_budget(budget: str | SupportsIndex, *, of_gpu: bool = False) -> None:
 
 
 def _read(amount: object, bytes_per_unit: Mapping[str, Fraction], understood: str) -> int:
-    def error_for(why: str) -> BudgetError:
+    def build_error(why: str) -> BudgetError:
         return BudgetError(f"{amount!r} is not an amount of memory: {why}.\n  Understood: {understood}.")
 
     if is_of_gpu(amount):
-        raise error_for("it depends on a GPU and what is on it, which fit, within and `lowtide run` look up")
+        raise build_error("it depends on a GPU and what is on it, which fit, within and `lowtide run` look up")
     if isinstance(amount, str):
         match = _AMOUNT.fullmatch(amount)
         if match is None:
-            raise error_for("it is not a number with a unit")
+            raise build_error("it is not a number with a unit")
         number, unit = match[1], match[2]
         if number.startswith("-"):  # before its unit: a unit would not help
-            raise error_for("it is negative")
+            raise build_error("it is negative")
         if unit.lower() not in bytes_per_unit:
-            raise error_for(_NOT_READ.get(unit.lower(), f"{unit} is not a unit of memory").format(number))
+            raise build_error(_NOT_READ.get(unit.lower(), f"{unit} is not a unit of memory").format(number))
         n_bytes = int(Fraction(number) * bytes_per_unit[unit.lower()])
     elif isinstance(amount, SupportsIndex) and not isinstance(amount, bool):
         n_bytes = operator.index(amount)
     else:
-        raise error_for(f"a {type(amount).__name__} has no unit")
+        raise build_error(f"a {type(amount).__name__} has no unit")
     if n_bytes < 1:
-        raise error_for("it is negative" if n_bytes < 0 else "it is less than one byte")
+        raise build_error("it is negative" if n_bytes < 0 else "it is less than one byte")
     return n_bytes

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from types import FrameType
 
 
-def frames_from(frame: FrameType | None) -> Iterator[FrameType]:
+def walk_frames(frame: FrameType | None) -> Iterator[FrameType]:
     """Yield `frame` and the frames of its callers, the innermost first; nothing for None."""
     while frame is not None:
         yield frame

@@ -15,20 +15,20 @@ TESTED_TORCH = ((2, 10), (2, 12), (2, 13), (2, 14), (2, 15))
 """Versions of torch with which tests have passed, some in an earlier state; README.md says which tests."""
 
 
-def own_version() -> str:
+def find_own_version() -> str:
     """Return Lowtide's version: of the installed package, or RELEASE if Lowtide is not installed."""
     return _installed("lowtide") or RELEASE
 
 
-def torch_numbers(torch_version: str) -> tuple[int, int] | None:
+def parse_torch_version(torch_version: str) -> tuple[int, int] | None:
     """Return major and minor version of torch: 2.13.0+cpu -> (2, 13); None for a text that states no version."""
     numbers = re.match(r"(\d+)\.(\d+)", torch_version)
     return None if numbers is None else (int(numbers[1]), int(numbers[2]))
 
 
-def newer_than_tested(torch_version: str) -> str | None:
+def describe_untested_torch(torch_version: str) -> str | None:
     """Return a warning if this version of torch is newer than all tested ones; None otherwise."""
-    numbers = torch_numbers(torch_version)
+    numbers = parse_torch_version(torch_version)
     if numbers is None or numbers <= TESTED_TORCH[-1]:
         return None
     newest = ".".join(map(str, TESTED_TORCH[-1]))
@@ -43,7 +43,7 @@ def torch_version() -> str | None:
     return _installed("torch")
 
 
-def torch_build() -> str | None:
+def read_torch_build() -> str | None:
     """Return `torch.__version__` without importing torch; None if torch is not installed.
 
     The result names the build, as in 2.13.0+cpu, which the version of the installed package does not.
@@ -59,17 +59,17 @@ def torch_build() -> str | None:
     return torch_version() if named is None else named[1]
 
 
-def versions_in_words() -> str:
+def describe_versions() -> str:
     """Return the lines of `lowtide --version`, without importing torch."""
     installed = torch_version()
     tested = ", ".join(".".join(map(str, numbers)) for numbers in TESTED_TORCH)
     lines = [
-        f"lowtide {own_version()}",
+        f"lowtide {find_own_version()}",
         f"torch {installed or 'not installed'} (tested: {tested})",
         f"Python {platform.python_version()}",
-        f"hooks: {native_cache.state(torch_build())}",
+        f"hooks: {native_cache.state(read_torch_build())}",
     ]
-    if installed is not None and (remark := newer_than_tested(installed)) is not None:
+    if installed is not None and (remark := describe_untested_torch(installed)) is not None:
         lines.append(remark)
     return "\n".join(lines)
 

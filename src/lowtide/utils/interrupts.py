@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FrameType
 from typing import Any, Final, ParamSpec, TypeVar
 
-from lowtide.utils.frames import frames_from
+from lowtide.utils.frames import walk_frames
 from lowtide.utils.removable import Removable
 
 P = ParamSpec("P")
@@ -156,12 +156,12 @@ def _interrupt_out_of(code: CodeType) -> None:
     assert main is not None
     while True:
         time.sleep(0.01)
-        if all(frame.f_code is not code for frame in frames_from(sys._current_frames().get(main))):
+        if all(frame.f_code is not code for frame in walk_frames(sys._current_frames().get(main))):
             break
     send(main)
 
 
-def removed_if_interrupted(function: Callable[P, R]) -> Callable[P, R]:
+def remove_if_interrupted(function: Callable[P, R]) -> Callable[P, R]:
     """Decorate `function`, which returns a plan in force: delay interrupts while it runs.
 
     If an interrupt arrived meanwhile, the plan is removed before the interrupt is passed on, because the caller does
@@ -244,7 +244,7 @@ def _is_interruptible(frame: FrameType | None) -> bool:
     User code may be interrupted, and so may a `forward` of torch. Code of this package may only if it has no side
     effects.
     """
-    frame = _below_tracer(frame)
+    frame = _find_traced_frame(frame)
     torch = sys.modules.get("torch")
     torchs = os.path.dirname(torch.__file__ or "") + os.sep if torch is not None else _PACKAGE
     while frame is not None:
@@ -259,7 +259,7 @@ def _is_interruptible(frame: FrameType | None) -> bool:
     return True
 
 
-def _below_tracer(frame: FrameType | None) -> FrameType | None:
+def _find_traced_frame(frame: FrameType | None) -> FrameType | None:
     """Return the traced frame if the interrupt arrived in a debugger's or profiler's trace function, else `frame`."""
     tracers = {getattr(tracer, "__code__", None) for tracer in (sys.gettrace(), sys.getprofile())}
     below = frame

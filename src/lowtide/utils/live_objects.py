@@ -17,7 +17,7 @@ def live_objects(*classes: type[T]) -> list[T]:
     A process that has imported torch and transformers holds a million objects of a few thousand classes, so each class
     is checked once. No code of an object is run: `isinstance` would run a proxy's.
     """
-    return _of_classes(gc.get_objects(), classes)
+    return _select_instances(gc.get_objects(), classes)
 
 
 class LiveObjectFinder:
@@ -46,7 +46,7 @@ class LiveObjectFinder:
         before = _collections()
         unseen = self._unseen(before) if _HAS_GENERATIONS else None
         if unseen is not None and _collections() == before:
-            young: list[object] = _of_classes(unseen, self._classes)
+            young: list[object] = _select_instances(unseen, self._classes)
             if any(obj is self._marker for obj in young):
                 old = [obj for ref in self._known.values() if (obj := ref()) is not None]
                 return self._remember((*old, *young), before)
@@ -101,7 +101,7 @@ def _collections() -> tuple[int, ...]:
     return tuple(generation["collections"] for generation in gc.get_stats()[1:])
 
 
-def _of_classes(everything: Iterable[object], classes: tuple[type[T], ...]) -> list[T]:
+def _select_instances(everything: Iterable[object], classes: tuple[type[T], ...]) -> list[T]:
     is_wanted: dict[type, bool] = {}
     objects: list[T] = []
     for obj in everything:

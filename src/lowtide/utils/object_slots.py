@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 
-def slots_of(obj: Any) -> list[types.MemberDescriptorType]:
+def list_slots(obj: Any) -> list[types.MemberDescriptorType]:
     """Return the descriptors of all `__slots__` that an object's classes define, without descriptors of built-in
     attributes.
     """
@@ -16,8 +16,8 @@ def slots_of(obj: Any) -> list[types.MemberDescriptorType]:
     return [slot for table in kinds for slot in table.values() if isinstance(slot, types.MemberDescriptorType)]
 
 
-def in_slots(obj: Any) -> Iterator[Any]:
+def read_slots(obj: Any) -> Iterator[Any]:
     """Yield the values of the attributes that an object stores in `__slots__`."""
-    for slot in slots_of(obj):
+    for slot in list_slots(obj):
         with contextlib.suppress(AttributeError):  # an empty slot
             yield slot.__get__(obj)

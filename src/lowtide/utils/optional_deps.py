@@ -4,7 +4,7 @@ import sys
 from importlib import import_module
 
 from lowtide.errors import PackageMissing, TorchMissing
-from lowtide.utils.installed_versions import newer_than_tested, torch_numbers
+from lowtide.utils.installed_versions import describe_untested_torch, parse_torch_version
 from lowtide.utils.messages import say
 
 OLDEST_TORCH = (2, 10)
@@ -25,10 +25,10 @@ def require_torch(asked_by: str) -> None:
     if version is None:
         # A folder called "torch" on sys.path imports as an empty namespace package.
         raise TorchMissing(_message(asked_by, "the module called torch has no version, so it is not PyTorch"))
-    numbers = torch_numbers(str(version))
+    numbers = parse_torch_version(str(version))
     if numbers is None or numbers < OLDEST_TORCH:
         raise TorchMissing(_message(asked_by, f"torch {version}"))
-    if not _said and (remark := newer_than_tested(str(version))) is not None:
+    if not _said and (remark := describe_untested_torch(str(version))) is not None:
         _said.append(remark)
         say(remark)
 

@@ -51,7 +51,7 @@ class Displayed:
         return page
 
 
-def short_repr(name: str, content: str) -> str:
+def format_repr(name: str, content: str) -> str:
     """Return `name(content)` in one line, with `content` cut so that the line has at most LONGEST_REPR characters."""
     content = " ".join(content.split())
     room = LONGEST_REPR - len(name) - 2

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from lowtide.cli.demo import text_batches as text
 from lowtide.cli.demo.demo_packages import need, need_folder
-from lowtide.cli.demo.models import BUILDERS, MINILM, VOCAB, minilm_tokenizer, tokens_in_use
-from lowtide.cli.demo.training import digest, state_digests, train
+from lowtide.cli.demo.models import BUILDERS, MINILM, VOCAB, find_tokens_in_use, load_minilm_tokenizer
+from lowtide.cli.demo.training import compute_state_digests, digest, train
 from lowtide.cli.demo.workloads import MODELS, Workload, workload
 from lowtide.errors import PackageMissing
 
@@ -93,7 +93,7 @@ def test_the_demo_sizes() -> None:
     norm = 2 * width
     block = 12 * width**2 + 9 * width + 2 * norm  # qkv, projection and a four times wider MLP, each with its bias
     head = width**2 + width + norm
-    used = len(tokens_in_use(minilm_tokenizer())[1])
+    used = len(find_tokens_in_use(load_minilm_tokenizer())[1])
     parameters = {
         "gpt2": (vocab + 256) * width + 6 * block + norm,
         "bert": (used + 512 + 2) * width + norm + 4 * block + used + head,
@@ -132,7 +132,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it() -> None:
 
 @gpt2
 def test_gpt2_reads_the_python_reference(work: Workload) -> None:
-    topics = text.python_reference()
+    topics = text.read_python_reference()
     tokenizer = text.train_bpe(topics, VOCAB)
     assert tokenizer.get_vocab_size() == VOCAB
     whole = "".join(topic + text.END for topic in topics)
@@ -154,8 +154,8 @@ def test_every_token_is_in_one_window() -> None:
 
 @bert
 def test_bert_is_asked_for_15_percent_of_the_tokens(work: Workload) -> None:
-    tokenizer = minilm_tokenizer()
-    _, used = tokens_in_use(tokenizer)
+    tokenizer = load_minilm_tokenizer()
+    _, used = find_tokens_in_use(tokenizer)
     mask, first, last = (used.tolist().index(tokenizer.token_to_id(name)) for name in ("[MASK]", "[CLS]", "[SEP]"))
     each = round(0.15 * 62)
     fates: Counter[str] = Counter()
@@ -178,7 +178,7 @@ def test_bert_is_asked_for_15_percent_of_the_tokens(work: Workload) -> None:
     ids = batch["input_ids"].flatten().clone()
     ids[batch["positions"]] = batch["labels"]
     sentence = tokenizer.decode(used[ids.view(4, 64)[0]].tolist()).replace(" ", "")
-    reference = "".join("".join(text.python_reference()).lower().split())
+    reference = "".join("".join(text.read_python_reference()).lower().split())
     assert sentence in reference
 
 
@@ -213,7 +213,7 @@ def test_resnet_sees_every_digit_once(work: Workload) -> None:
 @bert
 def test_bert_starts_from_the_weights_in_the_package(work: Workload) -> None:
     file = weights()
-    _, used = tokens_in_use(minilm_tokenizer())
+    _, used = find_tokens_in_use(load_minilm_tokenizer())
     rows = "embeddings.word_embeddings.weight"
     file[rows] = file[rows][used]
     encoder = work.model.get_submodule("masked_lm.bert").state_dict()
@@ -270,10 +270,10 @@ def test_training_again_gives_the_same_bits(work: Workload) -> None:
 
 @every_model
 def test_reset_goes_back_to_the_first_bit(work: Workload) -> None:
-    first = state_digests(work)
+    first = compute_state_digests(work)
     addresses = {name: tensor.data_ptr() for name, tensor in work.tensors().items()}
     train(work, 1)
-    trained = state_digests(work)
+    trained = compute_state_digests(work)
     changed = {"parameters", "optimizer"}
     changed |= {"buffers"} if work.name == "resnet" else set()  # BatchNorm's statistics
     changed |= {"random numbers"} if work.name in ("gpt2", "bert") else set()  # dropout
@@ -281,7 +281,7 @@ def test_reset_goes_back_to_the_first_bit(work: Workload) -> None:
     work.model.eval()
     next(work.model.parameters()).grad = torch.ones_like(next(work.model.parameters()))
     work.reset()
-    assert state_digests(work) == first
+    assert compute_state_digests(work) == first
     assert {name: tensor.data_ptr() for name, tensor in work.tensors().items()} == addresses
     assert not work.optimizer.state
     assert work.model.training

@@ -12,9 +12,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from lowtide._torch.tensors import storage_id
+from lowtide._torch.tensors import get_storage_id
 from lowtide.diagnostics.graph import Graph, Node, graph
-from lowtide.diagnostics.graph.graph_records import unique_bytes
+from lowtide.diagnostics.graph.graph_records import count_unique_bytes
 from lowtide.errors import LowtideError
 from models import MODELS, build
 
@@ -77,12 +77,12 @@ def test_bytes_are_those_of_unique_storages_with_parameters_apart() -> None:
 def test_held_bytes_are_those_that_dropping_the_loss_frees(name: str) -> None:
     """To the byte, for the allocator: the graph, less the batch that it shares with us, and the loss itself."""
     case = build(name)
-    ours = {storage_id(tensor) for tensor in case.batch.values()}
+    ours = {get_storage_id(tensor) for tensor in case.batch.values()}
     with lowtide.measure(case.model):
         loss = case.model(**case.batch).loss
         found = graph(loss, model=case.model)
         kept = (kept for each in found.nodes for kept in each.kept if not kept.parameter and kept.storage not in ours)
-        held_bytes = unique_bytes(kept)
+        held_bytes = count_unique_bytes(kept)
         del found, kept
         gc.collect()
         with lowtide.measure(case.model) as dropped:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import lowtide
 from lowtide.diagnostics.leaks.call_site import is_carried_variable
 from lowtide.diagnostics.leaks.linked_objects import LinkedObjects
-from lowtide.diagnostics.leaks.reference_cycles import cycle_holder
+from lowtide.diagnostics.leaks.reference_cycles import find_cycle_holder
 from lowtide.report.finding import Finding
 
 STEPS, ROWS, WIDTH = 6, 64, 256
@@ -226,7 +226,7 @@ def test_two_objects_that_refer_to_each_other_are_no_chain() -> None:
     pairs = [(Other(), Other()) for _ in range(10)]
     for one, two in pairs:
         one.other, two.other = two, one
-    assert LinkedObjects().head_of(pairs[0][0]) is None
+    assert LinkedObjects().find_head(pairs[0][0]) is None
 
 
 def test_objects_that_something_else_holds_are_no_cycle() -> None:
@@ -236,7 +236,7 @@ def test_objects_that_something_else_holds_are_no_cycle() -> None:
     holder = iter([first])
     del first, second
     gc.collect()
-    assert cycle_holder(tensor, ()) is None
+    assert find_cycle_holder(tensor, ()) is None
     assert next(holder).tensor is tensor
 
 

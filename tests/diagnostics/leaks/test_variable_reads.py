@@ -7,7 +7,7 @@ from textwrap import dedent
 
 import pytest
 
-from lowtide.diagnostics.leaks.variable_reads import Reads, later_reads
+from lowtide.diagnostics.leaks.variable_reads import Reads, find_later_reads
 
 LOOPS = {
     "assigned in each step": ("for x in b:\n  v = f(x)", Reads.NONE),
@@ -47,5 +47,5 @@ def test_reads_of_a_variable(loop: str, place: str) -> None:
     instructions = list(get_instructions(code))
     forward = next(number for number, one in enumerate(instructions) if one.argval == "f")
     call = next(one for one in instructions[forward:] if one.opname.startswith("CALL"))
-    assert later_reads(code, "v", call.offset) is expected
-    assert later_reads(code, "v", call.offset + 1) is expected
+    assert find_later_reads(code, "v", call.offset) is expected
+    assert find_later_reads(code, "v", call.offset + 1) is expected

@@ -133,7 +133,7 @@ def test_an_unknown_message_is_reported_as_unknown() -> None:
 
 
 def test_a_failure_to_explain_does_not_replace_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowtide.diagnostics.oom.explain_oom.facts_now", lambda *_: 1 / 0)
+    monkeypatch.setattr("lowtide.diagnostics.oom.explain_oom.collect_facts", lambda *_: 1 / 0)
     with pytest.raises(MemoryError) as raised, lowtide.explain_oom():
         raise MemoryError
     assert raised.value.__notes__ == [

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from lowtide.runtime.call_interceptor import OuterInterceptor, pass_on
-from lowtide.runtime.call_shapes import Shapes, elements, no_larger, shapes_of, within
+from lowtide.runtime.call_shapes import Shapes, elements, list_shapes, no_larger, within
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.guards import watch_bypass
-from lowtide.runtime.planned_engine import table_of
+from lowtide.runtime.planned_engine import make_action_table
 from lowtide.utils.removable import Removable
 
 if TYPE_CHECKING:
@@ -27,7 +27,9 @@ class SwitchingEngine(Engine):
     def __init__(self, model: nn.Module, buckets: list[Bucket]) -> None:
         plans = [bucket.plan for bucket in buckets]
         decided = [*plans, plans[-1].fallback or plans[-1]]
-        super().__init__(model, *map(table_of, decided), in_place=[decisions.in_place for decisions in decided])
+        super().__init__(
+            model, *map(make_action_table, decided), in_place=[decisions.in_place for decisions in decided]
+        )
         self.excluded_modules = frozenset(path for plan in plans for path in plan.excluded_modules)
         self.packer.ambiguous_addresses = frozenset(address for plan in plans for address in plan.ambiguous_addresses)
         self._shapes = [bucket.shapes for bucket in buckets]
@@ -49,7 +51,7 @@ class SwitchingEngine(Engine):
         """
         chosen = len(self._shapes) - 1
         if interceptor.path in self._size_paths:
-            given, last = shapes_of(args, kwargs), self._shapes[-1]
+            given, last = list_shapes(args, kwargs), self._shapes[-1]
             for number, shapes in enumerate(self._shapes):
                 if interceptor.path in shapes and within(given, shapes[interceptor.path]):
                     chosen = number

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lowtide.api.shape_buckets.interpolate import PREDICTED, alike, between
-from lowtide.api.shape_buckets.shape_range import Calls, Range, shapes_between
+from lowtide.api.shape_buckets.shape_range import Calls, Range, interpolate_shapes
 from lowtide.errors import Infeasible, LowtideError, OverBudget, RehearsalError
 from lowtide.planner.planning import plain_peak_bytes
 from lowtide.planner.records import Plan, Profile
@@ -54,7 +54,7 @@ class Bucket:
     verdict: Verdict
 
 
-def buckets_for(
+def make_buckets(
     model: nn.Module,
     step: Callable[[Any], Any],
     sizes: Range,
@@ -92,7 +92,7 @@ def buckets_for(
         if not holds and PREDICTED in profile.notes:
             profile = _rehearsed(model, step, batch, optimizer, in_place)
             plan, verdict = fit_one(batch, budget_bytes, profile)
-        shapes = shapes_between(few, many, share)
+        shapes = interpolate_shapes(few, many, share)
         buckets.append(Bucket(size=sizes.say(share), shapes=shapes, profile=profile, plan=plan, verdict=verdict))
     return buckets[::-1]
 

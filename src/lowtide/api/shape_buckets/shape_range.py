@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from lowtide._torch.pytree import tree_structure
 from lowtide.errors import RehearsalError
-from lowtide.runtime.batch_tensors import tensors_in, with_tensors
-from lowtide.runtime.call_shapes import Shapes, have_one_form, shapes_of, within
+from lowtide.runtime.batch_tensors import collect_tensors, with_tensors
+from lowtide.runtime.call_shapes import Shapes, have_one_form, list_shapes, within
 from lowtide.runtime.engine import Engine
 
 if TYPE_CHECKING:
@@ -47,8 +47,8 @@ class Range:
         RehearsalError if the batches differ in more than sizes, or in nothing.
         """
         self.large = large
-        self._tensors = tensors_in(large)
-        self.varying = tuple(_by_itself(self._tensors) if small is None else _between(large, small))
+        self._tensors = collect_tensors(large)
+        self.varying = tuple(_choose_default_dimensions(self._tensors) if small is None else _between(large, small))
         if not self.varying:
             raise RehearsalError(
                 "no dimension of the batch varies: give the largest batch, and as `shapes` a smaller one of the same "
@@ -90,7 +90,7 @@ def _at(share: float, small: int, large: int) -> int:
 
 
 def _between(large: Any, small: Any) -> Iterator[Varying]:
-    many, few = tensors_in(large), tensors_in(small)
+    many, few = collect_tensors(large), collect_tensors(small)
     if tree_structure(large) != tree_structure(small) or len(many) != len(few):
         raise RehearsalError(
             "the two batches differ in structure: give as `shapes` a smaller batch of the same structure."
@@ -108,7 +108,7 @@ def _between(large: Any, small: Any) -> Iterator[Varying]:
                 yield Varying(number, dim, least, most)
 
 
-def _by_itself(given: list[Tensor]) -> Iterator[Varying]:
+def _choose_default_dimensions(given: list[Tensor]) -> Iterator[Varying]:
     """Yield the dimensions that vary by default: the second one of token batches, otherwise the first one.
 
     A dimension varies in every tensor that has the largest size in it. A two-dimensional integer tensor holds tokens,
@@ -125,7 +125,7 @@ def _by_itself(given: list[Tensor]) -> Iterator[Varying]:
             yield Varying(n, dim, least, most)
 
 
-def shapes_between(small: dict[str, Shapes], large: dict[str, Shapes], share: float) -> dict[str, Shapes]:
+def interpolate_shapes(small: dict[str, Shapes], large: dict[str, Shapes], share: float) -> dict[str, Shapes]:
     """Interpolate the shapes of calls that occur at both sizes, at `share` of the way from `small` to `large`.
 
     Calls whose arguments have different forms at the two sizes are left out.
@@ -148,7 +148,7 @@ class Calls(Engine):
         """Shapes of the largest call of each module, by the module's path."""
 
     def choose(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        shapes = shapes_of(args, kwargs)
+        shapes = list_shapes(args, kwargs)
         known = self.shapes.get(interceptor.path)
         if known is None or within(known, shapes):
             self.shapes[interceptor.path] = shapes

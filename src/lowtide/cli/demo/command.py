@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from lowtide.cli.report_option import command_line, report_option, write_report
+from lowtide.cli.report_option import format_command_line, report_option, write_report
 from lowtide.cli.script_or_profile import output_option, write
 from lowtide.utils.amounts import check_budget
 
@@ -71,7 +71,7 @@ def demo(
         comparison = compare(work, plain, budgets or BUDGETS, steps=steps, watch=watch)
     _report(comparison, json_to)
     if report_to is not None:
-        write_report(comparison.to_record(command_line()), report_to)
+        write_report(comparison.to_record(format_command_line()), report_to)
     return 1 if comparison.wrong or (budgets and comparison.unreached) else 0
 
 

@@ -21,12 +21,12 @@ from lowtide.cli.demo.results import Comparison, Run, Same
 from lowtide.cli.demo.training import Loop
 from lowtide.cli.demo.workloads import Workload
 from lowtide.errors import Infeasible, OverBudget
-from lowtide.memory.measure import recorder_for
+from lowtide.memory.measure import make_recorder
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner.records import Profile
 from lowtide.profiler import rehearse
 from lowtide.profiler.other_memory import with_others
-from lowtide.runtime.fingerprint import device_of, place_of
+from lowtide.runtime.fingerprint import device_of, find_device
 from lowtide.runtime.static_memory import static_bytes
 from lowtide.units import format_bytes
 
@@ -146,7 +146,7 @@ class _Duel:
                 self.pace.through()
             trained = loop.result()
             self.exclude_from_entry()
-            peak_bytes = _peak_of_next(loop)
+            peak_bytes = _measure_next_peak(loop)
         return Run(
             kind="plain",
             name="plain",
@@ -168,7 +168,7 @@ class _Duel:
                     self.pace.through()
             expected, trained = plain.result(), loop.result()
             self.exclude_from_entry()
-            peak_bytes = _peak_of_next(loop)
+            peak_bytes = _measure_next_peak(loop)
         return replace(
             run,
             measured_peak_bytes=peak_bytes,
@@ -198,14 +198,14 @@ class _Duel:
         return 2 * self.pace.steps + 1
 
 
-def _peak_of_next(loop: Loop) -> int:
+def _measure_next_peak(loop: Loop) -> int:
     """Run one more step after the loop, and return its peak in bytes, with parameters and other memory from before it.
 
     The step is not counted in the loop's results.
     """
     work, batch = loop.work, loop.batch
     static, addresses = static_bytes(work.model, batch, (work.optimizer,))
-    with recorder_for(place_of(work.model)) as recorder:
+    with make_recorder(find_device(work.model)) as recorder:
         work.step(batch)
     return with_others(static, addresses, recorder).total + Timeline(recorder.stream).peak_bytes
 

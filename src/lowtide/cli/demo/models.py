@@ -47,7 +47,7 @@ class Parts:
 def gpt2(size: Size) -> Parts:
     """Build GPT-2 with random weights and its default dropout of 0.1, to predict tokens of Python's reference."""
     transformers = need("transformers")
-    batches, source = _next_tokens(size)
+    batches, source = _make_token_batches(size)
     config = transformers.GPT2Config(
         n_layer=size.layers,
         n_embd=384,
@@ -63,7 +63,7 @@ def gpt2(size: Size) -> Parts:
     return Parts(
         model=model,
         batches=batches,
-        loss=_own_loss,
+        loss=_compute_own_loss,
         optimizer=partial(AdamW, lr=1e-3),
         items="tokens",
         items_per_step=size.batch_size * size.length,
@@ -74,7 +74,7 @@ def gpt2(size: Size) -> Parts:
 def llama(size: Size) -> Parts:
     """Build Llama (RMS norm, rotary positions, gated MLP; random weights, no dropout), for the same text as `gpt2`."""
     transformers = need("transformers")
-    batches, source = _next_tokens(size)
+    batches, source = _make_token_batches(size)
     config = transformers.LlamaConfig(
         num_hidden_layers=size.layers,
         hidden_size=384,
@@ -89,7 +89,7 @@ def llama(size: Size) -> Parts:
     return Parts(
         model=transformers.LlamaForCausalLM(config),
         batches=batches,
-        loss=_own_loss,
+        loss=_compute_own_loss,
         optimizer=partial(AdamW, lr=1e-3),
         items="tokens",
         items_per_step=size.batch_size * size.length,
@@ -134,8 +134,8 @@ def bert(size: Size) -> Parts:
     Adafactor keeps little state.
     """
     transformers = need("transformers")
-    folder, tokenizer = need_folder(*MINILM), minilm_tokenizer()
-    ids, used = tokens_in_use(tokenizer)
+    folder, tokenizer = need_folder(*MINILM), load_minilm_tokenizer()
+    ids, used = find_tokens_in_use(tokenizer)
     _, mask, first, last = torch.searchsorted(used, _special(tokenizer)).tolist()
     settings = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     changed = {"num_hidden_layers": size.layers, "vocab_size": len(used), "use_cache": False}
@@ -146,7 +146,7 @@ def bert(size: Size) -> Parts:
     weights = need("safetensors.torch").load_file(folder / "model.safetensors")
     rows = "embeddings.word_embeddings.weight"
     _load_encoder(masked_lm.bert, {**weights, rows: weights[rows][used]})
-    batches = text.masked_batches(
+    batches = text.make_masked_batches(
         text.windows(ids, size.length - 2, torch.default_generator),
         size.batch_size,
         torch.default_generator,
@@ -158,7 +158,7 @@ def bert(size: Size) -> Parts:
     return Parts(
         model=MaskedLanguageModel(masked_lm),
         batches=batches,
-        loss=_masked_loss,
+        loss=_compute_masked_loss,
         optimizer=partial(Adafactor, lr=1e-3),
         items="tokens",
         items_per_step=size.batch_size * size.length,
@@ -191,7 +191,7 @@ def resnet(size: Size) -> Parts:
     return Parts(
         model=transformers.ResNetForImageClassification(config),
         batches=text.grouped(size.batch_size, pixel_values=images, labels=labels),
-        loss=partial(_loss_of_enlarged, side=size.length),
+        loss=partial(_compute_enlarged_loss, side=size.length),
         optimizer=partial(SGD, lr=0.02, momentum=0.9),
         items="images",
         items_per_step=size.batch_size,
@@ -211,33 +211,33 @@ BUILDERS: dict[str, tuple[Callable[[Size], Parts], Size]] = {
 """Each model's builder and the size that the demo runs it at."""
 
 
-def _next_tokens(size: Size) -> tuple[tuple[Batch, ...], str]:
-    topics = text.python_reference()
+def _make_token_batches(size: Size) -> tuple[tuple[Batch, ...], str]:
+    topics = text.read_python_reference()
     tokenizer = text.train_bpe(topics, VOCAB)
-    ids = text.token_ids(tokenizer, topics, between=(tokenizer.token_to_id(text.END),))
+    ids = text.encode_tokens(tokenizer, topics, between=(tokenizer.token_to_id(text.END),))
     rows = text.windows(ids, size.length, torch.default_generator)  # the models shift the labels themselves
     source = f"{len(ids):,} tokens of Python's reference (BPE of {tokenizer.get_vocab_size():,})"
     return text.grouped(size.batch_size, input_ids=rows, labels=rows), source
 
 
-def _own_loss(model: nn.Module, batch: Batch) -> Tensor:
+def _compute_own_loss(model: nn.Module, batch: Batch) -> Tensor:
     # The output object, which holds the logits, is freed on return: else it would live through backward.
     loss: Tensor = model(**batch).loss
     return loss
 
 
-def _masked_loss(model: nn.Module, batch: Batch) -> Tensor:
+def _compute_masked_loss(model: nn.Module, batch: Batch) -> Tensor:
     loss: Tensor = model(**batch)
     return loss
 
 
-def _loss_of_enlarged(model: nn.Module, batch: Batch, side: int) -> Tensor:
+def _compute_enlarged_loss(model: nn.Module, batch: Batch, side: int) -> Tensor:
     images = F.interpolate(batch["pixel_values"], size=(side, side), mode="bilinear", align_corners=False)
     loss: Tensor = model(pixel_values=images, labels=batch["labels"]).loss
     return loss
 
 
-def minilm_tokenizer() -> Any:
+def load_minilm_tokenizer() -> Any:
     """Return the tokenizer of all-MiniLM-L6-v2, for texts of any length."""
     tokenizer = need("tokenizers").Tokenizer.from_file(str(need_folder(*MINILM) / "tokenizer.json"))
     tokenizer.no_truncation()  # the file truncates at 128 tokens
@@ -245,12 +245,12 @@ def minilm_tokenizer() -> Any:
     return tokenizer
 
 
-def tokens_in_use(tokenizer: Any) -> tuple[Tensor, Tensor]:
+def find_tokens_in_use(tokenizer: Any) -> tuple[Tensor, Tensor]:
     """Return the text of Python's reference as indices into a vocabulary, and that vocabulary: the tokens that occur.
 
     Shapes are [tokens] and [different tokens], int64. The vocabulary is sorted, and also holds BERT's special tokens.
     """
-    ids = text.token_ids(tokenizer, text.python_reference())
+    ids = text.encode_tokens(tokenizer, text.read_python_reference())
     used = torch.cat([_special(tokenizer), ids]).unique()  # type: ignore[no-untyped-call]
     return torch.searchsorted(used, ids), used
 

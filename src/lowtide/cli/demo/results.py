@@ -5,7 +5,7 @@ from typing import Literal
 
 from lowtide.planner.records import Plan, Profile, Static
 from lowtide.planner.serialization import Record
-from lowtide.report.run_record import Proof, RunRecord, Trained, record_of, with_frontier
+from lowtide.report.run_record import Proof, RunRecord, Trained, build_record, with_frontier
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +116,7 @@ class Comparison(Record):
             for run in self.runs
         )
         plan = None if shown is None else shown.plan
-        made = record_of(command, profile=self.profile, plan=plan, proof=proof, trained=trained, notes=self.notes)
+        made = build_record(command, profile=self.profile, plan=plan, proof=proof, trained=trained, notes=self.notes)
         return with_frontier(replace(made, subject=self.description))
 
     @property

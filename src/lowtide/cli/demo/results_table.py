@@ -17,7 +17,7 @@ def show(comparison: Comparison, *, in_unicode: bool = True) -> str:
     about = (
         f"{comparison.optimizer}, {comparison.items_per_step:,} {comparison.items} a step, {_steps(comparison)} a run"
     )
-    said = [*_made_again(comparison), "", *_proof(comparison), *_remarks(comparison)]
+    said = [*_describe_decisions(comparison), "", *_proof(comparison), *_remarks(comparison)]
     return "\n".join(
         [
             *_wrapped(f"{comparison.description}; {about}."),
@@ -76,7 +76,7 @@ def _bars(comparison: Comparison, cells: str) -> Iterator[str]:
     yield f"{static_cell} there before the step  {other_cell} added by it  {budget_cell} budget"
 
 
-def _made_again(comparison: Comparison) -> Iterator[str]:
+def _describe_decisions(comparison: Comparison) -> Iterator[str]:
     for run in comparison.runs:
         if run.plan is not None:
             yield f"{run.name}: {decisions(run.plan)}."

@@ -18,7 +18,7 @@ END = "<|endoftext|>"
 """The token between two topics; token 0."""
 
 
-def python_reference() -> tuple[str, ...]:
+def read_python_reference() -> tuple[str, ...]:
     """Return the topics of Python's reference, as `help("NAME")` prints them.
 
     Python 3.11 has 79 topics, 465,048 characters.
@@ -44,7 +44,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
     return tokenizer
 
 
-def token_ids(tokenizer: Any, texts: Iterable[str], between: tuple[int, ...] = ()) -> Tensor:
+def encode_tokens(tokenizer: Any, texts: Iterable[str], between: tuple[int, ...] = ()) -> Tensor:
     """Return the tokens of all `texts`, [tokens] int64, each text followed by the tokens `between`."""
     ids: list[int] = []
     for text in texts:
@@ -74,7 +74,7 @@ def grouped(batch_size: int, **columns: Tensor) -> tuple[Batch, ...]:
     )
 
 
-def masked_batches(
+def make_masked_batches(
     rows: Tensor,
     batch_size: int,
     random: Generator,

@@ -96,7 +96,7 @@ class Loop:
             losses=tuple(self._losses),
             gradients=tuple(self._gradients),
             step_ms=tuple(self._step_ms),
-            state=state_digests(self.work),
+            state=compute_state_digests(self.work),
         )
 
     def _digest_gradients(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -116,7 +116,7 @@ def train(work: Workload, steps: int, *, on_step: Callable[[int, float], None] |
     return loop.result()
 
 
-def state_digests(work: Workload) -> dict[str, str]:
+def compute_state_digests(work: Workload) -> dict[str, str]:
     """Return one digest each of parameters, buffers, optimizer state and the states of torch's generators."""
     moments = work.optimizer.state_dict()["state"]
     generators = [("cpu", torch.get_rng_state())]

@@ -77,12 +77,12 @@ class Workload:
     @property
     def checkpoint_refused(self) -> str | None:
         """The reason why `checkpoint_every_block` can't be used on this model; None if it can."""
-        model = self._of_transformers()
+        model = self._find_transformers_model()
         if getattr(model, "supports_gradient_checkpointing", False):
             return None
         return f"transformers does not support checkpointing for {type(model).__name__}"
 
-    def _of_transformers(self) -> nn.Module:
+    def _find_transformers_model(self) -> nn.Module:
         """Return the outermost module of a transformers class, which has its switches; `model` may wrap it."""
         return next(m for m in self.model.modules() if hasattr(m, "supports_gradient_checkpointing"))
 
@@ -95,7 +95,7 @@ class Workload:
         """
         if self.checkpoint_refused is not None:
             raise ValueError(self.checkpoint_refused)
-        model: Any = self._of_transformers()
+        model: Any = self._find_transformers_model()
         before = [
             (attributes, {name: attributes[name] for name in _SWITCHED if name in attributes})
             for attributes in (module.__dict__ for module in model.modules())

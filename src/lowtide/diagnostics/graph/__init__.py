@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowtide.diagnostics.graph.build_graph import GraphBuilder
 from lowtide.diagnostics.graph.graph_records import Kept, Node, Value
-from lowtide.diagnostics.graph.module_names import name_modules, parameter_names
+from lowtide.diagnostics.graph.module_names import collect_named_tensors, name_modules
 from lowtide.diagnostics.graph.whole_graph import Graph
 from lowtide.errors import LowtideError
 
@@ -58,7 +58,7 @@ def graph(
                 "no_grad or inference_mode, detached, or from tensors that need none. Give the result of a forward "
                 "pass before it is detached."
             )
-    known = {} if model is None else parameter_names(model)
+    known = {} if model is None else collect_named_tensors(model)
     result = GraphBuilder(roots, {**known, **(names or {})}, known.values()).graph()
     if model is not None:
         name_modules(result, model)

@@ -13,11 +13,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
-from lowtide._torch.autograd_graph import is_leaf, nodes_from, producer, variable_of
-from lowtide._torch.nodes import node_metadata, output_metadata, sequence_number
-from lowtide._torch.tensors import storage_id
+from lowtide._torch.autograd_graph import collect_nodes, get_variable, is_leaf, producer
+from lowtide._torch.nodes import get_output_metadata, node_metadata, sequence_number
+from lowtide._torch.tensors import get_storage_id
 from lowtide.diagnostics.graph.graph_records import Node, Value
-from lowtide.diagnostics.graph.saved_tensors import SavedSlot, arguments, output_index, saved_by, shape_of
+from lowtide.diagnostics.graph.saved_tensors import SavedSlot, arguments, parse_output_index, read_shape, saved_by
 from lowtide.diagnostics.graph.whole_graph import Graph
 
 if TYPE_CHECKING:
@@ -38,10 +38,10 @@ class GraphBuilder:
     def __init__(self, roots: Iterable[Tensor], names: Mapping[str, Tensor], others: Iterable[Tensor]) -> None:
         self._roots = list(roots)
         self._names = {_place(tensor): name for name, tensor in reversed(list(names.items()))}
-        functions = nodes_from(root.grad_fn for root in self._roots if root.grad_fn is not None)
+        functions = collect_nodes(root.grad_fn for root in self._roots if root.grad_fn is not None)
         self._functions = {function: number for number, function in enumerate(functions)}
-        leaves = [variable_of(function) for function in self._functions if is_leaf(function)]
-        self._parameters = frozenset(storage_id(tensor) for tensor in (*leaves, *others)) - {0}
+        leaves = [get_variable(function) for function in self._functions if is_leaf(function)]
+        self._parameters = frozenset(get_storage_id(tensor) for tensor in (*leaves, *others)) - {0}
         self._nodes: dict[Function, Node] = {}
         self._values: dict[Key, Value] = {}
 
@@ -49,7 +49,7 @@ class GraphBuilder:
         """Build the records of all nodes and values, and return the graph."""
         for function in self._in_order():
             self._nodes[function] = self._record(function)
-        roots = tuple(self._value_of(root) for root in self._roots)
+        roots = tuple(self._get_value(root) for root in self._roots)
         return Graph(roots, tuple(self._nodes.values()), tuple(self._values.values()))
 
     def _in_order(self) -> Iterable[Function]:
@@ -80,7 +80,7 @@ class GraphBuilder:
         constants = self._constants(function, saved)
         inputs: list[Value] = []
         unrecorded = 0
-        for edge, argument in zip(edges, _argument_names(function.name(), len(edges)), strict=True):
+        for edge, argument in zip(edges, _find_argument_names(function.name(), len(edges)), strict=True):
             if edge is not None:
                 inputs.append(edge)
             elif argument in constants:
@@ -91,7 +91,7 @@ class GraphBuilder:
         unrecorded = max(0, unrecorded - len(rest))  # constants whose arguments are unknown
         kept = tuple(slot.kept(self._parameters) for slot in saved)
         node = Node(function, index=len(self._nodes), inputs=(*inputs, *rest), kept=kept, unrecorded=unrecorded)
-        node.line = _line_of(function)
+        node.line = _find_line(function)
         for slot in saved:
             self._locate(function, node, slot)
         return node
@@ -120,12 +120,12 @@ class GraphBuilder:
         maker = producer(saved.tensor)
         if maker is not None and maker in self._nodes:
             self._output(maker, saved.tensor.output_nr)._places.append((function, saved.name))
-        elif (output := output_index(saved.name)) is not None and not saved.tensor.requires_grad:
+        elif (output := parse_output_index(saved.name)) is not None and not saved.tensor.requires_grad:
             self._output(function, output, node)._places.append((function, saved.name))
 
     def _output(self, function: Function, output: int, node: Node | None = None) -> Value:
         if is_leaf(function):
-            variable = variable_of(function)
+            variable = get_variable(function)
             key = _place(variable)
             if key not in self._values:
                 self._values[key] = value = Value(
@@ -140,7 +140,7 @@ class GraphBuilder:
             )
         return self._values[key]
 
-    def _value_of(self, root: Tensor) -> Value:
+    def _get_value(self, root: Tensor) -> Value:
         if root.grad_fn is not None:
             value = self._output(root.grad_fn, root.output_nr)
             value.name = self._names.get(_place(root), value.name)
@@ -151,27 +151,27 @@ class GraphBuilder:
         return self._values[key]
 
 
-def _argument_names(node_name: str, count: int) -> tuple[str, ...]:
+def _find_argument_names(node_name: str, count: int) -> tuple[str, ...]:
     """Return the names of the tensor arguments in the operator's overload with `count` of them; else empty names."""
     return next((names for names in arguments(node_name) if len(names) == count), ("",) * count)
 
 
 def _place(tensor: Tensor) -> Key:
     """Return a key for a tensor's memory: storage, shape, strides and offset; its id if it has no storage."""
-    storage = storage_id(tensor)
+    storage = get_storage_id(tensor)
     if not storage or tensor.is_nested:
         return (id(tensor),)
     return (storage, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
 
 
 def _appearance(tensor: Tensor) -> dict[str, Any]:
-    return {"shape": shape_of(tensor), "dtype": str(tensor.dtype).removeprefix("torch.")}
+    return {"shape": read_shape(tensor), "dtype": str(tensor.dtype).removeprefix("torch.")}
 
 
 def _recorded(function: Function, output: int) -> dict[str, Any]:
     """Return the shape and dtype that autograd recorded for an output of a node; empty if it recorded none."""
     try:
-        metadata = output_metadata(function, output)
+        metadata = get_output_metadata(function, output)
         return {"shape": tuple(metadata.shape), "dtype": str(metadata.dtype).removeprefix("torch.")}
     except (AttributeError, IndexError, RuntimeError, TypeError):  # an output that was never used, nested tensors
         return {}
@@ -180,7 +180,7 @@ def _recorded(function: Function, output: int) -> dict[str, Any]:
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 
 
-def _line_of(function: Function) -> str:
+def _find_line(function: Function) -> str:
     """Return the line of user code that created a node, such as `train.py:42`; empty without anomaly detection."""
     frames = [match for text in node_metadata(function).get("traceback_", ()) for match in _FRAME.finditer(text)]
     outside = [f for f in frames if "torch" not in PurePath(f[1]).parts] or frames

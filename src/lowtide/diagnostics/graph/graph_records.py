@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from lowtide._torch.nodes import saved_slots
+from lowtide._torch.nodes import find_saved_slots
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ class Value:
             if not slot_name:
                 variable: Tensor | None = getattr(function, "variable", None)
                 return variable
-            for name, slot in saved_slots(function):
+            for name, slot in find_saved_slots(function):
                 if name == slot_name and slot.unpack_hook is None and slot.data is not None:
                     data: Tensor = slot.data
                     return data
@@ -119,18 +119,18 @@ class Node:
         """Bytes that the node keeps, without `parameter_bytes`, counting each storage once. Other nodes may keep the
         same storage.
         """
-        return unique_bytes(kept for kept in self.kept if not kept.parameter)
+        return count_unique_bytes(kept for kept in self.kept if not kept.parameter)
 
     @property
     def parameter_bytes(self) -> int:
         """Bytes of parameters and buffers that the node keeps, which are in memory anyway."""
-        return unique_bytes(kept for kept in self.kept if kept.parameter)
+        return count_unique_bytes(kept for kept in self.kept if kept.parameter)
 
     def __repr__(self) -> str:
         return f"Node({self.name}, {len(self.inputs)} inputs, keeps {format_bytes(self.held_bytes)})"
 
 
-def unique_bytes(kept: Iterable[Kept]) -> int:
+def count_unique_bytes(kept: Iterable[Kept]) -> int:
     """Return the bytes of several kept tensors, counting each storage once."""
     return sum({tensor.storage: tensor.bytes for tensor in kept}.values())
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lowtide.diagnostics.graph.whole_graph import Graph
 
 
-def parameter_names(model: nn.Module) -> dict[str, Tensor]:
+def collect_named_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return a model's parameters and buffers by name; a shared tensor appears under each of its names."""
     return {
         **dict(model.named_parameters(remove_duplicate=False)),
@@ -32,7 +32,7 @@ def name_modules(graph: Graph, model: nn.Module) -> None:
     """Set `Node.module` to the path of the module of `model` that each node ran in, where it can be inferred."""
     owners: dict[str, list[str]] = defaultdict(list)
     first_name: dict[Tensor, str] = {}
-    for name, tensor in parameter_names(model).items():
+    for name, tensor in collect_named_tensors(model).items():
         owners[first_name.setdefault(tensor, name)].append(name.rpartition(".")[0])
 
     from_parameter: dict[int, str] = {}  # index of a value -> the parameter that it is, or is a view or cast of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lowtide.diagnostics.graph.graph_records import describe
-from lowtide.diagnostics.graph.render_text import value_line
+from lowtide.diagnostics.graph.render_text import format_value
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ def dot(graph: Graph) -> str:
     for value in graph.values:
         if value.producer is None:
             style = ", style=bold" if value.requires_grad else ", style=dashed"
-            lines.append(f"  v{value.index} [label={_quoted(value_line(value))}, shape=ellipse{style}]")
+            lines.append(f"  v{value.index} [label={_quoted(format_value(value))}, shape=ellipse{style}]")
     for node in graph.nodes:
         held = f"\nkeeps {format_bytes(node.held_bytes)}" if node.held_bytes else ""
         module = f"\n{node.module}" if node.module else ""

@@ -27,7 +27,7 @@ def summary(graph: Graph) -> str:
     return f"{format_count(len(graph.nodes), 'node')} keep {format_bytes(graph.held_bytes)}{apart}"
 
 
-def node_line(node: Node) -> str:
+def format_node(node: Node) -> str:
     """Format a node in one line: `AddmmBackward0  keeps 16 KiB  in h.0.mlp`."""
     parts = [node.name]
     if node.held_bytes or not node.kept:
@@ -42,7 +42,7 @@ def node_line(node: Node) -> str:
     return "  ".join(part for part in parts if part)
 
 
-def value_line(value: Value) -> str:
+def format_value(value: Value) -> str:
     """Format a leaf or a constant in one line: `W  [3, 4] float32`."""
     kind = "leaf" if value.requires_grad else "constant"
     return "  ".join(part for part in (value.name or kind, describe(value), kind if value.name else "") if part)
@@ -81,7 +81,7 @@ class _Tree:
         for root in self._graph.roots:
             yield ""
             if root.producer is None:
-                yield value_line(root)
+                yield format_value(root)
                 continue
             yield f"{root.name or 'result'}  {describe(root)}"
             if root.producer.index not in written:
@@ -94,12 +94,12 @@ class _Tree:
         while pending:
             node, first, rest = pending.pop()
             written.add(node.index)
-            yield f"{first}#{node.index} {node_line(node)}"
+            yield f"{first}#{node.index} {format_node(node)}"
             below: list[Node] = []
             for value in node.inputs:
                 producer = value.producer
                 if producer is None:
-                    yield f"{rest}├─ {value_line(value)}"
+                    yield f"{rest}├─ {format_value(value)}"
                 elif self._reader.get(producer.index) != node.index or producer.index in written:
                     yield f"{rest}├─ #{producer.index} {producer.name}  {describe(value)}"
                 elif all(producer is not node for node in below):

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from lowtide._torch.nodes import saved_slots
-from lowtide._torch.operators import tensor_arguments
+from lowtide._torch.nodes import find_saved_slots
+from lowtide._torch.operators import list_tensor_arguments
 from lowtide._torch.pytree import tree_leaves
-from lowtide._torch.tensors import base_of, parts_of, storage_id
+from lowtide._torch.tensors import base_of, find_parts, get_storage_id
 from lowtide.diagnostics.graph.graph_records import Kept
 from lowtide.runtime.saved_values import Handle
 
@@ -33,12 +33,12 @@ class SavedSlot:
     packed: str = ""
 
     def kept(self, parameters: frozenset[int]) -> Kept:
-        storage = storage_id(self.tensor)
+        storage = get_storage_id(self.tensor)
         base = base_of(self.tensor)
         is_parameter = isinstance(self.tensor if base is None else base, nn.Parameter) or storage in parameters
         return Kept(
             name=self.name,
-            shape=shape_of(self.tensor),
+            shape=read_shape(self.tensor),
             dtype=str(self.tensor.dtype).removeprefix("torch."),
             bytes=storage_bytes(self.tensor),
             storage=storage or id(self.tensor),
@@ -49,7 +49,7 @@ class SavedSlot:
 
 def saved_by(function: Function) -> Iterator[SavedSlot]:
     """Yield all tensors that a node keeps: saved tensors, tensors inside packed objects, and attributes of a ctx."""
-    for name, slot in saved_slots(function):
+    for name, slot in find_saved_slots(function):
         data = slot.data
         if isinstance(data, Tensor) and slot.unpack_hook is None:
             yield SavedSlot(name, data)
@@ -68,7 +68,7 @@ def _within(packed: Any) -> Iterator[Tensor]:
     yield from (leaf for leaf in tree_leaves(packed) if isinstance(leaf, Tensor))
 
 
-def shape_of(tensor: Tensor) -> tuple[int, ...] | None:
+def read_shape(tensor: Tensor) -> tuple[int, ...] | None:
     """Return a tensor's shape; None for nested tensors, which have several."""
     return None if tensor.is_nested else tuple(tensor.shape)
 
@@ -78,13 +78,13 @@ def storage_bytes(tensor: Tensor) -> int:
     try:
         return tensor.untyped_storage().nbytes()
     except RuntimeError:
-        return sum(part.untyped_storage().nbytes() for part in parts_of(tensor) if part is not tensor)
+        return sum(part.untyped_storage().nbytes() for part in find_parts(tensor) if part is not tensor)
 
 
 _RESULT = re.compile(r"(?:result|output|out)(\d*)")
 
 
-def output_index(name: str) -> int | None:
+def parse_output_index(name: str) -> int | None:
     """Return the index of the output that a saved tensor's name (`result1`) stands for; None for other names."""
     match = _RESULT.fullmatch(name)
     return None if match is None else int(match[1] or 0)
@@ -97,4 +97,4 @@ def arguments(node_name: str) -> tuple[tuple[str, ...], ...]:
     snake = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])", "_", camel).lower()
     if not _ATTRIBUTES.fullmatch(snake):  # custom Functions and nodes of C++ may have any name
         return ()
-    return (*tensor_arguments(snake), *tensor_arguments(f"_{snake}"))
+    return (*list_tensor_arguments(snake), *list_tensor_arguments(f"_{snake}"))

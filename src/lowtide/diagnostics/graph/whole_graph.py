@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from lowtide.diagnostics.graph import render_dot, render_svg, render_text
-from lowtide.diagnostics.graph.graph_records import Node, Value, unique_bytes
+from lowtide.diagnostics.graph.graph_records import Node, Value, count_unique_bytes
 from lowtide.units import format_bytes
 
 
@@ -37,12 +37,12 @@ class Graph:
     @property
     def held_bytes(self) -> int:
         """Bytes that the graph keeps, without `parameter_bytes`, counting each storage once."""
-        return unique_bytes(kept for node in self.nodes for kept in node.kept if not kept.parameter)
+        return count_unique_bytes(kept for node in self.nodes for kept in node.kept if not kept.parameter)
 
     @property
     def parameter_bytes(self) -> int:
         """Bytes that the graph keeps and that are in memory anyway: parameters, buffers, other leaves."""
-        return unique_bytes(kept for node in self.nodes for kept in node.kept if kept.parameter)
+        return count_unique_bytes(kept for node in self.nodes for kept in node.kept if kept.parameter)
 
     def consumers(self, value: Value) -> tuple[Node, ...]:
         """Return the nodes that have `value` as an input."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, UntypedStorage
 
 from lowtide._torch.nodes import next_sequence_number, node_metadata, sequence_number
-from lowtide._torch.tensors import storage_id, storage_number
+from lowtide._torch.tensors import get_storage_id, get_storage_number
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -185,12 +185,12 @@ class CallLog:
         """
         call.stop = next_sequence_number()
         for tensor in arguments:
-            if call.given is not None and (number := storage_id(tensor)) and number not in call.given:
+            if call.given is not None and (number := get_storage_id(tensor)) and number not in call.given:
                 call.memory.append(weakref.ref(tensor.untyped_storage()))
         nodes: list[Node] = []
-        for tensor in tensors_in(output):
+        for tensor in collect_tensors(output):
             call.outputs.append(weakref.ref(tensor))
-            if storage_id(tensor):
+            if get_storage_id(tensor):
                 call.memory.append(weakref.ref(tensor.untyped_storage()))
             node = tensor.grad_fn
             if node is not None and call.first <= sequence_number(node) < call.stop:
@@ -222,13 +222,13 @@ class CallLog:
         """Return the calls (alive or recent) that created a graph node with a number from `first` to `last`."""
         return [c for c in self.known() if c.first <= last and first < c.stop]
 
-    def of_output(self, storages: set[int]) -> dict[int, Call]:
+    def find_output_calls(self, storages: set[int]) -> dict[int, Call]:
         """Map each of `storages` that is the memory of a call's output to that call."""
         calls: dict[int, Call] = {}
         for call in self.alive.values():
             for reference in call.memory:
                 storage = reference()
-                if storage is not None and (number := storage_number(storage)) in storages:
+                if storage is not None and (number := get_storage_number(storage)) in storages:
                     calls.setdefault(number, call)
         return calls
 
@@ -289,21 +289,21 @@ def mark_root(node: Node, backward: Backward) -> None:
     node_metadata(node).setdefault(_ROOT, []).append(backward)
 
 
-def roots_among(nodes: Iterable[Node]) -> list[Backward]:
+def find_backwards_from(nodes: Iterable[Node]) -> list[Backward]:
     """Return the backward passes that started at one of these nodes."""
     return [backward for node in nodes for backward in node_metadata(node).get(_ROOT, ())]
 
 
-def tensors_in(output: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
+def collect_tensors(output: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
     """Yield the tensors in a call's arguments or output: in tuples, lists, dicts, attributes, `depth` levels deep."""
     if isinstance(output, Tensor):
         yield output
     elif depth and isinstance(output, dict):
         for value in output.values():
-            yield from tensors_in(value, depth - 1)
+            yield from collect_tensors(value, depth - 1)
     elif depth and isinstance(output, list | tuple):
         for value in output:
-            yield from tensors_in(value, depth - 1)
+            yield from collect_tensors(value, depth - 1)
     elif depth and hasattr(output, "__dict__") and not isinstance(output, type | torch.nn.Module):
         for value in vars(output).values():
-            yield from tensors_in(value, depth - 1)
+            yield from collect_tensors(value, depth - 1)

@@ -11,7 +11,7 @@ from types import CodeType, FrameType, FunctionType
 from typing import NamedTuple
 
 from lowtide.state import introspection
-from lowtide.utils.frames import frames_from
+from lowtide.utils.frames import walk_frames
 
 DEPTH = 16
 """Largest number of user frames that are compared to tell one place from another."""
@@ -44,7 +44,7 @@ class Site(NamedTuple):
     key: int
 
 
-def calling_site() -> Site:
+def find_calling_site() -> Site:
     """Return the innermost running line of user code; without user code, the innermost outside torch and Lowtide."""
     frame: FrameType | None = sys._getframe(1)
     place: Place | None = None
@@ -66,11 +66,11 @@ def calling_site() -> Site:
 
 def is_called_by_user() -> bool:
     """Return True if the innermost frame outside torch and Lowtide is the user's, and not another library's."""
-    kinds = (origin(frame.f_code.co_filename) for frame in frames_from(sys._getframe(1)))
+    kinds = (origin(frame.f_code.co_filename) for frame in walk_frames(sys._getframe(1)))
     return next((kind for kind in kinds if kind != "ours"), "") == "user"
 
 
-def line_of_store(code: CodeType, name: str, now: int) -> int:
+def find_store_line(code: CodeType, name: str, now: int) -> int:
     """Return the line of `code` that most likely assigned variable `name`, as seen while line `now` runs.
 
     That is the last assignment at or above line `now`; else the last one below, from an earlier iteration of a loop;

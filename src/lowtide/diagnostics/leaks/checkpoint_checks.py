@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from lowtide.diagnostics.leaks.call_log import tensors_in
-from lowtide.diagnostics.leaks.call_site import Place, calling_site
+from lowtide.diagnostics.leaks.call_log import collect_tensors
+from lowtide.diagnostics.leaks.call_site import Place, find_calling_site
 
 if TYPE_CHECKING:
     from lowtide.diagnostics.leaks.finding_log import FindingLog
@@ -41,8 +41,8 @@ class CheckpointChecks:
         if self._n_regions >= _MOST_REGIONS or not torch.is_grad_enabled():
             return None
         self._n_regions += 1
-        needs_gradient = any(tensor.requires_grad for tensor in tensors_in(arguments))
-        return _Region(self, calling_site().place, loses_gradients=is_reentrant and not needs_gradient)
+        needs_gradient = any(tensor.requires_grad for tensor in collect_tensors(arguments))
+        return _Region(self, find_calling_site().place, loses_gradients=is_reentrant and not needs_gradient)
 
     @property
     def is_recording(self) -> bool:
@@ -70,14 +70,14 @@ class CheckpointChecks:
             self._n_running -= 1
             self._running.pop()
 
-    def other_block(self, place: Place, first: nn.Module, second: nn.Module) -> None:
+    def record_other_block(self, place: Place, first: nn.Module, second: nn.Module) -> None:
         """Log that the checkpoint at `place` ran module `second` in backward where forward ran `first`."""
         names = self._names()
         forward, backward = (names.get(id(m), type(m).__name__) for m in (first, second))
         text = f"the checkpoint at {place}: forward ran {forward}, backward ran {backward} in its place"
         self._log.record("LT026", str(place), held_bytes=0, step=self._step(), text=text, made_at=place)
 
-    def counted_twice(self, place: Place, module: nn.Module) -> None:
+    def record_counted_twice(self, place: Place, module: nn.Module) -> None:
         """Log that the checkpoint at `place` updates statistics of `module` in forward and again in backward."""
         if not (names := self._add_name(self._counted_twice, place, module)):
             return
@@ -85,7 +85,7 @@ class CheckpointChecks:
         text = f"{names[0]}{more}, inside the checkpoint at {place}"
         self._log.record("LT027", str(place), held_bytes=0, step=self._step(), text=text, name=names[0], made_at=place)
 
-    def lost_gradients(self, place: Place, module: nn.Module) -> None:
+    def record_lost_gradients(self, place: Place, module: nn.Module) -> None:
         """Log that `module`, inside the checkpoint at `place`, gets no gradients for its parameters."""
         if not (names := self._add_name(self._without_gradients, place, module)):
             return
@@ -117,7 +117,7 @@ class _Region:
         self._in_forward = calls
         trained = calls.with_parameters()
         if self._loses_gradients and trained:
-            self._checks.lost_gradients(self._place, trained[0])
+            self._checks.record_lost_gradients(self._place, trained[0])
 
     @contextmanager
     def recompute(self) -> Iterator[None]:
@@ -133,10 +133,10 @@ class _Region:
         pairs = zip(self._in_forward.with_parameters(), calls.with_parameters(), strict=False)
         different = next(((first, second) for first, second in pairs if first is not second), None)
         if different is not None:
-            self._checks.other_block(self._place, *different)
+            self._checks.record_other_block(self._place, *different)
         for module in calls.modules():
             if module.training and (_counts(module) or self._in_forward.wrote(module) & calls.wrote(module)):
-                self._checks.counted_twice(self._place, module)
+                self._checks.record_counted_twice(self._place, module)
 
 
 class _Calls:

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from lowtide._torch.autograd_graph import leaves_of
 from lowtide.diagnostics.leaks.live_tensors import storage_bytes
-from lowtide.diagnostics.leaks.module_paths import roots_of
-from lowtide.diagnostics.leaks.running_frames import variable_name
+from lowtide.diagnostics.leaks.module_paths import find_outermost_modules
+from lowtide.diagnostics.leaks.running_frames import find_variable_name
 from lowtide.diagnostics.leaks.tensor_graphs import computing, split_by_leaves
 from lowtide.units import format_bytes
 
@@ -132,7 +132,7 @@ class DiscardedGradients:
         module = _module_of(parameters)
         if module is None:
             return
-        name, backward = variable_name(module) or type(module).__name__, record.backward
+        name, backward = find_variable_name(module) or type(module).__name__, record.backward
         calls = (call for call in self._calls.known() if call.module_id == id(module) and backward in call.backwards)
         made_at = next((call.place for call in calls), None)
         self._log.record(
@@ -152,7 +152,7 @@ class DiscardedGradients:
 def _module_of(parameters: set[int]) -> nn.Module | None:
     """Return the outermost module all of whose parameters are among these ids; None if there is none."""
     modules = [obj for obj in gc.get_objects() if isinstance(obj, nn.Module)]
-    for root in roots_of(modules):
+    for root in find_outermost_modules(modules):
         for module in root.modules():
             own = {id(p) for p in module.parameters()}
             if own and own <= parameters:

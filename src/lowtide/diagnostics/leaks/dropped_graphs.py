@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from lowtide._torch.nodes import next_sequence_number, node_metadata, sequence_number
-from lowtide.diagnostics.leaks.call_log import tensors_in
-from lowtide.diagnostics.leaks.call_site import Site, calling_site
-from lowtide.diagnostics.leaks.tensor_graphs import computing, kept_beside
+from lowtide.diagnostics.leaks.call_log import collect_tensors
+from lowtide.diagnostics.leaks.call_site import Site, find_calling_site
+from lowtide.diagnostics.leaks.tensor_graphs import computing, map_kept_bytes_beside
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -49,11 +49,11 @@ _WRAPPED = ("module", "_orig_mod", "_fsdp_wrapped_module")
 """Attributes by which wrappers, such as DistributedDataParallel, refer to the wrapped model."""
 
 
-def _n_wrappers(model: nn.Module) -> int:
+def _count_wrappers(model: nn.Module) -> int:
     """Count the wrappers, such as DistributedDataParallel, around the user's own model."""
     children = dict(model.named_children())
     inner = next(iter(children.values())) if len(children) == 1 and not children.keys().isdisjoint(_WRAPPED) else None
-    return 0 if inner is None else 1 + _n_wrappers(inner)
+    return 0 if inner is None else 1 + _count_wrappers(inner)
 
 
 class DroppedGraphs:
@@ -74,14 +74,14 @@ class DroppedGraphs:
 
     def model_begins(self, model: nn.Module) -> None:
         """Begin to observe the forward of `model`, or of the model inside its wrappers."""
-        self.is_observing, self._depth = True, -_n_wrappers(model)
+        self.is_observing, self._depth = True, -_count_wrappers(model)
         self._parts.clear()
 
     def part_begins(self, module: nn.Module) -> None:
         """Record that `module` is called inside the observed forward."""
         self._depth += 1
         if self._depth == 1:
-            self._parts.append(_Part(calling_site(), id(module), next_sequence_number(), []))
+            self._parts.append(_Part(find_calling_site(), id(module), next_sequence_number(), []))
 
     def part_ends(self, module: nn.Module, output: Any, arguments: Callable[[], list[Tensor]]) -> None:
         """Record the graph of `module`, which has returned `output` inside the observed forward.
@@ -93,11 +93,11 @@ class DroppedGraphs:
         if self._depth or not self._parts:
             return
         part = self._parts[-1]
-        outputs = list(tensors_in(output))
+        outputs = list(collect_tensors(output))
         nodes = [n for t in outputs if (n := t.grad_fn) is not None and sequence_number(n) >= part.first]
         part.ends = [weakref.ref(node_metadata(node).setdefault(_MARK, _Mark())) for node in nodes]
         inside = [node for node in computing(nodes) if sequence_number(node) >= part.first]
-        kept = kept_beside(inside, module.parameters(), module.buffers(), outputs, arguments())
+        kept = map_kept_bytes_beside(inside, module.parameters(), module.buffers(), outputs, arguments())
         part.graph_bytes = sum(kept.values())
 
     def backward_begins(self) -> None:

@@ -13,12 +13,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowtide._torch.backward import ENGINE, in_backward
 from lowtide._torch.checkpointed_functions import observe_checkpoints
-from lowtide._torch.optim import parameters_of
+from lowtide._torch.optim import list_parameters
 from lowtide._torch.patching import OBSERVED_CALL_CODE, replace_function, wrap_module_calls
-from lowtide.diagnostics.leaks.call_log import tensors_in
+from lowtide.diagnostics.leaks.call_log import collect_tensors
 from lowtide.errors import LowtideError
 from lowtide.memory.frame_locals import local_variables
-from lowtide.utils.frames import frames_from
+from lowtide.utils.frames import walk_frames
 
 if TYPE_CHECKING:
     from lowtide.diagnostics.leaks.watcher import Watch
@@ -57,7 +57,7 @@ class EventSources:
 
     def arguments(self) -> list[Tensor]:
         """Return the tensors passed to the running modules, whose memory the callers hold; empty if none is running."""
-        return [tensor for value in self._values() for tensor in tensors_in(value)]
+        return [tensor for value in self._values() for tensor in collect_tensors(value)]
 
     def takes_containers(self) -> bool:
         """Return True if an argument of a running module may be a container that its call can extend."""
@@ -65,7 +65,7 @@ class EventSources:
 
     def _values(self) -> list[Any]:
         values: list[Any] = []
-        for frame in frames_from(sys._getframe(1)):
+        for frame in walk_frames(sys._getframe(1)):
             if frame.f_code is OBSERVED_CALL_CODE:
                 with local_variables(frame) as variables:
                     values += (*(variables.get("args") or ()), *(variables.get("kwargs") or {}).values())
@@ -103,4 +103,4 @@ class EventSources:
 
 
 def _parameters(of: nn.Module | Optimizer) -> Iterable[Tensor]:
-    return of.parameters() if isinstance(of, nn.Module) else parameters_of(of)
+    return of.parameters() if isinstance(of, nn.Module) else list_parameters(of)

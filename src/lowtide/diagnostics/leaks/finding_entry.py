@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from lowtide._torch.tensors import storage_number
+from lowtide._torch.tensors import get_storage_number
 from lowtide.diagnostics.leaks.call_site import origin
 from lowtide.diagnostics.leaks.holder_history import History, Inspections, grows
 from lowtide.diagnostics.leaks.joined_findings import MOST_NAMES
@@ -64,7 +64,7 @@ class HolderWords:
             names=tuple(dict.fromkeys(holder.name for holder in variables if holder not in parts)),
             release=_release([holder for holder in variables if holder not in parts]),
             parts=tuple(dict.fromkeys(holder.name for holder in parts)),
-            fix=rule.fix_for(main, history),
+            fix=rule.choose_fix(main, history),
         )
 
     def advice(self, fix: str, made_at: Place | None, backward: Backward | None) -> str:
@@ -147,7 +147,7 @@ class Entry:
         if rule.must_last:
             storages = self.inspections.storages
             memory = (reference for call in calls for reference in call.memory)
-            self.outputs = [r for r in memory if (held := r()) is not None and storage_number(held) in storages]
+            self.outputs = [r for r in memory if (held := r()) is not None and get_storage_number(held) in storages]
         unreached = [call for call in calls if call.has_graph and not call.backwards]
         for call in unreached:  # this finding explains the calls without backward, so those are not reported as well
             call.is_explained = True

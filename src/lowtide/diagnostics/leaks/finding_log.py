@@ -8,8 +8,8 @@ from dataclasses import replace
 from lowtide.diagnostics.leaks.call_log import Backward, SiteStats
 from lowtide.diagnostics.leaks.call_site import Place
 from lowtide.diagnostics.leaks.finding_entry import Entry, HolderWords
-from lowtide.diagnostics.leaks.holder_history import GROWTHS, n_entries_of, storages_of
-from lowtide.diagnostics.leaks.joined_findings import joined, one_of_line
+from lowtide.diagnostics.leaks.holder_history import GROWTHS, collect_storages, count_held_entries
+from lowtide.diagnostics.leaks.joined_findings import joined, keep_one_per_line
 from lowtide.diagnostics.leaks.retained_object import RetainedObject
 from lowtide.diagnostics.leaks.rules import RULES
 from lowtide.report.finding import Finding
@@ -28,7 +28,7 @@ class FindingLog:
 
     def add(self, retained: Iterable[RetainedObject], *, least_bytes: int, largest_graph_bytes: int, step: int) -> None:
         """Log the objects that an inspection in `step` found, if their holder holds at least `least_bytes`."""
-        for key, group in _by_holder(retained).items():
+        for key, group in _group_by_holder(retained).items():
             if key in self._carried:  # also if another model is called, or none at the end of the watch
                 group = [_as_carried(item) for item in group]
             for subject in ("nodes", "evaluation", "carried", "gradients", "models", "optimizers", "parameters"):
@@ -37,13 +37,13 @@ class FindingLog:
                     self._carried.add(key)
                     self.entries.pop(f"LT006 {key}", None)
                 # nodes are in host memory, whatever share of the model's memory that is
-                if _unique_bytes(others) >= (LEAST_BYTES if subject == "nodes" else least_bytes):
+                if _count_unique_bytes(others) >= (LEAST_BYTES if subject == "nodes" else least_bytes):
                     self._add(f"{subject} {key}", others, largest_graph_bytes, step)
             group = [item for item in group if item.subject == "tensors"]
             graphs = [item for item in group if item.has_graph]
-            if _unique_bytes(graphs) < least_bytes:
+            if _count_unique_bytes(graphs) < least_bytes:
                 group = [item for item in group if not item.has_graph]
-            if _unique_bytes(group) >= least_bytes:
+            if _count_unique_bytes(group) >= least_bytes:
                 self._add(self._claimant(group) or key, group, largest_graph_bytes, step)
 
     def knows(self, item: RetainedObject) -> bool:
@@ -63,8 +63,8 @@ class FindingLog:
         `retained` are the objects that an inspection in `step` found, which show the containers' present sizes.
         """
         growing = [e for e in self.entries.values() if e.rule and e.rule.ends_without_growth and not e.is_cycle]
-        for group in _by_holder(retained).values() if growing else ():
-            storages, n_entries = storages_of(group), n_entries_of(group)
+        for group in _group_by_holder(retained).values() if growing else ():
+            storages, n_entries = collect_storages(group), count_held_entries(group)
             for entry in growing:
                 known = entry.inspections
                 is_the_same = 2 * len(known.storages.keys() & storages.keys()) >= len(known.storages)
@@ -128,7 +128,7 @@ class FindingLog:
         for s in stats:
             if id(s) not in explained and s.is_never_reached and s.unreached_bytes >= least_bytes:
                 lines.setdefault((s.site.place, s.model), []).append(s)
-        findings = one_of_line([*joined(found), *map(_never_reached, lines.values())])
+        findings = keep_one_per_line([*joined(found), *map(_make_unreached_finding, lines.values())])
         return sorted(findings, key=lambda finding: (-finding.held_bytes, finding.code))
 
     def _claimant(self, group: list[RetainedObject]) -> str | None:
@@ -153,11 +153,11 @@ class FindingLog:
             return
         entry.rule = rule
         entry.since_step = min(entry.since_step, made_in_step)
-        entry.held_bytes = max(entry.held_bytes, rule.reported_bytes(history))
+        entry.held_bytes = max(entry.held_bytes, rule.count_reported_bytes(history))
         if rule.names_holder(main):
             entry.words = HolderWords.of(main, group, rule, history)
             if main.holder is not None and main.holder.stored_in is not None and not main.calls:
-                entry.made_at = main.holder.stored_in.place_of_value()
+                entry.made_at = main.holder.stored_in.find_value_place()
         entry.note_calls(rule, group)
 
 
@@ -173,12 +173,12 @@ def _is_in_use(entry: Entry, stats: Iterable[SiteStats]) -> bool:
     return any(step > entry.idle_since[number] for number, step in last.items())
 
 
-def _unique_bytes(retained: Iterable[RetainedObject]) -> int:
+def _count_unique_bytes(retained: Iterable[RetainedObject]) -> int:
     """Return the bytes of all storages that the objects hold, counting each storage once."""
-    return sum(storages_of(retained).values())
+    return sum(collect_storages(retained).values())
 
 
-def _by_holder(retained: Iterable[RetainedObject]) -> dict[str, list[RetainedObject]]:
+def _group_by_holder(retained: Iterable[RetainedObject]) -> dict[str, list[RetainedObject]]:
     groups: dict[str, list[RetainedObject]] = {}
     for item in retained:
         if item.holder is not None:
@@ -186,7 +186,7 @@ def _by_holder(retained: Iterable[RetainedObject]) -> dict[str, list[RetainedObj
     return groups
 
 
-def _never_reached(stats: list[SiteStats]) -> Finding:
+def _make_unreached_finding(stats: list[SiteStats]) -> Finding:
     """Make the finding for a line of code whose graphs were all freed without backward, from the line's counts."""
     rule = RULES["LT002"]
     place, model, n_times = stats[0].site.place, stats[0].model, sum(s.n_unreached for s in stats)

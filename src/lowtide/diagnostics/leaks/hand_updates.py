@@ -54,7 +54,7 @@ class HandUpdates:
         self._n_backwards[number] = self._calls.n_backwards
         weights: dict[int, tuple[float, ...]] = {}
         with suppress(RuntimeError):  # weights inside a functional transform have no values
-            weights = _some_weights(tensors())
+            weights = _sample_weights(tensors())
         has_changed = any(self._weights.get(number, values) != values for number, values in weights.items())
         are_new = self._weights.keys().isdisjoint(weights)  # updates that make new tensors, as in functional style
         self._weights |= weights
@@ -70,7 +70,7 @@ def _leaves(nodes: Iterable[Node]) -> list[Tensor]:
     return [leaf for leaf in leaves.values() if type(leaf) in (Tensor, nn.Parameter)]
 
 
-def _some_weights(weights: Iterable[Tensor]) -> dict[int, tuple[float, ...]]:
+def _sample_weights(weights: Iterable[Tensor]) -> dict[int, tuple[float, ...]]:
     weights = [p for p in weights if p.device.type != "meta" and p.numel() and not p.is_sparse]
     some = weights[:: 1 + len(weights) // _PARAMETERS]
     return {id(p): tuple(p.detach().as_strided((min(p.numel(), _ELEMENTS),), (1,)).tolist()) for p in some}

@@ -69,7 +69,7 @@ class Inspections:
 
         `are_copies` is True if the objects are copies of models or optimizers.
         """
-        storages, n_entries = storages_of(retained), n_entries_of(retained)
+        storages, n_entries = collect_storages(retained), count_held_entries(retained)
         is_to_judge = bool(self.entries) and not self.is_refilled(retained)
         has_stopped = is_to_judge and self.has_stopped(n_entries, step, are_copies=are_copies)
         # a new storage may have the address of a freed one: compare sizes, too
@@ -102,9 +102,9 @@ class Inspections:
         same.
         """
         is_of_outputs = any(item.calls for item in retained)
-        is_large = max(*self.held_bytes, sum(storages_of(retained).values()), 0) >= LEAST_GATHERED_BYTES
+        is_large = max(*self.held_bytes, sum(collect_storages(retained).values()), 0) >= LEAST_GATHERED_BYTES
         is_new = bool(self.steps) and min(item.made_in_step for item in retained) >= self.steps[-1]
-        return is_of_outputs and is_large and is_new and n_entries_of(retained) != self.entries[-1]
+        return is_of_outputs and is_large and is_new and count_held_entries(retained) != self.entries[-1]
 
     def has_stopped(self, n_entries: int, step: int, *, are_copies: bool) -> bool:
         """Return True if containers that have `n_entries` entries at `step` no longer grow.
@@ -139,12 +139,12 @@ def has_slowed(entries: Sequence[int], steps: Sequence[int]) -> bool:
     return 2 * now * max(1, n_before) < before * max(1, n_now)
 
 
-def storages_of(retained: Iterable[RetainedObject]) -> dict[int, int]:
+def collect_storages(retained: Iterable[RetainedObject]) -> dict[int, int]:
     """Return the bytes of all storages that the objects hold, by storage."""
     return {number: n_bytes for item in retained for number, n_bytes in item.storages.items()}
 
 
-def n_entries_of(retained: Iterable[RetainedObject]) -> int:
+def count_held_entries(retained: Iterable[RetainedObject]) -> int:
     """Count the entries of all containers through which the holder of `retained` reaches its tensors.
 
     Without containers, count instead, from three on, the parts of a tuple, the attributes whose names differ in numbers

@@ -13,7 +13,7 @@ from torch.autograd.function import BackwardCFunction
 
 from lowtide.diagnostics.leaks.call_site import Place
 from lowtide.diagnostics.leaks.reference_path import CACHED, ENTRIES, ReferencePath, attribute_name
-from lowtide.diagnostics.leaks.stored_values import place_of_value
+from lowtide.diagnostics.leaks.stored_values import find_value_place
 from lowtide.diagnostics.leaks.variable_reads import Reads
 
 RANK = (
@@ -43,9 +43,9 @@ class StoredIn(NamedTuple):
     """The part of each entry of the container that holds the tensors, as code: `[1]` or `['logits']`; else empty."""
     is_container: bool
 
-    def place_of_value(self) -> Place | None:
+    def find_value_place(self) -> Place | None:
         """Return the line of code that computes the stored value; None if it is not found."""
-        return place_of_value(self.file, self.name, self.part, is_container=self.is_container)
+        return find_value_place(self.file, self.name, self.part, is_container=self.is_container)
 
 
 def stored_in(way: ReferencePath, name: str, file: str) -> StoredIn:
@@ -103,7 +103,7 @@ class Holder:
         return bool(self.stored_in and self.stored_in.part)
 
 
-def context_holder(way: ReferencePath, context: BackwardCFunction) -> Holder:
+def make_context_holder(way: ReferencePath, context: BackwardCFunction) -> Holder:
     """Make the holder for an attribute of `context`, the ctx of a custom Function; `way` begins at the attribute."""
     attribute = attribute_name(way.path[0]) if way.path else "?"
     of = type(context).__name__.removesuffix("Backward")
@@ -111,7 +111,7 @@ def context_holder(way: ReferencePath, context: BackwardCFunction) -> Holder:
     return Holder(kind="context", text=text, key=f"ctx {of} {attribute}", name=attribute)
 
 
-def context_variable_holder(way: ReferencePath, inner: ReferencePath) -> Holder | None:
+def make_context_variable_holder(way: ReferencePath, inner: ReferencePath) -> Holder | None:
     """Make the holder for a context variable whose value leads to tensors; None if `way` has not reached a variable.
 
     `way` ends at a node of the tree inside a `contextvars.Context`, reached from the object of `inner`. Upper nodes of
@@ -126,7 +126,7 @@ def context_variable_holder(way: ReferencePath, inner: ReferencePath) -> Holder 
                 text=f"context variable '{variable.name}'" + (f" -> {way.text}" if way.path else ""),
                 key=f"context variable {grouped}",
                 name=full_name,
-                container=way.outermost_container(f"context variable {variable.name}"),
+                container=way.find_outermost_container(f"context variable {variable.name}"),
                 containers=way.containers,
                 is_keyed=way.is_keyed,
                 gathers=way.gathers,
@@ -135,7 +135,7 @@ def context_variable_holder(way: ReferencePath, inner: ReferencePath) -> Holder 
     return None
 
 
-def class_holder(way: ReferencePath, kind: type) -> Holder:
+def make_class_holder(way: ReferencePath, kind: type) -> Holder:
     """Make the holder for an attribute of the class `kind`; `way` begins at the attribute."""
     name = f"{kind.__qualname__}.{attribute_name(way.path[0]) if way.path else '?'}"
     way.path = way.path[1:]
@@ -146,7 +146,7 @@ def class_holder(way: ReferencePath, kind: type) -> Holder:
         text=f"class attribute {name}{arrow}{way.text}",
         key=f"class attribute {grouped}",
         name=full_name,
-        container=way.outermost_container(f"class {name}"),
+        container=way.find_outermost_container(f"class {name}"),
         containers=way.containers,
         is_keyed=way.is_keyed,
         is_cache=CACHED in way.path,

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lowtide.diagnostics.leaks.holders import Holder
-from lowtide.diagnostics.leaks.live_tensors import LiveObjects, standing_storages
-from lowtide.diagnostics.leaks.module_paths import roots_of
-from lowtide.diagnostics.leaks.optimizer_orphans import Orphans, orphans_of_optimizers
-from lowtide.diagnostics.leaks.retained_holders import assign_holders, holder_search
+from lowtide.diagnostics.leaks.live_tensors import LiveObjects, map_standing_storages
+from lowtide.diagnostics.leaks.module_paths import find_outermost_modules
+from lowtide.diagnostics.leaks.optimizer_orphans import Orphans, find_orphans
+from lowtide.diagnostics.leaks.retained_holders import assign_holders, make_holder_search
 from lowtide.diagnostics.leaks.retained_object import RetainedObject
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ LEAST_COPIES = 3
 """Smallest number of models, or of optimizers, of one class among which idle copies are searched for."""
 
 
-def idle_copies(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
+def find_idle_copies(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
     """Find models that were not called in the last step, and optimizers that made no update in that step.
 
     Only classes with at least three instances count. An optimizer that has never made an update is not idle.
@@ -30,7 +30,7 @@ def idle_copies(view: InspectionInput, live: LiveObjects) -> list[RetainedObject
     last_calls = (call for stats in view.calls.stats.values() for call in stats.module_ids.items())
     called = {number for number, step in last_calls if step >= view.last_step}
     models: dict[type, list[nn.Module]] = {}
-    for root in roots_of(live.modules):
+    for root in find_outermost_modules(live.modules):
         models.setdefault(type(root), []).append(root)
     optimizers: dict[type, list[Optimizer]] = {}
     for optimizer in live.optimizers:
@@ -39,12 +39,12 @@ def idle_copies(view: InspectionInput, live: LiveObjects) -> list[RetainedObject
     for same in models.values():
         if len(same) >= LEAST_COPIES:
             idle = (root for root in same if called.isdisjoint(map(id, root.modules())))
-            found += [("models", root, standing_storages(root)) for root in idle]
+            found += [("models", root, map_standing_storages(root)) for root in idle]
     for others in optimizers.values():
         if len(others) >= LEAST_COPIES:
             updates = view.calls.last_updates
             idle_ones = [other for other in others if updates.get(id(other), view.last_step) < view.last_step]
-            found += [("optimizers", optimizer, standing_storages(optimizer)) for optimizer in idle_ones]
+            found += [("optimizers", optimizer, map_standing_storages(optimizer)) for optimizer in idle_ones]
     models.clear()
     optimizers.clear()
     items = [
@@ -58,7 +58,7 @@ def idle_copies(view: InspectionInput, live: LiveObjects) -> list[RetainedObject
         for kind, copy, held in found
     ]
     if sum(item.held_bytes for item in items) >= view.least_bytes:
-        search = holder_search(view, live)
+        search = make_holder_search(view, live)
         search.ignored |= {id(found), *map(id, found)}
         assign_holders(
             {n: [item] for n, item in enumerate(items)}, search, [(n, obj) for n, (_, obj, _) in enumerate(found)]
@@ -66,9 +66,9 @@ def idle_copies(view: InspectionInput, live: LiveObjects) -> list[RetainedObject
     return items
 
 
-def orphaned_parameters(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
+def find_orphaned_parameters(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
     """Find the parameters that only optimizers still refer to; their holders are the optimizers' lists of groups."""
-    found = list(orphans_of_optimizers(live))
+    found = list(find_orphans(live))
     items = [
         RetainedObject(
             held_bytes=sum(orphans.storages.values()),
@@ -79,18 +79,18 @@ def orphaned_parameters(view: InspectionInput, live: LiveObjects) -> list[Retain
         for orphans in found
     ]
     if sum(item.held_bytes for item in items) >= view.least_bytes:
-        search = holder_search(view, live)
+        search = make_holder_search(view, live)
         search.ignored |= {id(found), *map(id, found)}
         assign_holders(
             {n: [item] for n, item in enumerate(items)}, search, [(n, o.optimizer) for n, o in enumerate(found)]
         )
         for item, orphans in zip(items, found, strict=True):
             if item.holder is not None:
-                item.holders = [_groups_of(item.holder, orphans)]
+                item.holders = [_make_groups_holder(item.holder, orphans)]
     return items
 
 
-def _groups_of(holder: Holder, orphans: Orphans) -> Holder:
+def _make_groups_holder(holder: Holder, orphans: Orphans) -> Holder:
     """Make the holder for the parameter groups of an optimizer from `holder`, which holds the optimizer."""
     entries = f"[{orphans.n_groups} entries]"
     return replace(

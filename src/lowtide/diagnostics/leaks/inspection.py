@@ -7,20 +7,20 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from lowtide._torch.nodes import sequence_number
-from lowtide._torch.tensors import held_by_python, storage_id
-from lowtide.diagnostics.leaks.call_log import Call, CallLog, StepNumbers, roots_among
+from lowtide._torch.tensors import get_storage_id, held_by_python
+from lowtide.diagnostics.leaks.call_log import Call, CallLog, StepNumbers, find_backwards_from
 from lowtide.diagnostics.leaks.finding_log import LEAST_BYTES
 from lowtide.diagnostics.leaks.holders import Holder
-from lowtide.diagnostics.leaks.idle_objects import idle_copies, orphaned_parameters
+from lowtide.diagnostics.leaks.idle_objects import find_idle_copies, find_orphaned_parameters
 from lowtide.diagnostics.leaks.live_tensors import (
     KnownStorages,
     LiveObjects,
     storage_bytes,
 )
-from lowtide.diagnostics.leaks.module_paths import module_names, roots_of
+from lowtide.diagnostics.leaks.module_paths import find_outermost_modules, module_names
 from lowtide.diagnostics.leaks.retained_holders import find_holders
 from lowtide.diagnostics.leaks.retained_object import RetainedObject
-from lowtide.diagnostics.leaks.tensor_graphs import Graph, computed_by, graphs_of
+from lowtide.diagnostics.leaks.tensor_graphs import Graph, find_computing_node, find_graphs
 
 if TYPE_CHECKING:
     from torch import nn
@@ -64,32 +64,34 @@ def inspect(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
     tensors = live.tensors
     held = [index for index in range(len(tensors)) if held_by_python(tensors, index, 1)]  # 1: the list's own
     gradients = [(i, t.grad) for i, t in enumerate(tensors) if t.is_leaf and t.grad is not None]
-    graphs = graphs_of(tensors, held, gradients, new_from=view.new_from)
+    graphs = find_graphs(tensors, held, gradients, new_from=view.new_from)
     of_python = set(held)
     gradients_of_leaves = [(i, gradient) for i, gradient in gradients if i in of_python and gradient.grad_fn is None]
     gradients.clear()
     in_graphs = {index for graph in graphs if graph.unfreed for index in graph.tensors}
     plain = {
-        number for index in held if index not in in_graphs and (number := storage_id(tensors[index])) not in excused
+        number for index in held if index not in in_graphs and (number := get_storage_id(tensors[index])) not in excused
     }
     of_user = {n for n in plain | set(view.inputs) if (since := view.known.since(n)) is not None and since == 0}
     retained = []
     for graph in graphs:
         if graph.is_empty and graph.tensors and graph.node_bytes >= LEAST_NODE_BYTES:
-            retained.append((_retained_nodes(graph, view), graph.tensors[:1]))  # the newest tensor leads to all others
+            retained.append(
+                (_make_retained_nodes(graph, view), graph.tensors[:1])
+            )  # the newest tensor leads to all others
         if not graph.unfreed:
             continue
-        item = _retained_graph(graph, view, live, excused | of_user | view.inputs)
+        item = _make_retained_graph(graph, view, live, excused | of_user | view.inputs)
         holding = [index for index in graph.tensors if _is_relevant(index, graph, item, live)]
-        given = [index for index in holding if storage_id(tensors[index]) in view.inputs]
+        given = [index for index in holding if get_storage_id(tensors[index]) in view.inputs]
         retained.append((item, given + [index for index in holding if index not in given]))
     by_storage: dict[int, list[int]] = {}
     for index in held:
-        number = storage_id(tensors[index])
+        number = get_storage_id(tensors[index])
         if index not in in_graphs and number in plain and number not in of_user and number not in view.inputs:
             by_storage.setdefault(number, []).append(index)
     for index, gradient in gradients_of_leaves:
-        number = storage_id(gradient)
+        number = get_storage_id(gradient)
         if number not in excused:
             item = RetainedObject(
                 held_bytes=storage_bytes(gradient),
@@ -98,9 +100,9 @@ def inspect(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
                 made_in_step=view.last_step,
             )
             retained.append((item, [index]))
-    outputs = view.calls.of_output(set(by_storage) | view.inputs)
+    outputs = view.calls.find_output_calls(set(by_storage) | view.inputs)
     for number, indices in by_storage.items():
-        retained.append((_retained_storage(number, indices, outputs.get(number), view, live), indices))
+        retained.append((_make_retained_storage(number, indices, outputs.get(number), view, live), indices))
     retained += _carried(plain & view.inputs & outputs.keys(), held, outputs, view, live)
     retained.sort(key=lambda entry: -entry[0].held_bytes)
     node_bytes = sum(item.held_bytes for item, _ in retained if item.subject == "nodes")
@@ -112,10 +114,10 @@ def inspect(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
             text = f"gradient graph of {_parameters(with_graph, view, live)} (create_graph)"
             item.holders = [Holder(kind="gradient", text=text, key="gradients")]
     _note_data(retained, view, live)
-    buffers = list(_new_buffers(view, live))
+    buffers = list(_find_new_buffers(view, live))
     view.known.note(tensors, view.last_step)
-    copies = [] if view.in_evaluation else idle_copies(view, live)
-    orphans = [] if view.in_evaluation else orphaned_parameters(view, live)
+    copies = [] if view.in_evaluation else find_idle_copies(view, live)
+    orphans = [] if view.in_evaluation else find_orphaned_parameters(view, live)
     return [item for item, _ in retained] + copies + orphans + buffers
 
 
@@ -129,27 +131,27 @@ def _carried(
     """
     by_storage: dict[int, list[int]] = {}
     for index in held if numbers else ():
-        if (number := storage_id(live.tensors[index])) in numbers:
+        if (number := get_storage_id(live.tensors[index])) in numbers:
             by_storage.setdefault(number, []).append(index)
     for number, indices in by_storage.items():
-        item = _retained_storage(number, indices, outputs[number], view, live)
+        item = _make_retained_storage(number, indices, outputs[number], view, live)
         yield replace(item, subject="carried", is_input=True, is_output=False), indices
 
 
-def _new_buffers(view: InspectionInput, live: LiveObjects) -> Iterator[RetainedObject]:
+def _find_new_buffers(view: InspectionInput, live: LiveObjects) -> Iterator[RetainedObject]:
     """Yield the buffers that modules have replaced since the last inspection, such as caches that grow."""
     found = [
         (module, name, buffer)
         for module in live.modules
         for name, buffer in module.__dict__.get("_buffers", {}).items()
-        if buffer is not None and view.known.since(storage_id(buffer)) is None
+        if buffer is not None and view.known.since(get_storage_id(buffer)) is None
     ]
     names = module_names(view.model, live.modules) if found else {}
     for module, name, buffer in found:
         text = f"{names[id(module)]}.{name}"
         yield RetainedObject(
             held_bytes=storage_bytes(buffer),
-            storages={storage_id(buffer): storage_bytes(buffer)},
+            storages={get_storage_id(buffer): storage_bytes(buffer)},
             subject="carried",
             is_input=True,
             made_in_step=view.last_step,
@@ -169,19 +171,19 @@ def _note_data(retained: list[tuple[RetainedObject, list[int]]], view: Inspectio
 
 def _is_relevant(index: int, graph: Graph, item: RetainedObject, live: LiveObjects) -> bool:
     """Return True if releasing the tensor with this index frees part of `graph`, or 5 % of the bytes of `item`."""
-    own_bytes = item.storages.get(storage_id(live.tensors[index]), 0)
+    own_bytes = item.storages.get(get_storage_id(live.tensors[index]), 0)
     return index in graph.keepers or 20 * own_bytes >= item.held_bytes
 
 
-def _retained_graph(graph: Graph, view: InspectionInput, live: LiveObjects, excused: set[int]) -> RetainedObject:
+def _make_retained_graph(graph: Graph, view: InspectionInput, live: LiveObjects, excused: set[int]) -> RetainedObject:
     tensors = [live.tensors[index] for index in graph.tensors]
-    own = {storage_id(t): storage_bytes(t) for t in tensors}
+    own = {get_storage_id(t): storage_bytes(t) for t in tensors}
     unfreed = {number: n for number, n in graph.unfreed.items() if number not in excused}
     context = {number: n for number, n in graph.context.items() if number not in excused}
     alive = {**{number: n for number, n in own.items() if number not in excused}, **unfreed, **context}
     numbers = graph.numbers
     calls = [call for call in view.calls.between(min(numbers), max(numbers)) if has_made(call, numbers)]
-    backwards = {id(b): b for b in [*(b for c in calls for b in c.backwards), *roots_among(graph.nodes)]}
+    backwards = {id(b): b for b in [*(b for c in calls for b in c.backwards), *find_backwards_from(graph.nodes)]}
     return RetainedObject(
         held_bytes=sum(alive.values()),
         unfreed_bytes=sum(unfreed.values()),
@@ -191,7 +193,7 @@ def _retained_graph(graph: Graph, view: InspectionInput, live: LiveObjects, excu
         backwards=list(backwards.values()),
         has_graph=True,
         is_scalar=bool(graph.tensors) and live.tensors[graph.tensors[0]].numel() == 1,
-        is_input=(is_input := any(storage_id(t) in view.inputs for t in tensors)),
+        is_input=(is_input := any(get_storage_id(t) in view.inputs for t in tensors)),
         is_fed_back=is_input and view.is_fed_back,
         made_in_step=min(view.steps.of(number) for number in numbers),
         storages=alive,
@@ -204,7 +206,7 @@ def _retained_graph(graph: Graph, view: InspectionInput, live: LiveObjects, excu
     )
 
 
-def _retained_nodes(graph: Graph, view: InspectionInput) -> RetainedObject:
+def _make_retained_nodes(graph: Graph, view: InspectionInput) -> RetainedObject:
     numbers = graph.numbers
     return RetainedObject(
         held_bytes=graph.node_bytes,
@@ -218,14 +220,14 @@ def _retained_nodes(graph: Graph, view: InspectionInput) -> RetainedObject:
     )
 
 
-def _retained_storage(
+def _make_retained_storage(
     number: int, indices: list[int], output_of: Call | None, view: InspectionInput, live: LiveObjects
 ) -> RetainedObject:
     tensors = [live.tensors[index] for index in indices]
     n_bytes = storage_bytes(tensors[0])
     shown_bytes = sum(t.numel() * t.element_size() for t in tensors)
     call = output_of
-    numbers = [sequence_number(node) for t in tensors if (node := computed_by(t)) is not None]
+    numbers = [sequence_number(node) for t in tensors if (node := find_computing_node(t)) is not None]
     if call is None and numbers:  # the nodes of a freed graph still tell which call made it
         call = next(iter(view.calls.between(min(numbers), max(numbers))), None)
     since = view.known.since(number)
@@ -246,7 +248,7 @@ def _retained_storage(
 def _parameters(indices: set[int], view: InspectionInput, live: LiveObjects) -> str:
     """Describe parameters as `parameter 'weight' and 3 more`, with the name of the first in the order of the model."""
     wanted = {id(live.tensors[index]) for index in indices}
-    for module in ([view.model] if view.model is not None else []) + roots_of(live.modules):
+    for module in ([view.model] if view.model is not None else []) + find_outermost_modules(live.modules):
         for name, parameter in module.named_parameters():
             if id(parameter) in wanted:
                 return f"parameter '{name}'" + (f" and {len(wanted) - 1} more" if len(wanted) > 1 else "")

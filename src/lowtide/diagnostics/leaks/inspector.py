@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lowtide._torch.autograd_graph import is_numbered
 from lowtide._torch.nodes import next_sequence_number, sequence_number
-from lowtide._torch.tensors import storage_id
+from lowtide._torch.tensors import get_storage_id
 from lowtide.diagnostics.leaks.call_log import CallLog, StepNumbers, is_output_of
 from lowtide.diagnostics.leaks.finding_log import LEAST_BYTES, FindingLog
 from lowtide.diagnostics.leaks.hand_updates import HandUpdates
@@ -225,7 +225,7 @@ class Inspector:
             calls=self._calls,
             steps=self._steps,
             known=self.known,
-            inputs=frozenset(storage_id(t) for t in self._arguments() if storage_bytes(t)),
+            inputs=frozenset(get_storage_id(t) for t in self._arguments() if storage_bytes(t)),
             new_from=new_from,
             least_bytes=self.least_bytes,
             is_fed_back=self._is_fed_back(),

@@ -76,7 +76,7 @@ def _join(group: list[tuple[Entry, Finding]]) -> Finding:
     )
 
 
-def one_of_line(findings: list[Finding]) -> list[Finding]:
+def keep_one_per_line(findings: list[Finding]) -> list[Finding]:
     """Keep only the largest finding LT002 (a forward needs no graph) of each line, and all findings about other lines.
 
     Findings about graphs of the same line in a container (LT008), or its outputs alive in backward (LT006), are left

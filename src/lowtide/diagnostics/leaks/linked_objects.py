@@ -15,7 +15,7 @@ class LinkedObjects:
     def __init__(self) -> None:
         self._before: dict[type, dict[int, Any]] = {}  # class -> id of an object -> the object that refers to it
 
-    def head_of(self, obj: Any) -> tuple[Any, int] | None:
+    def find_head(self, obj: Any) -> tuple[Any, int] | None:
         """Return the first object and the length of the linked list that contains `obj`; None if it is in no list."""
         kind = type(obj)
         if kind not in self._before:

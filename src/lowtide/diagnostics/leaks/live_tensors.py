@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from lowtide._torch.fake_modes import FakeTensor
-from lowtide._torch.optim import parameters_of
-from lowtide._torch.tensors import storage_id
-from lowtide.diagnostics.leaks.call_log import tensors_in
+from lowtide._torch.optim import list_parameters
+from lowtide._torch.tensors import get_storage_id
+from lowtide.diagnostics.leaks.call_log import collect_tensors
 from lowtide.diagnostics.leaks.reference_path import is_array_of_objects
 from lowtide.utils.live_objects import LiveObjectFinder
 
@@ -32,7 +32,7 @@ def storage_bytes(tensor: Tensor) -> int:
         return 0
 
 
-def live_arrays() -> tuple[list[Any], list[Any]]:
+def find_live_arrays() -> tuple[list[Any], list[Any]]:
     """Return all NumPy arrays, and all objects that refer to arrays but are not named by `gc.get_referrers`.
 
     The garbage collector does not track arrays, nor a dict or tuple that contains only untracked objects.
@@ -56,13 +56,13 @@ def live_arrays() -> tuple[list[Any], list[Any]]:
     return list(arrays.values()), unseen + [array for array in arrays.values() if is_array_of_objects(array)]
 
 
-def live_tasks() -> list[Any]:
+def find_live_tasks() -> list[Any]:
     """Return all tasks of asyncio, which `gc.get_referrers` does not name although they refer to their results."""
     asyncio = sys.modules.get("_asyncio")
     return [] if asyncio is None else [obj for obj in gc.get_objects() if type(obj) is asyncio.Task]
 
 
-def arrays_over(tensors: dict[int, int], arrays: Iterable[Any]) -> list[tuple[int, Any]]:
+def find_arrays_over(tensors: dict[int, int], arrays: Iterable[Any]) -> list[tuple[int, Any]]:
     """Return the NumPy arrays in the memory of `tensors` (id -> number), each with the number of its tensor."""
     pairs: list[tuple[int, Any]] = []
     for array in arrays:
@@ -77,17 +77,17 @@ def arrays_over(tensors: dict[int, int], arrays: Iterable[Any]) -> list[tuple[in
 def state_of(optimizer: Optimizer) -> Iterator[Tensor]:
     """Yield the tensors of an optimizer's state, including tensors in lists, which LBFGS has."""
     for state in getattr(optimizer, "state", {}).values():
-        yield from tensors_in(state)
+        yield from collect_tensors(state)
 
 
-def standing_storages(owner: nn.Module | Optimizer) -> dict[int, int]:
+def map_standing_storages(owner: nn.Module | Optimizer) -> dict[int, int]:
     """Map the storages of a module's parameters, gradients and buffers, or of an optimizer's state, to their bytes."""
     if isinstance(owner, nn.Module):
         tensors = [*owner.parameters(), *owner.buffers()]
         tensors += [parameter.grad for parameter in owner.parameters() if parameter.grad is not None]
     else:
         tensors = list(state_of(owner))
-    return {storage_id(tensor): storage_bytes(tensor) for tensor in tensors}
+    return {get_storage_id(tensor): storage_bytes(tensor) for tensor in tensors}
 
 
 class LiveObjects:
@@ -125,7 +125,7 @@ class LiveObjects:
             self.buffers |= {id(buffer): f"{type(module).__name__}.{name}" for name, buffer in buffers.items()}
         for optimizer in self.optimizers:
             self._record_permanent(state_of(optimizer))
-            self._record_permanent(parameters_of(optimizer))
+            self._record_permanent(list_parameters(optimizer))
 
     @property
     def ids(self) -> set[int]:
@@ -144,9 +144,9 @@ class LiveObjects:
     def _record_permanent(self, tensors: Iterable[object]) -> None:
         for tensor in tensors:
             if isinstance(tensor, Tensor):
-                self.standing.add(storage_id(tensor))
+                self.standing.add(get_storage_id(tensor))
                 if tensor.is_leaf and tensor.grad is not None:
-                    self.standing.add(storage_id(tensor.grad))
+                    self.standing.add(get_storage_id(tensor.grad))
 
 
 class KnownStorages:
@@ -162,7 +162,7 @@ class KnownStorages:
         """Record the step `when` for those storages of the tensors that are not known yet."""
         self._seen = {number: entry for number, entry in self._seen.items() if entry[0]() is not None}
         for tensor in tensors:
-            number = storage_id(tensor)
+            number = get_storage_id(tensor)
             if number and number not in self._seen:
                 self._seen[number] = (weakref.ref(tensor.untyped_storage()), when)
 

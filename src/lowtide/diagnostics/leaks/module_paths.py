@@ -10,14 +10,14 @@ from torch import nn
 def module_names(model: nn.Module | None, modules: Iterable[nn.Module]) -> dict[int, str]:
     """Map ids of modules to names: `model.encoder` inside the watched model, the class name inside others."""
     names: dict[int, str] = {}
-    roots = [root for root in roots_of(modules) if root is not model]
+    roots = [root for root in find_outermost_modules(modules) if root is not model]
     for root, name in [*((root, type(root).__name__) for root in roots), *([(model, "model")] if model else [])]:
         for path, module in root.named_modules():
             names[id(module)] = f"{name}.{path}" if path else name
     return names
 
 
-def roots_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
+def find_outermost_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the outermost modules: the modules that are no child of another module among them."""
     inside = {id(child) for module in modules for child in module.children()}
     return [module for module in modules if id(module) not in inside]

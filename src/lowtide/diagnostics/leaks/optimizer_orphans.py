@@ -10,9 +10,9 @@ from itertools import chain
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lowtide._torch.optim import parameters_of
-from lowtide._torch.tensors import storage_id
-from lowtide.diagnostics.leaks.call_log import tensors_in
+from lowtide._torch.optim import list_parameters
+from lowtide._torch.tensors import get_storage_id
+from lowtide.diagnostics.leaks.call_log import collect_tensors
 from lowtide.diagnostics.leaks.live_tensors import LiveObjects, storage_bytes
 
 
@@ -25,18 +25,18 @@ class Orphans:
     storages: dict[int, int]
 
 
-def orphans_of_optimizers(live: LiveObjects) -> Iterator[Orphans]:
+def find_orphans(live: LiveObjects) -> Iterator[Orphans]:
     """Yield, for each optimizer, the parameters to which nothing else refers, if it has such parameters and others.
 
     A local variable of a running function does not count as a reference, because `gc.get_referrers` does not see it.
     """
     of_modules = {id(p) for m in live.modules for p in m.__dict__.get("_parameters", {}).values()}
     for optimizer in live.optimizers:
-        alone = [p for p in parameters_of(optimizer) if id(p) not in of_modules]
+        alone = [p for p in list_parameters(optimizer) if id(p) not in of_modules]
         alone = _without_other_referrers(alone, optimizer, live) if alone else []
-        if 0 < len(alone) < len(parameters_of(optimizer)):  # if all are alone, the whole optimizer is out of use
-            tensors = chain(alone, (p.grad for p in alone), *(tensors_in(optimizer.state.get(p)) for p in alone))
-            storages = {storage_id(t): storage_bytes(t) for t in tensors if isinstance(t, Tensor)}
+        if 0 < len(alone) < len(list_parameters(optimizer)):  # if all are alone, the whole optimizer is out of use
+            tensors = chain(alone, (p.grad for p in alone), *(collect_tensors(optimizer.state.get(p)) for p in alone))
+            storages = {get_storage_id(t): storage_bytes(t) for t in tensors if isinstance(t, Tensor)}
             yield Orphans(optimizer, len(optimizer.param_groups), storages)
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from lowtide._torch.autograd_graph import components, is_numbered, leaves_of
-from lowtide._torch.nodes import output_metadata, sequence_number
-from lowtide._torch.tensors import storage_id
+from lowtide._torch.nodes import get_output_metadata, sequence_number
+from lowtide._torch.tensors import get_storage_id
 from lowtide.diagnostics.leaks.call_log import Backward, Call
 from lowtide.diagnostics.leaks.finding_log import FindingLog
 from lowtide.diagnostics.leaks.holders import Holder
@@ -25,7 +25,7 @@ from lowtide.diagnostics.leaks.module_paths import module_names
 from lowtide.diagnostics.leaks.referrers import HolderSearch
 from lowtide.diagnostics.leaks.registered_hooks import RegisteredHooks
 from lowtide.diagnostics.leaks.rules.long_lived_outputs import SHARE
-from lowtide.diagnostics.leaks.tensor_graphs import computing, kept_by
+from lowtide.diagnostics.leaks.tensor_graphs import computing, map_kept_bytes
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -48,13 +48,13 @@ def record_outputs_alive(view: InspectionInput, roots: list[Node], backward: Bac
             del tensor
     if not large:
         return
-    saved, context = kept_by(computing(roots))
+    saved, context = map_kept_bytes(computing(roots))
     graph_bytes = sum(saved.values())
     large = [(call, output) for call, output in large if _bytes_of(output) >= SHARE * graph_bytes]
     live = LiveObjects()
     for call, output in large:
         tensor = output()
-        if tensor is None or tensor.grad_fn in roots or storage_id(tensor) in {*saved, *context, *live.standing}:
+        if tensor is None or tensor.grad_fn in roots or get_storage_id(tensor) in {*saved, *context, *live.standing}:
             continue
         for holder in _holders(view, live, tensor):
             if holder.kind == "variable":
@@ -97,8 +97,8 @@ def record_summed_graphs(view: InspectionInput, roots: list[Any], backward: Back
         numbers = [sequence_number(node) for node in part.nodes if is_numbered(node)]
         calls = [call for call in view.calls.between(min(numbers), max(numbers)) if has_made(call, numbers)]
         if len(calls) == 1 and not calls[0].backwards:
-            saved, context = kept_by(part.nodes)
-            shared = {*map(storage_id, leaves_of(part.nodes))}
+            saved, context = map_kept_bytes(part.nodes)
+            shared = {*map(get_storage_id, leaves_of(part.nodes))}
             kept = {**saved, **context}
             n_bytes = sum(n for s, n in kept.items() if s not in shared and view.known.since(s) != 0)
             of_line = graphs.setdefault(id(calls[0].stats), {})
@@ -109,7 +109,7 @@ def record_summed_graphs(view: InspectionInput, roots: list[Any], backward: Back
         if len(group) < 2 or len({call.module_id for call, _ in group}) > 1 or wasted_bytes < view.least_bytes:
             continue
         first = group[0][0]
-        holder = _variable_of(view, roots[0])
+        holder = _find_variable(view, roots[0])
         log.record(
             "LT025",
             str(first.place),
@@ -147,13 +147,13 @@ def _is_scalar(node: Node) -> bool:
     if not is_numbered(node):
         return False
     try:
-        shape = output_metadata(node, 0).shape
+        shape = get_output_metadata(node, 0).shape
     except (AttributeError, IndexError, RuntimeError):
         return False
     return len(shape) <= 1 and (not len(shape) or node.name()[:5] in ("Stack", "CatBa", "Unsqu"))
 
 
-def _variable_of(view: InspectionInput, root: Any) -> Holder | None:
+def _find_variable(view: InspectionInput, root: Any) -> Holder | None:
     live = LiveObjects()
     return next((holder for holder in _holders(view, live, root) if holder.kind == "variable"), None)
 
@@ -172,7 +172,7 @@ def record_duplicate_inputs(
         if type(other) is not Tensor or other.requires_grad or storage_bytes(other) < view.least_bytes:
             continue
         for tensor in shapes.get(tuple(other.shape), ()):
-            number = storage_id(other)
+            number = get_storage_id(other)
             if number in view.inputs or number in live.standing or view.known.since(number) == 0:
                 continue
             if other.device == tensor.device and torch.equal(other.to(tensor.dtype), tensor):

@@ -14,7 +14,7 @@ _LEVELS = 12
 """Largest number of references that are followed outwards from a tensor."""
 
 
-def cycle_holder(tensor: Any, ignored: Iterable[int]) -> Holder | None:
+def find_cycle_holder(tensor: Any, ignored: Iterable[int]) -> Holder | None:
     """Return the holder for a reference cycle that keeps `tensor` alive; None if a name may still lead to it.
 
     Local variables of running functions are no referrers, so a tensor with a named holder must not be passed.
@@ -39,7 +39,7 @@ def cycle_holder(tensor: Any, ignored: Iterable[int]) -> Holder | None:
     referred = {id(referent) for obj in objects for referent in gc.get_referents(obj)}
     if outermost or len(objects) == 1 or not all(id(obj) in referred for obj in objects[1:]):
         return None  # something outside the cycle refers to one of the objects
-    name = next(filter(None, (_link_of(obj, level_of) for obj in objects if is_user_code(type(obj)))), None)
+    name = next(filter(None, (_find_link(obj, level_of) for obj in objects if is_user_code(type(obj)))), None)
     if name is None:
         return None
     text = f"a reference cycle through {name}, with the garbage collector off"
@@ -50,7 +50,7 @@ def _is_namespace(obj: Any) -> bool:
     return isinstance(obj, dict) and "__name__" in obj and "__builtins__" in obj
 
 
-def _link_of(obj: Any, level_of: dict[int, int]) -> str | None:
+def _find_link(obj: Any, level_of: dict[int, int]) -> str | None:
     """Return the attribute of `obj`, as `Class.name`, by which the cycle leads away from the tensor; None if none does.
 
     `level_of` maps ids of objects to their distance from the tensor.

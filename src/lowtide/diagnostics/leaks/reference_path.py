@@ -114,7 +114,7 @@ class ReferencePath:
         grouped = "".join((name, *attributes))
         return shown, "".join((name, *keys)) if leads_to_list else grouped, without_numbers(grouped)
 
-    def outermost_container(self, name: str) -> str:
+    def find_outermost_container(self, name: str) -> str:
         """Return the outermost container on the path whose entries have no names, as code; empty if there is none.
 
         The path begins at the variable `name`.
@@ -165,7 +165,7 @@ def is_container(kind: type | None) -> bool:
     return kind in CONTAINERS or (kind is not None and kind.__name__ == "ndarray")
 
 
-def labels_in(container: Any) -> dict[int, str] | None:
+def map_labels(container: Any) -> dict[int, str] | None:
     """Map ids of a container's entries to their names as code: `.field`, `[0]` or `['key']`.
 
     The map is empty for a container without names, and None if `container` is no container.

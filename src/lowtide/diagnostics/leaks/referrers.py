@@ -35,8 +35,14 @@ from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.distributions import Distribution
 
-from lowtide.diagnostics.leaks.call_site import Place, calling_site, is_carried
-from lowtide.diagnostics.leaks.holders import Holder, class_holder, context_holder, context_variable_holder, stored_in
+from lowtide.diagnostics.leaks.call_site import Place, find_calling_site, is_carried
+from lowtide.diagnostics.leaks.holders import (
+    Holder,
+    make_class_holder,
+    make_context_holder,
+    make_context_variable_holder,
+    stored_in,
+)
 from lowtide.diagnostics.leaks.linked_objects import LinkedObjects
 from lowtide.diagnostics.leaks.reference_path import (
     CACHED,
@@ -48,14 +54,14 @@ from lowtide.diagnostics.leaks.reference_path import (
     attribute_name,
     is_array_of_objects,
     is_container,
-    labels_in,
+    map_labels,
     merged,
     n_entries,
     without_numbers,
 )
-from lowtide.diagnostics.leaks.running_frames import RunningFrames, Variable, name_in_frame
+from lowtide.diagnostics.leaks.running_frames import RunningFrames, Variable, find_name_in_frame
 from lowtide.diagnostics.leaks.tensor_graphs import is_of_torch
-from lowtide.state.introspection import file_of, is_user_code, origin
+from lowtide.state.introspection import find_defining_file, is_user_code, origin
 
 if TYPE_CHECKING:
     from lowtide.diagnostics.leaks.registered_hooks import RegisteredHooks
@@ -123,10 +129,10 @@ class HolderSearch:
             for way in ways:
                 by_id.setdefault(id(way.obj), []).append(way)
                 tensors_through.setdefault(id(way.obj), set()).update(way.tensors)
-                for variable in self.variables.referring_to(way.obj):
+                for variable in self.variables.find_by_object(way.obj):
                     whole = way.including_its_object()
                     _add(holders_of, way, self._variable(whole, variable, "local variable"))
-            referrers = _referring_to(tuple(same[0].obj for same in islice(by_id.values(), MOST_TENSORS)))
+            referrers = _find_referrers(tuple(same[0].obj for same in islice(by_id.values(), MOST_TENSORS)))
             referrers += [obj for obj in self.unseen if not by_id.keys().isdisjoint(map(id, _referents(obj)))]
             self.ignored.add(id(referrers))
             ways = []
@@ -156,7 +162,7 @@ class HolderSearch:
 
     def _unnamed(self, way: ReferencePath) -> Holder:
         """Make the holder for a list, or an `itertools.cycle`, that only an expression refers to."""
-        place = calling_site().place
+        place = find_calling_site().place
         if CYCLED in way.path:
             return Holder(
                 kind="variable",
@@ -191,7 +197,7 @@ class HolderSearch:
             key=f"{variable.home} {grouped}",
             name=full_name,
             owner=way.owner(name) or full_name,
-            container=way.outermost_container(f"{variable.home} {name}"),
+            container=way.find_outermost_container(f"{variable.home} {name}"),
             containers=way.containers,
             is_keyed=way.is_keyed,
             gathers=way.gathers,
@@ -218,7 +224,7 @@ class HolderSearch:
                 whole = way.including_its_object()
                 yield from ((replace(whole, obj=referrer, path=(f"['{name}']", *way.path)), way) for name in names)
             return
-        labels = labels_in(referrer)
+        labels = map_labels(referrer)
         gathered: dict[tuple[str, ...], tuple[ReferencePath, ReferencePath]] = {}
         for way in inner:
             is_namespace = isinstance(referrer, type) or getattr(referrer, "__dict__", None) is way.obj
@@ -255,7 +261,7 @@ class HolderSearch:
         if isinstance(obj, nn.Module):
             return self._module(way, inner)
         if isinstance(obj, BackwardCFunction) and not is_of_torch(type(obj)):
-            return context_holder(way, obj)
+            return make_context_holder(way, obj)
         if isinstance(obj, BaseException):
             return self._exception(way, obj)
         if isinstance(obj, GeneratorType | CoroutineType | AsyncGeneratorType):
@@ -264,9 +270,9 @@ class HolderSearch:
             return self._function(way, inner, obj)
         if isinstance(obj, type):
             is_special = bool(way.path) and attribute_name(way.path[0]).startswith("__")  # Python's own, or a mock's
-            return None if is_special else class_holder(way, obj)
+            return None if is_special else make_class_holder(way, obj)
         if isinstance(obj, FrameType):
-            inside = name_in_frame(obj, inner.obj)
+            inside = find_name_in_frame(obj, inner.obj)
             way.path = (f"['{inside}']", *inner.path) if inside else inner.path
         elif isinstance(obj, TracebackType | CellType | MethodType | tuple | list | deque | set | frozenset):
             pass
@@ -277,7 +283,7 @@ class HolderSearch:
         elif isinstance(obj, threading.local) and way.path[1:]:  # through a dict of the dicts of all threads
             way.path = (f".{attribute_name(way.path[1])}", *way.path[2:])
         elif type(obj).__name__.startswith("hamt_"):
-            return context_variable_holder(way, inner)
+            return make_context_variable_holder(way, inner)
         elif isinstance(obj, itertools.cycle):
             way.path = (CYCLED, *way.path)
         elif type(obj).__name__ == "_tee":
@@ -285,13 +291,13 @@ class HolderSearch:
         else:
             if getattr(obj, "__dict__", None) is inner.obj and way.path:
                 way.path = (f".{attribute_name(way.path[0])}", *way.path[1:])
-            elif (held_as := _holding_attribute(obj, inner.obj)) is not None:
+            elif (held_as := _find_holding_attribute(obj, inner.obj)) is not None:
                 way.path = (f".{held_as}", *inner.path)
             else:
                 return None
             if is_user_code(type(obj)):
                 self._follow_links(way, inner)
-                way.attribute, way.file = f"{type(obj).__qualname__}{way.text}", file_of(type(obj))
+                way.attribute, way.file = f"{type(obj).__qualname__}{way.text}", find_defining_file(type(obj))
         return None
 
     def _follow_links(self, way: ReferencePath, inner: ReferencePath) -> None:
@@ -299,7 +305,7 @@ class HolderSearch:
 
         The path then reads as if the object were an entry of a list as long as the linked list.
         """
-        head = self.linked.head_of(way.obj)
+        head = self.linked.find_head(way.obj)
         if head is not None:
             path = inner.path if type(inner.obj) is type(way.obj) else way.path
             way.obj, way.containers = head[0], merged(way.containers, {id(head[0]): head[1]})
@@ -320,7 +326,7 @@ class HolderSearch:
                 stored_in=stored_in(way, name, way.file),
             )
         frame = getattr(generator, f"{prefix}_frame")
-        local = name_in_frame(frame, inner.obj) if frame is not None else None
+        local = find_name_in_frame(frame, inner.obj) if frame is not None else None
         return self._inside("generator", f"{kind} '{generator.__name__}'", code, way, local)
 
     def _function(self, way: ReferencePath, inner: ReferencePath, function: FunctionType) -> Holder | None:
@@ -331,7 +337,7 @@ class HolderSearch:
             way.path = (f".{attribute_name(way.path[0])}", *way.path[1:])
             return None
         place = Place(function.__code__.co_filename, function.__code__.co_firstlineno)
-        local = _variable_of_function(function, inner)
+        local = _find_function_variable(function, inner)
         way.path = way.path[1:] if local else way.path
         if local and self._is_gathered(function):
             way.path = (f".{local}", *way.path)
@@ -367,7 +373,7 @@ class HolderSearch:
             return Holder(kind="notebook", text=text, key=f"notebook {name}", name=name)
         variable = self.variables.of_module(namespace, name)
         holder = self._variable(inner, variable, "global variable")
-        hook = self.hooks.using_global(namespace, name)
+        hook = self.hooks.find_by_global(namespace, name)
         if hook is not None:
             return Holder(kind="hook", text=str(hook), key=f"hook {hook.place}", place=hook.place)
         return holder
@@ -376,11 +382,11 @@ class HolderSearch:
         name = self.modules.get(id(way.obj), type(way.obj).__name__)
         path = way.path
         if vars(way.obj) is not inner.obj:  # since Python 3.13 objects refer to their attributes directly
-            path = (f".{_holding_attribute(way.obj, inner.obj) or '?'}", *path)
+            path = (f".{_find_holding_attribute(way.obj, inner.obj) or '?'}", *path)
         attribute = attribute_name(path[0]) if path else "?"
         if attribute in ("_buffers", "_parameters", "_modules") and len(path) > 1:
             attribute, path = attribute_name(path[1]), path[1:]
-        hook = self.hooks.in_table(way.obj, attribute)
+        hook = self.hooks.find_in_table(way.obj, attribute)
         if hook is not None:
             return Holder(kind="hook", text=str(hook), key=f"hook {hook.place}", place=hook.place)
         text = f"{name}.{attribute}" + "".join(path[1:])
@@ -394,7 +400,7 @@ class HolderSearch:
             containers=way.containers,
             gathers=gathers,
             is_state=is_carried(type(way.obj), attribute),
-            stored_in=stored_in(replace(way, path=tuple(path[1:])), attribute, file_of(type(way.obj))),
+            stored_in=stored_in(replace(way, path=tuple(path[1:])), attribute, find_defining_file(type(way.obj))),
         )
 
     def _exception(self, way: ReferencePath, error: BaseException) -> Holder:
@@ -452,7 +458,7 @@ def _add(holders_of: dict[int, list[Holder]], way: ReferencePath, holder: Holder
             holders.append(holder)
 
 
-def _referring_to(things: tuple[Any, ...]) -> list[Any]:
+def _find_referrers(things: tuple[Any, ...]) -> list[Any]:
     """Return all objects that refer to an item of `things`, except the tuple `things` itself."""
     if len(things) <= _MANY:
         return gc.get_referrers(*things)
@@ -466,7 +472,7 @@ def _referents(obj: Any) -> Iterable[Any]:
     return obj.flat if is_array_of_objects(obj) else gc.get_referents(obj)
 
 
-def _variable_of_function(function: FunctionType, inner: ReferencePath) -> str | None:
+def _find_function_variable(function: FunctionType, inner: ReferencePath) -> str | None:
     """Return the closure variable or default argument by which a function refers to the object of `inner`.
 
     None if the function refers to the object in another way.
@@ -482,7 +488,7 @@ def _variable_of_function(function: FunctionType, inner: ReferencePath) -> str |
     return None
 
 
-def _holding_attribute(obj: Any, inner: Any) -> str | None:
+def _find_holding_attribute(obj: Any, inner: Any) -> str | None:
     """Return the attribute by which `obj` refers to `inner`, without running any property; None if there is none."""
     slots = [name for cls in type(obj).__mro__ for name in cls.__dict__.get("__slots__", ())]
     for name in slots if not hasattr(obj, "__dict__") else [*vars(obj), *slots]:

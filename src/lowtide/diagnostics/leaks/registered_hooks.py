@@ -50,11 +50,11 @@ class RegisteredHooks:
                     if hook is not None:
                         self._by_table[id(module), table] = hook
 
-    def in_table(self, module: nn.Module, table: str) -> Hook | None:
+    def find_in_table(self, module: nn.Module, table: str) -> Hook | None:
         """Return a hook in the dict `table` of `module`, such as `_forward_hooks`; None if there is none."""
         return self._by_table.get((id(module), table))
 
-    def using_global(self, namespace: dict[str, Any], name: str) -> Hook | None:
+    def find_by_global(self, namespace: dict[str, Any], name: str) -> Hook | None:
         """Return a hook that uses the global variable `name` of the module with this namespace; None if none does."""
         return self._by_global.get((id(namespace), name))
 

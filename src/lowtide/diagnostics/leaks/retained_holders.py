@@ -6,9 +6,9 @@ import gc
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from lowtide.diagnostics.leaks.live_tensors import LiveObjects, arrays_over, live_arrays, live_tasks
+from lowtide.diagnostics.leaks.live_tensors import LiveObjects, find_arrays_over, find_live_arrays, find_live_tasks
 from lowtide.diagnostics.leaks.module_paths import module_names
-from lowtide.diagnostics.leaks.reference_cycles import cycle_holder
+from lowtide.diagnostics.leaks.reference_cycles import find_cycle_holder
 from lowtide.diagnostics.leaks.referrers import MOST_TENSORS, HolderSearch
 from lowtide.diagnostics.leaks.registered_hooks import RegisteredHooks
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 def find_holders(retained: list[tuple[RetainedObject, list[int]]], view: InspectionInput, live: LiveObjects) -> None:
     """Find and set the holders of retained objects, each given with the indices of its tensors in `live`."""
-    search = holder_search(view, live)
+    search = make_holder_search(view, live)
     search.has_unnamed_lists = True
     wanted: dict[int, list[RetainedObject]] = {}
     for item, indices in retained:
@@ -28,21 +28,21 @@ def find_holders(retained: list[tuple[RetainedObject, list[int]]], view: Inspect
     assign_holders(wanted, search, [(index, live.tensors[index]) for index in wanted])
     without = {index: items for index, items in wanted.items() if not items[0].holders}
     if sum(items[0].held_bytes for items in without.values()) >= view.least_bytes:
-        arrays, search.unseen = live_arrays()
-        search.unseen += live_tasks()
+        arrays, search.unseen = find_live_arrays()
+        search.unseen += find_live_tasks()
         search.ignored |= {id(arrays), id(search.unseen)}
-        over_memory = arrays_over({id(live.tensors[index]): index for index in without}, arrays)
+        over_memory = find_arrays_over({id(live.tensors[index]): index for index in without}, arrays)
         tensors = [(index, live.tensors[index]) for index in without] if search.unseen else []
         assign_holders(without, search, over_memory + tensors)
     if not gc.isenabled():
         without = {index: items for index, items in without.items() if not items[0].holders}
         looked_for = without if sum(items[0].held_bytes for items in without.values()) >= view.least_bytes else {}
         for index, items in islice(looked_for.items(), MOST_TENSORS):
-            if (cycle := cycle_holder(live.tensors[index], search.ignored)) is not None:
+            if (cycle := find_cycle_holder(live.tensors[index], search.ignored)) is not None:
                 items[0].holders.append(cycle)
 
 
-def holder_search(view: InspectionInput, live: LiveObjects) -> HolderSearch:
+def make_holder_search(view: InspectionInput, live: LiveObjects) -> HolderSearch:
     """Make a search for holders that ignores the lists of the snapshot `live`."""
     names = module_names(view.model, live.modules)
     return HolderSearch(

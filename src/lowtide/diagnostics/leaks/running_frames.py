@@ -11,11 +11,11 @@ import threading
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from lowtide.diagnostics.leaks.call_site import Place, is_carried_variable, line_of_store, stores
-from lowtide.diagnostics.leaks.variable_reads import Reads, later_reads
+from lowtide.diagnostics.leaks.call_site import Place, find_store_line, is_carried_variable, stores
+from lowtide.diagnostics.leaks.variable_reads import Reads, find_later_reads
 from lowtide.memory.frame_locals import local_variables
 from lowtide.state.introspection import origin
-from lowtide.utils.frames import frames_from
+from lowtide.utils.frames import walk_frames
 
 _module_variables: dict[tuple[str, str], Variable] = {}  # kept for the time after the module's code has run
 
@@ -45,7 +45,7 @@ class Variable(NamedTuple):
     @property
     def reads(self) -> Reads:
         """Later reads of the variable's value, which a `del` would break."""
-        return Reads.NONE if self.code is None else later_reads(self.code, self.name, self.offset)
+        return Reads.NONE if self.code is None else find_later_reads(self.code, self.name, self.offset)
 
 
 class RunningFrames:
@@ -71,7 +71,7 @@ class RunningFrames:
                     self._read(frame)
                 frame = frame.f_back
 
-    def referring_to(self, obj: object) -> list[Variable]:
+    def find_by_object(self, obj: object) -> list[Variable]:
         """Return the local variables that refer to exactly this object."""
         return self._by_object.get(id(obj), [])
 
@@ -87,7 +87,7 @@ class RunningFrames:
             unknown = Variable(name, Place(str(file), 0), module=str(file))
             return _module_variables.get((str(file), name), unknown)
         code = frame.f_code
-        place = Place(code.co_filename, line_of_store(code, name, frame.f_lineno))
+        place = Place(code.co_filename, find_store_line(code, name, frame.f_lineno))
         variable = _module_variables[str(file), name] = Variable(name, place, code, frame.f_lasti, str(file))
         return variable
 
@@ -98,20 +98,20 @@ class RunningFrames:
             return
         with local_variables(frame) as variables:
             for name, value in variables.items():
-                line = line_of_store(code, name, frame.f_lineno)
+                line = find_store_line(code, name, frame.f_lineno)
                 variable = Variable(name, Place(code.co_filename, line), code, frame.f_lasti)
                 self._by_object.setdefault(id(value), []).append(variable)
 
 
-def variable_name(obj: object) -> str | None:
+def find_variable_name(obj: object) -> str | None:
     """Return the variable that refers to `obj` in the nearest calling frame of user code; None if none does."""
-    for frame in frames_from(sys._getframe(1)):
-        if origin(frame.f_code.co_filename) == "user" and (name := name_in_frame(frame, obj)) is not None:
+    for frame in walk_frames(sys._getframe(1)):
+        if origin(frame.f_code.co_filename) == "user" and (name := find_name_in_frame(frame, obj)) is not None:
             return name
     return None
 
 
-def name_in_frame(frame: FrameType, obj: object) -> str | None:
+def find_name_in_frame(frame: FrameType, obj: object) -> str | None:
     """Return the name of the local variable of `frame` that refers to `obj`; None if none does."""
     if not frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         return next((name for name, value in frame.f_locals.items() if value is obj), None)

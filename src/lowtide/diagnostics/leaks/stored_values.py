@@ -19,7 +19,7 @@ _MOST_NAMES = 5
 
 
 @lru_cache(maxsize=256)
-def place_of_value(file: str, name: str, step: str, *, is_container: bool) -> Place | None:
+def find_value_place(file: str, name: str, step: str, *, is_container: bool) -> Place | None:
     """Return the line of `file` that computes the value stored under `name`; None if there is none.
 
     Args:
@@ -35,7 +35,7 @@ def place_of_value(file: str, name: str, step: str, *, is_container: bool) -> Pl
     for scope in ast.walk(tree):
         if isinstance(scope, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
             for statement, value in _stores(scope, name, is_container=is_container):
-                line = _line_of(_part(value, step), scope, name, _MOST_NAMES)
+                line = _find_line(_part(value, step), scope, name, _MOST_NAMES)
                 return Place(file, line or statement.lineno)
     return None
 
@@ -95,7 +95,7 @@ def _part(value: ast.expr, step: str) -> ast.expr:
     return value
 
 
-def _line_of(value: ast.expr, scope: ast.AST, name: str, depth: int) -> int | None:
+def _find_line(value: ast.expr, scope: ast.AST, name: str, depth: int) -> int | None:
     """Return the line that computes `value`, followed back through up to `depth` assignments of variables.
 
     None if no assignment is found, as for an argument of the function.
@@ -118,7 +118,7 @@ def _line_of(value: ast.expr, scope: ast.AST, name: str, depth: int) -> int | No
         return None
     line: int = latest.lineno  # type: ignore[attr-defined]
     if isinstance(latest, ast.Assign) and isinstance(latest.targets[0], ast.Name):
-        return _line_of(latest.value, scope, value.id, depth - 1) or line
+        return _find_line(latest.value, scope, value.id, depth - 1) or line
     return line
 
 

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lowtide._torch.autograd_graph import components, is_leaf, is_numbered, nodes_from, producer, variable_of, walk
+from lowtide._torch.autograd_graph import collect_nodes, components, get_variable, is_leaf, is_numbered, producer, walk
 from lowtide._torch.nodes import n_slots, raw_saved, sequence_number
-from lowtide._torch.tensors import storage_id
+from lowtide._torch.tensors import get_storage_id
 from lowtide.diagnostics.leaks.live_tensors import storage_bytes
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Graph:
         return kept <= _NEXT_TO_NOTHING * self.node_bytes
 
 
-def computed_by(tensor: Tensor) -> Node | None:
+def find_computing_node(tensor: Tensor) -> Node | None:
     """Return the autograd node that computed a tensor; None if there is none."""
     node = producer(tensor)
     return node if node is not None and is_numbered(node) else None
@@ -68,7 +68,7 @@ def computed_by(tensor: Tensor) -> Node | None:
 
 def computing(nodes: Iterable[Node]) -> list[Node]:
     """Return `nodes` and all nodes upstream of them, except those that accumulate gradients of leaves."""
-    return [node for node in nodes_from(nodes) if is_numbered(node)]
+    return [node for node in collect_nodes(nodes) if is_numbered(node)]
 
 
 def split_by_leaves(graph: Iterable[Node], leaves: set[int]) -> tuple[list[Node], list[Node]] | None:
@@ -80,7 +80,7 @@ def split_by_leaves(graph: Iterable[Node], leaves: set[int]) -> tuple[list[Node]
     parts: tuple[list[Node], list[Node]] = [], []
     for node in sorted(graph, key=sequence_number):  # inputs first
         upstream = [n for n, _ in node.next_functions if n is not None]
-        is_own = [is_leaf(n) and id(variable_of(n)) in leaves for n in upstream]
+        is_own = [is_leaf(n) and id(get_variable(n)) in leaves for n in upstream]
         reaches = any(leads_to_others.get(n, is_leaf(n)) for n, own in zip(upstream, is_own, strict=True) if not own)
         if any(is_own) and reaches:
             return None
@@ -89,27 +89,27 @@ def split_by_leaves(graph: Iterable[Node], leaves: set[int]) -> tuple[list[Node]
     return parts
 
 
-def kept_by(nodes: Iterable[Node]) -> tuple[dict[int, int], dict[int, int]]:
+def map_kept_bytes(nodes: Iterable[Node]) -> tuple[dict[int, int], dict[int, int]]:
     """Return bytes by storage, in two maps: of tensors that nodes saved, and of tensors that Functions put on ctx."""
     saved: dict[int, int] = {}
     context: dict[int, int] = {}
     for node in nodes:
         for kept in raw_saved(node):
             if isinstance(kept, Tensor):
-                saved[storage_id(kept)] = storage_bytes(kept)
+                saved[get_storage_id(kept)] = storage_bytes(kept)
         for kept in _attributes(node):
-            context[storage_id(kept)] = storage_bytes(kept)
+            context[get_storage_id(kept)] = storage_bytes(kept)
     return saved, context
 
 
-def kept_beside(nodes: Iterable[Node], *others: Iterable[Tensor]) -> dict[int, int]:
+def map_kept_bytes_beside(nodes: Iterable[Node], *others: Iterable[Tensor]) -> dict[int, int]:
     """Return the bytes, by storage, of all tensors that `nodes` keep, except the storages of tensors in `others`."""
-    saved, context = kept_by(nodes)
-    excused = {storage_id(tensor) for group in others for tensor in group}
+    saved, context = map_kept_bytes(nodes)
+    excused = {get_storage_id(tensor) for group in others for tensor in group}
     return {number: n_bytes for number, n_bytes in {**saved, **context}.items() if number not in excused}
 
 
-def graphs_of(
+def find_graphs(
     tensors: Sequence[Tensor], held: Iterable[int], gradients: Iterable[tuple[int, Tensor]], *, new_from: int
 ) -> list[Graph]:
     """Return the connected graphs behind the tensors with indices `held`, and behind `gradients`.
@@ -118,9 +118,9 @@ def graphs_of(
     `new_from` or a higher one is left out.
     """
     roots: list[tuple[int, Node, int | None]] = [
-        (index, node, None) for index in held if (node := computed_by(tensors[index])) is not None
+        (index, node, None) for index in held if (node := find_computing_node(tensors[index])) is not None
     ]
-    roots += [(leaf, node, leaf) for leaf, gradient in gradients if (node := computed_by(gradient)) is not None]
+    roots += [(leaf, node, leaf) for leaf, gradient in gradients if (node := find_computing_node(gradient)) is not None]
     graphs = []
     for part in components([root for _, root, _ in roots]):
         numbers = [sequence_number(node) for node in part.nodes if is_numbered(node)]
@@ -135,7 +135,7 @@ def graphs_of(
                 graph.gradient_of.append(leaf)
         keeping = set()
         for node in graph.nodes:
-            saved, context = kept_by([node])
+            saved, context = map_kept_bytes([node])
             graph.n_slots += n_slots(node)
             graph.unfreed |= saved
             graph.context |= context
@@ -143,12 +143,12 @@ def graphs_of(
                 keeping.add(node)
         ends.sort(key=lambda end: -sequence_number(end[1]))  # newest first
         graph.tensors = [index for index, _ in ends]
-        graph.keepers = _leading_to(keeping, ends)
+        graph.keepers = _find_keepers(keeping, ends)
         graphs.append(graph)
     return graphs
 
 
-def _leading_to(keeping: set[Node], ends: list[tuple[int, Node]]) -> set[int]:
+def _find_keepers(keeping: set[Node], ends: list[tuple[int, Node]]) -> set[int]:
     """Return the indices of tensors computed from a node in `keeping`; `ends` are pairs of tensor index and node."""
     in_vain: set[Node] = set()
     keepers = set()

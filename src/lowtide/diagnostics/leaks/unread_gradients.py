@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
-from lowtide._torch.optim import parameters_of
-from lowtide._torch.tensors import has_accumulation_hooks, has_gradient_hooks, storage_id
+from lowtide._torch.optim import list_parameters
+from lowtide._torch.tensors import get_storage_id, has_accumulation_hooks, has_gradient_hooks
 from lowtide.diagnostics.leaks.live_tensors import storage_bytes
-from lowtide.diagnostics.leaks.module_paths import module_names, roots_of
-from lowtide.diagnostics.leaks.running_frames import variable_name
-from lowtide.diagnostics.leaks.tensor_graphs import computing, kept_by, split_by_leaves
+from lowtide.diagnostics.leaks.module_paths import find_outermost_modules, module_names
+from lowtide.diagnostics.leaks.running_frames import find_variable_name
+from lowtide.diagnostics.leaks.tensor_graphs import computing, map_kept_bytes, split_by_leaves
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class UnreadGradients:
             self._has_looked = True
             self._candidates = {
                 id(p): _Candidate(weakref.ref(p), weakref.ref(gradient), not gradient.count_nonzero())
-                for p in _outside_optimizers(live)
+                for p in _find_outside_optimizers(live)
                 if id(p) not in self._updated
                 and not _is_read(p)
                 and (gradient := p.grad) is not None
@@ -107,9 +107,9 @@ class UnreadGradients:
         idle = {number for number, candidate in self._candidates.items() if candidate.is_idle}
         unsure = {number for number, candidate in self._candidates.items() if candidate.is_always_zero}
         names = module_names(model, live.modules)
-        for root in roots_of(live.modules):
-            root_name = variable_name(root)
-            for module in _idle_modules(root, idle, unsure):
+        for root in find_outermost_modules(live.modules):
+            root_name = find_variable_name(root)
+            for module in _find_idle_modules(root, idle, unsure):
                 name = names[id(module)]
                 if root_name is not None:
                     name = ".".join((root_name, *name.split(".")[1:]))
@@ -133,7 +133,7 @@ class UnreadGradients:
         name, gradient_bytes, step = idle.name, idle.gradient_bytes, idle.step
         calls = [s for s in stats if id(module) in s.module_ids]
         place = calls[0].site.place if calls else None
-        graph_bytes = _bytes_without_gradients(graph, module)
+        graph_bytes = _count_avoidable_bytes(graph, module)
         if graph_bytes is not None:
             is_shared = any(s.site.place == place and s.module_ids.keys() != {id(module)} for s in stats)
             remedy = f"run the forward at {place} under `torch.no_grad()`"
@@ -155,7 +155,7 @@ class UnreadGradients:
         )
 
 
-def _bytes_without_gradients(graph: list[Node], module: nn.Module) -> int | None:
+def _count_avoidable_bytes(graph: list[Node], module: nn.Module) -> int | None:
     """Return the bytes that `graph` would not save if `module` ran under no_grad.
 
     None if gradients flow through the module to other parameters, which no_grad would cut off.
@@ -164,16 +164,16 @@ def _bytes_without_gradients(graph: list[Node], module: nn.Module) -> int | None
     if parts is None:
         return None
     first, others = parts
-    saved, context = kept_by(first)
-    kept_anyway = {**dict.fromkeys(map(storage_id, module.parameters()))}
-    for kept in kept_by(others):
+    saved, context = map_kept_bytes(first)
+    kept_anyway = {**dict.fromkeys(map(get_storage_id, module.parameters()))}
+    for kept in map_kept_bytes(others):
         kept_anyway |= dict.fromkeys(kept)
     return sum(n for number, n in {**saved, **context}.items() if number not in kept_anyway)
 
 
-def _outside_optimizers(live: LiveObjects) -> Iterator[Tensor]:
+def _find_outside_optimizers(live: LiveObjects) -> Iterator[Tensor]:
     """Yield the parameters that have a gradient and are in no optimizer."""
-    trained = {id(p) for optimizer in live.optimizers for p in parameters_of(optimizer)}
+    trained = {id(p) for optimizer in live.optimizers for p in list_parameters(optimizer)}
     for tensor in live.tensors:
         if isinstance(tensor, nn.Parameter) and tensor.grad is not None and id(tensor) not in trained:
             yield tensor
@@ -184,7 +184,7 @@ def _is_read(parameter: Tensor) -> bool:
     return has_gradient_hooks(parameter) or has_accumulation_hooks(parameter)
 
 
-def _idle_modules(module: nn.Module, idle: set[int], unsure: set[int]) -> Iterator[nn.Module]:
+def _find_idle_modules(module: nn.Module, idle: set[int], unsure: set[int]) -> Iterator[nn.Module]:
     """Yield the largest modules inside `module` whose trained parameters all have idle or unsure gradients.
 
     `idle` and `unsure` are sets of parameters' ids; at least one of a module's parameters is in `idle`.
@@ -198,4 +198,4 @@ def _idle_modules(module: nn.Module, idle: set[int], unsure: set[int]) -> Iterat
         yield module
         return
     for child in module.children():
-        yield from _idle_modules(child, idle, unsure)
+        yield from _find_idle_modules(child, idle, unsure)

@@ -32,7 +32,7 @@ class Reads(Enum):
 
 
 @lru_cache(maxsize=1024)
-def later_reads(code: CodeType, name: str, offset: int) -> Reads:
+def find_later_reads(code: CodeType, name: str, offset: int) -> Reads:
     """Return the later reads of the value that variable `name` has when `code` is at the instruction `offset`.
 
     The instruction is inside the loop over the steps, where the next step begins.
@@ -43,10 +43,10 @@ def later_reads(code: CodeType, name: str, offset: int) -> Reads:
     offset = max((at for at in flow if at <= offset), default=0)  # a frame may be at an instruction's inline cache
     if _is_read(flow, name, flow[offset].following):
         return Reads.NEXT_STEP
-    loop = _innermost_loop(flow, offset)
+    loop = _find_innermost_loop(flow, offset)
     if loop is None:
         return Reads.NONE
-    ends = _ends_of_body(flow, loop)
+    ends = _find_body_ends(flow, loop)
     if _is_read(flow, name, ends, within=loop) or _is_kept(flow, name, loop, ends):
         return Reads.NEXT_STEP
     return Reads.AFTER_THE_LOOP if _is_read(flow, name, ends) else Reads.NONE
@@ -61,7 +61,7 @@ class _Instruction(NamedTuple):
     is_for: bool
     """True for the instruction that begins each round of a `for` loop, or ends the loop."""
 
-    def first_access(self, name: str) -> str | None:
+    def find_first_access(self, name: str) -> str | None:
         """Return the kind of the first access to the variable `name`, such as "LOAD"; None if there is none."""
         return next((kind for kind, of in self.accesses if of == name), None)
 
@@ -92,7 +92,7 @@ def _accesses(instruction: dis.Instruction) -> Iterator[tuple[str, str]]:
     return zip(kinds, map(str, names), strict=False)
 
 
-def _innermost_loop(flow: _Flow, offset: int) -> range | None:
+def _find_innermost_loop(flow: _Flow, offset: int) -> range | None:
     """Return the range of offsets of the smallest loop around `offset`; None if there is none.
 
     The range begins at a target of backward jumps, and ends at the last of these jumps.
@@ -102,7 +102,7 @@ def _innermost_loop(flow: _Flow, offset: int) -> range | None:
     return min((loop for loop in loops if offset in loop), key=len, default=None)
 
 
-def _ends_of_body(flow: _Flow, loop: range) -> list[int]:
+def _find_body_ends(flow: _Flow, loop: range) -> list[int]:
     """Return the offsets at which the body of `loop` may end.
 
     Python 3.11 repeats the condition of a `while` loop there, with a line above the body: the body ends where the
@@ -118,17 +118,20 @@ def _ends_of_body(flow: _Flow, loop: range) -> list[int]:
 
 def _is_read(flow: _Flow, name: str, begin: Iterable[int], within: range | None = None) -> bool:
     """Return True if a path from an offset in `begin` reads variable `name` before it assigns or deletes it."""
-    return any(flow[offset].first_access(name) == "LOAD" for offset in _until_access(flow, name, begin, within))
+    return any(
+        flow[offset].find_first_access(name) == "LOAD"
+        for offset in _find_offsets_until_access(flow, name, begin, within)
+    )
 
 
 def _is_kept(flow: _Flow, name: str, loop: range, ends: Iterable[int]) -> bool:
     """Return True if the body of `loop` assigns variable `name`, but not on each path to its `ends`."""
     if not any("STORE" in (kind for kind, of in flow[at].accesses if of == name) for at in flow if at in loop):
         return False
-    return not _until_access(flow, name, (loop.start,), loop).isdisjoint(ends)
+    return not _find_offsets_until_access(flow, name, (loop.start,), loop).isdisjoint(ends)
 
 
-def _until_access(flow: _Flow, name: str, begin: Iterable[int], within: range | None) -> set[int]:
+def _find_offsets_until_access(flow: _Flow, name: str, begin: Iterable[int], within: range | None) -> set[int]:
     """Return the offsets that are reached from `begin`, up to the first access to variable `name` on each path.
 
     A `for` loop that accesses the variable is taken to run at least once.
@@ -140,7 +143,7 @@ def _until_access(flow: _Flow, name: str, begin: Iterable[int], within: range | 
             continue
         reached.add((offset, is_next_round))
         one = flow[offset]
-        if one.first_access(name) is not None:
+        if one.find_first_access(name) is not None:
             continue
         following = one.following
         if one.is_for and not is_next_round and _accesses_within(flow, name, range(*following)):
@@ -150,20 +153,20 @@ def _until_access(flow: _Flow, name: str, begin: Iterable[int], within: range | 
 
 
 def _accesses_within(flow: _Flow, name: str, part: range) -> bool:
-    return any(at in part and one.first_access(name) is not None for at, one in flow.items())
+    return any(at in part and one.find_first_access(name) is not None for at, one in flow.items())
 
 
 def _is_read_by_others(code: CodeType, name: str) -> bool:
     """Return True if a function defined in `code` reads `name`, either from its closure or as a global variable."""
     is_shared = name in code.co_cellvars or name not in (*code.co_varnames, *code.co_freevars)
-    return is_shared and any(_reads_outer(function, name) for function in _defined_in(code))
+    return is_shared and any(_reads_outer(function, name) for function in _find_inner_code(code))
 
 
 def _reads_outer(code: CodeType, name: str) -> bool:
     is_outer = name not in code.co_varnames and name not in code.co_cellvars
     reads = is_outer and any(("LOAD", name) in one.accesses for one in _flow(code).values())
-    return reads or any(_reads_outer(function, name) for function in _defined_in(code))
+    return reads or any(_reads_outer(function, name) for function in _find_inner_code(code))
 
 
-def _defined_in(code: CodeType) -> list[CodeType]:
+def _find_inner_code(code: CodeType) -> list[CodeType]:
     return [constant for constant in code.co_consts if isinstance(constant, CodeType)]

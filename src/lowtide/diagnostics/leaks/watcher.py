@@ -15,16 +15,16 @@ from torch import Tensor, nn
 from lowtide._torch.backward import in_backward
 from lowtide._torch.compiled_code import is_compiling_here
 from lowtide._torch.nodes import next_sequence_number, sequence_number
-from lowtide._torch.tensors import storage_id
+from lowtide._torch.tensors import get_storage_id
 from lowtide.diagnostics.leaks.call_log import (
     Backward,
     Call,
     CallLog,
     StepNumbers,
+    collect_tensors,
     mark_root,
-    tensors_in,
 )
-from lowtide.diagnostics.leaks.call_site import calling_site, is_called_by_user
+from lowtide.diagnostics.leaks.call_site import find_calling_site, is_called_by_user
 from lowtide.diagnostics.leaks.checkpoint_checks import CheckpointChecks
 from lowtide.diagnostics.leaks.discarded_gradients import DiscardedGradients
 from lowtide.diagnostics.leaks.dropped_graphs import DroppedGraphs
@@ -37,14 +37,14 @@ from lowtide.diagnostics.leaks.output_checks import (
     record_outputs_alive,
     record_summed_graphs,
 )
-from lowtide.diagnostics.leaks.tensor_graphs import computing, kept_beside
+from lowtide.diagnostics.leaks.tensor_graphs import computing, map_kept_bytes_beside
 from lowtide.diagnostics.leaks.unread_gradients import UnreadGradients
 from lowtide.diagnostics.leaks.zero_grad import ZeroGradChecks
 from lowtide.errors import LowtideError
 from lowtide.report.finding import Finding
 from lowtide.report.run_record import RunRecord, versions
 from lowtide.units import format_count
-from lowtide.utils.rendering import Displayed, short_repr
+from lowtide.utils.rendering import Displayed, format_repr
 
 _MEASURED_CALLS = 2  # of each place in the code
 _FIRST_BACKWARDS = 3
@@ -137,7 +137,7 @@ class Watch(Displayed):
                     yield next(batches)
 
     def __repr__(self) -> str:
-        return short_repr(type(self).__name__, f"{self.n_steps} steps, {len(self.findings)} findings")
+        return format_repr(type(self).__name__, f"{self.n_steps} steps, {len(self.findings)} findings")
 
     def to_record(self, command: str = "lowtide.watch(model)", subject: str = "") -> RunRecord:
         """Return the findings as a RunRecord, from which reports are made."""
@@ -204,7 +204,7 @@ class Watch(Displayed):
 
         `partial` is True if the pass was given `inputs=`.
         """
-        site, roots = calling_site(), list(roots)
+        site, roots = find_calling_site(), list(roots)
         if not self._inspector.has_model:
             nodes = [node for root in roots if (node := getattr(root, "grad_fn", None)) is not None]
             self._run_guarded(lambda: self._inspector.backward_begins(site.key, nodes))
@@ -239,7 +239,7 @@ class Watch(Displayed):
         if self._discarded.is_active:
             parameters = list(parameters)
             self._run_guarded(
-                lambda: self._discarded.zeroed(parameters, calling_site().place, self._inspector.least_bytes)
+                lambda: self._discarded.zeroed(parameters, find_calling_site().place, self._inspector.least_bytes)
             )
         last = self._calls.last
         graph_is_waiting = last is not None and last.is_alive and not last.backwards
@@ -248,14 +248,19 @@ class Watch(Displayed):
         step, least_bytes = self._steps.now, self._inspector.least_bytes
         self._run_guarded(
             lambda: self._gradients.zeroed(
-                parameters, set_to_none, last if graph_is_waiting else None, step, least_bytes, calling_site().place
+                parameters,
+                set_to_none,
+                last if graph_is_waiting else None,
+                step,
+                least_bytes,
+                find_calling_site().place,
             )
         )
 
     # --- after an event -----------------------------------------------------------------------------------------------
 
     def _begin_call(self, module: nn.Module) -> None:
-        site = calling_site()
+        site = find_calling_site()
         self._has_failed = False
         # a reentrant checkpoint's forward is no evaluation
         self._inspector.call_begins(site.key, module, is_evaluation=not self._checkpoints.is_recording)
@@ -263,7 +268,7 @@ class Watch(Displayed):
         if call.stats.n_calls <= _MEASURED_CALLS:
             call.stats.takes_containers |= self._events.takes_containers()
         if call.stats.takes_containers:
-            call.given = frozenset(map(storage_id, self._events.arguments()))
+            call.given = frozenset(map(get_storage_id, self._events.arguments()))
         if torch.is_grad_enabled() and self._call.stats.n_measured < _MEASURED_CALLS:
             self._dropped.model_begins(module)
 
@@ -277,7 +282,7 @@ class Watch(Displayed):
         arguments = self._events.arguments()
         inside = [n for n in computing(nodes) if call.first <= sequence_number(n) < call.stop]
         self._calls.mark(call, min(inside, key=sequence_number))
-        kept = kept_beside(inside, module.parameters(), module.buffers(), tensors_in(output), arguments)
+        kept = map_kept_bytes_beside(inside, module.parameters(), module.buffers(), collect_tensors(output), arguments)
         call.graph_bytes = sum(n_bytes for number, n_bytes in kept.items() if self._inspector.known.since(number) != 0)
         stats.graph_bytes = max(stats.graph_bytes, call.graph_bytes)
         self._inspector.largest_graph_bytes = max(self._inspector.largest_graph_bytes, call.graph_bytes)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from lowtide.diagnostics.oom.cause import Cause, has_overflowed, is_of_a_set, is_of_images, is_of_windows
-from lowtide.diagnostics.oom.causes import makes_divisible_tensor, runs_only
+from lowtide.diagnostics.oom.causes import find_inference_program, makes_divisible_tensor
 from lowtide.diagnostics.oom.causes_by_numbers import TINY_BYTES
-from lowtide.diagnostics.oom.causes_by_place import source_of
+from lowtide.diagnostics.oom.causes_by_place import find_source
 from lowtide.diagnostics.oom.facts import Facts, Sign
 from lowtide.diagnostics.oom.known_sources import DIVISIBLE_TENSORS, INFERENCE, LARGE_TENSORS, SOURCES
 from lowtide.diagnostics.oom.message import Message
-from lowtide.diagnostics.oom.vendor_words import vendor_of
+from lowtide.diagnostics.oom.vendor_words import find_vendor
 from lowtide.planner.serialization import Record
 from lowtide.units import format_bytes
 
@@ -36,10 +36,10 @@ _AMD = re.compile(r"\bHIP|\bROCm|\brocm|\bhip[A-Z]")
 
 def advise(message: Message, facts: Facts, cause: Cause) -> tuple[Action, ...]:
     """Return the advice for `cause`, best first."""
-    source = source_of(message, facts)
+    source = find_source(message, facts)
     if source is not None:
         is_amd = message.kind.startswith("hip") or _AMD.search(message.text)
-        monitor = vendor_of("hip").monitor if is_amd else "nvidia-smi"
+        monitor = find_vendor("hip").monitor if is_amd else "nvidia-smi"
         return tuple(Action(text=text.replace("nvidia-smi", monitor)) for text in source.actions)
     return tuple(
         Action(text=action) if isinstance(action, str) else Action(text=action[0], bytes=action[1])
@@ -62,7 +62,7 @@ def _cap(m: Message, f: Facts) -> Advice:
         needed = max(0, m.held_bytes + m.tried_bytes - m.allowed_bytes) or m.tried_bytes
     elif f.limit_bytes is not None and m.tried_bytes is not None:
         needed = max(f.limit_used_bytes + m.tried_bytes - f.limit_bytes, m.tried_bytes)
-    where = f.limit_name or ("a larger pool limit" if m.form == "CuPy" else vendor_of(m.kind).fraction)
+    where = f.limit_name or ("a larger pool limit" if m.form == "CuPy" else find_vendor(m.kind).fraction)
     yield f"raise the limit if it is not intended ({where})", needed
     if m.allowed_bytes is not None and (m.tried_bytes or 0) > m.allowed_bytes:
         yield "or split the tensor, which alone exceeds the limit", m.tried_bytes
@@ -77,7 +77,7 @@ def _huge_tensor(m: Message, f: Facts) -> Advice:
         how = " (CUDA_LAUNCH_BLOCKING=1, compute-sanitizer)" if m.kind == "cuda" else ""
         yield f"if the sizes are right, look for a kernel that writes out of bounds{how}"
         return
-    if program := runs_only(m, f):
+    if program := find_inference_program(m, f):
         yield from INFERENCE[program]
         return
     if is_of_a_set(m):
@@ -121,7 +121,7 @@ def _operation(shape: tuple[int, ...]) -> str:
 
 
 def _other_process(m: Message, f: Facts) -> Advice:
-    vendor = vendor_of(m.kind)
+    vendor = find_vendor(m.kind)
     if m.others:
         for other in sorted(m.others, key=lambda holder: -holder.bytes)[:3]:
             number = other.name.rpartition(" ")[2]
@@ -144,13 +144,16 @@ def _other_process(m: Message, f: Facts) -> Advice:
 
 
 def _not_pytorch(m: Message, f: Facts) -> Advice:
-    vendor = vendor_of(m.kind)
+    vendor = find_vendor(m.kind)
     if m.kind.endswith(" driver") and f.shows(Sign.IN_WORKER):
         yield "create CPU tensors in __getitem__ and collate_fn, and call .to(device) in the training loop"
         yield "use pin_memory=True and .to(device, non_blocking=True) for fast copies, or set num_workers=0"
         return
-    if m.outside_bytes and runs_only(m, f) in ("vLLM", "SGLang"):  # which have settings for it, and no line to add
-        yield from INFERENCE[runs_only(m, f)]
+    if m.outside_bytes and find_inference_program(m, f) in (
+        "vLLM",
+        "SGLang",
+    ):  # which have settings for it, and no line to add
+        yield from INFERENCE[find_inference_program(m, f)]
         yield f"check {vendor.monitor}: a context is 0.3 to 0.7 GiB; NCCL and graphs come on top", m.outside_bytes
         return
     if m.outside_bytes:
@@ -192,9 +195,9 @@ def _fragmentation(m: Message, f: Facts) -> Advice:
         yield setting, m.unallocated_bytes
     elif m.kind in ("cuda", "hip") and m.form.startswith("torch 1.4"):
         newer = "" if m.kind == "hip" else ", or use torch 2.1 or later with expandable_segments"
-        yield f"set max_split_size_mb:512 in {_setting_of(m)}{newer}", m.unallocated_bytes
+        yield f"set max_split_size_mb:512 in {_choose_setting(m)}{newer}", m.unallocated_bytes
     elif m.kind == "hip":
-        setting = f"{_setting_of(m)}=garbage_collection_threshold:0.8,max_split_size_mb:512"
+        setting = f"{_choose_setting(m)}=garbage_collection_threshold:0.8,max_split_size_mb:512"
         yield f"set {setting} before the process starts", m.unallocated_bytes
     yield "run the largest batch first, so that later allocations reuse its large blocks"
     yield "pad sequences to a few lengths: changing shapes fragment memory"
@@ -207,16 +210,16 @@ def _expandable(m: Message, f: Facts) -> str:
     if f.expandable or f.windows or not has_it:
         return ""
     unsure = "" if f.expandable is False else ", if it is not set yet"
-    return f"set {_setting_of(m)}=expandable_segments:True before the process starts{unsure}"
+    return f"set {_choose_setting(m)}=expandable_segments:True before the process starts{unsure}"
 
 
-def _setting_of(m: Message) -> str:
+def _choose_setting(m: Message) -> str:
     """Return the environment variable with the allocator's settings: the one named in the message, else the oldest."""
     return m.setting or ("PYTORCH_HIP_ALLOC_CONF" if m.kind == "hip" else "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def _driver(m: Message, _: Facts) -> Advice:
-    vendor = vendor_of(m.kind)
+    vendor = find_vendor(m.kind)
     if m.kind == "mps":
         yield "in a virtual machine (such as a CI runner) MPS has no GPU memory: use the CPU"
         yield "on real hardware, update macOS and torch; torch.mps.is_available() does not prove that MPS works"
@@ -241,7 +244,7 @@ def _evaluation_gathers(m: Message, _: Facts) -> Advice:
 
 def _loading(m: Message, f: Facts) -> Advice:
     if f.shows(Sign.MOVES_MODEL, Sign.LOADS_WEIGHTS) and not f.shows(Sign.LOADS_STATE, Sign.READS_CHECKPOINT):
-        vendor = vendor_of(m.kind)
+        vendor = find_vendor(m.kind)
         if any("fsdp" in place.file for place in f.places):
             yield (
                 "FSDP moves a whole module to the device before it shards it: set auto_wrap_policy per block, or "
@@ -349,13 +352,13 @@ def _true_need(m: Message, f: Facts) -> Advice:
         yield DIVISIBLE_TENSORS[f.divisible_tensor], m.tried_bytes
     if f.shows(Sign.IN_OPTIMIZER):
         yield "set fused=True for the optimizer: its step needs no temporaries"
-    if _is_of_torch(m) and not runs_only(m, f):
+    if _is_of_torch(m) and not find_inference_program(m, f):
         yield "if the first steps ran, run lowtide watch train.py to see whether memory grows, and what holds it"
 
 
 def _fit(m: Message, f: Facts) -> Advice:
     """Advise a plan within the available memory; if even the smallest peak exceeds it, smaller pieces of the batch."""
-    if program := runs_only(m, f):
+    if program := find_inference_program(m, f):
         yield from INFERENCE[program]
         return
     if m.form == "CuPy":
@@ -363,7 +366,7 @@ def _fit(m: Message, f: Facts) -> Advice:
         return
     if not _is_of_torch(m):
         yield "use smaller batches, shorter sequences, a smaller dtype, or activation checkpointing"
-        yield f"check what else holds memory: {vendor_of(m.kind).monitor}; {vendor_of(m.kind).libraries}"
+        yield f"check what else holds memory: {find_vendor(m.kind).monitor}; {find_vendor(m.kind).libraries}"
         return
     usable, least = m.usable_bytes, f.smallest_peak_bytes
     pieces = "lowtide.accumulate(loss_of, batch, 2): half the activations, and the gradients of the whole batch"

@@ -35,7 +35,7 @@ class Cause(Record):
     evidence: tuple[str, ...]
 
 
-def needed_bytes(m: Message) -> int:
+def compute_needed_bytes(m: Message) -> int:
     """Return the bytes that PyTorch's allocator asks the driver for to serve the failed request: whole segments."""
     tried = m.tried_bytes or 0
     if m.kind not in _CACHING or m.form == "async":
@@ -47,7 +47,7 @@ def needed_bytes(m: Message) -> int:
 
 def has_room(m: Message) -> bool:
     """Return True if more is free on the device than the request needs."""
-    return m.free_bytes is not None and m.tried_bytes is not None and m.free_bytes > needed_bytes(m)
+    return m.free_bytes is not None and m.tried_bytes is not None and m.free_bytes > compute_needed_bytes(m)
 
 
 def has_overflowed(m: Message) -> bool:
@@ -74,7 +74,7 @@ def is_of_images(m: Message) -> bool:
     return len(shape) == 4 and shape[0] >= _ROWS_OF_A_SET and any(n in (1, 3, 4) for n in (shape[1], shape[3]))
 
 
-def held_in_words(m: Message) -> str:
+def describe_held_memory(m: Message) -> str:
     """Describe the memory that tensors, and PyTorch's cache, hold."""
     held = f"tensors hold {format_bytes(m.allocated_bytes or 0)}"
     if m.elsewhere_bytes:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from lowtide.diagnostics.oom import causes_by_numbers as numbers
 from lowtide.diagnostics.oom import causes_by_place as place
-from lowtide.diagnostics.oom.cause import Cause, held_in_words
+from lowtide.diagnostics.oom.cause import Cause, describe_held_memory
 from lowtide.diagnostics.oom.facts import Facts, Sign
 from lowtide.diagnostics.oom.message import Message
 from lowtide.units import format_bytes
@@ -28,7 +28,7 @@ def find_cause(message: Message, facts: Facts) -> Cause:
     return next((cause for cause in causes if cause is not None), None) or _true_need(message, facts)
 
 
-def runs_only(m: Message, f: Facts) -> str:
+def find_inference_program(m: Message, f: Facts) -> str:
     """Return the name of the inference program that ran out of memory; empty if none is known."""
     return {"SGLang's graphs": "SGLang"}.get(m.form, f.inference)
 
@@ -36,7 +36,7 @@ def runs_only(m: Message, f: Facts) -> str:
 def _true_need(m: Message, f: Facts) -> Cause:
     """Return the cause that applies if no other cause does: the step needs more memory than is available."""
     evidence = [
-        _held_or_planned(m) if m.allocated_bytes else "",
+        _describe_memory_in_use(m) if m.allocated_bytes else "",
         f"failed in the forward of {f.inside}" if f.inside else "",
     ]
     if m.kind in ("cuda", "hip") and (m.allocated_bytes or 0) > (m.total_bytes or m.allocated_bytes or 0):
@@ -48,8 +48,14 @@ def _true_need(m: Message, f: Facts) -> Cause:
             "failed in the optimizer's step: its temporaries come on top of parameters, gradients and state"
         )
     if m.tried_bytes is not None:
-        evidence.append(_last_straw(m, f))
-    what = "an evaluation batch" if f.shows(Sign.EVALUATES) else "running the model" if runs_only(m, f) else "the step"
+        evidence.append(_describe_last_request(m, f))
+    what = (
+        "an evaluation batch"
+        if f.shows(Sign.EVALUATES)
+        else "running the model"
+        if find_inference_program(m, f)
+        else "the step"
+    )
     return Cause(
         code="true-need",
         claim=f"{what} needs more memory than is available",
@@ -57,15 +63,15 @@ def _true_need(m: Message, f: Facts) -> Cause:
     )
 
 
-def _held_or_planned(m: Message) -> str:
+def _describe_memory_in_use(m: Message) -> str:
     """Describe the memory in use; for XLA, the memory that a compiled program needs before any is allocated."""
     if m.kind == "xla" and m.total_bytes is not None:
         needed, total = format_bytes(m.allocated_bytes or 0), format_bytes(m.total_bytes)
         return f"the compiled program needs {needed}, and the device has {total}"
-    return held_in_words(m)
+    return describe_held_memory(m)
 
 
-def _last_straw(m: Message, f: Facts) -> str:
+def _describe_last_request(m: Message, f: Facts) -> str:
     """Describe the failed request of a step that needs too much memory: it was only the last of many."""
     tried = format_bytes(m.tried_bytes or 0)
     if makes_divisible_tensor(m, f):
@@ -80,7 +86,7 @@ def _last_straw(m: Message, f: Facts) -> str:
 def makes_divisible_tensor(m: Message, f: Facts) -> bool:
     """Return True if memory ran out for a sizable tensor that a training step needs only in pieces."""
     least = _DIVISIBLE_SHARE * (m.total_bytes or m.allowed_bytes or 0)
-    return bool(f.divisible_tensor) and (m.tried_bytes or 0) > least and not runs_only(m, f)
+    return bool(f.divisible_tensor) and (m.tried_bytes or 0) > least and not find_inference_program(m, f)
 
 
 CAUSES: tuple[Callable[[Message, Facts], Cause | None], ...] = (

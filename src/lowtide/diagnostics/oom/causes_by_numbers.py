@@ -6,17 +6,17 @@ from lowtide.diagnostics.oom.cause import (
     HOST,
     SHARE,
     Cause,
+    compute_needed_bytes,
+    describe_held_memory,
     has_overflowed,
     has_room,
-    held_in_words,
     is_of_a_set,
     is_of_images,
     is_of_windows,
-    needed_bytes,
 )
 from lowtide.diagnostics.oom.facts import Facts, Sign
 from lowtide.diagnostics.oom.message import Message
-from lowtide.diagnostics.oom.vendor_words import vendor_of
+from lowtide.diagnostics.oom.vendor_words import find_vendor
 from lowtide.units import format_bytes, format_ratio
 
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
@@ -46,13 +46,13 @@ def device_limit(m: Message, _: Facts) -> Cause | None:
     if m.allowed_bytes is None or held is None or m.tried_bytes is None or m.kind in (*HOST, "mps"):
         return None
     rounding = _rounding(m.allowed_bytes) + _rounding(held)
-    if held + needed_bytes(m) <= m.allowed_bytes - rounding or not (m.free_bytes is None or has_room(m)):
+    if held + compute_needed_bytes(m) <= m.allowed_bytes - rounding or not (m.free_bytes is None or has_room(m)):
         return None
     free = "" if m.free_bytes is None else f", although the device has {format_bytes(m.free_bytes)} free"
     return Cause(
         code="cap",
         claim=f"this process has used up its memory fraction ({format_bytes(m.allowed_bytes)}), not the device",
-        evidence=(f"{held_in_words(m)}; {format_bytes(m.tried_bytes)} more would exceed the fraction{free}",),
+        evidence=(f"{describe_held_memory(m)}; {format_bytes(m.tried_bytes)} more would exceed the fraction{free}",),
     )
 
 
@@ -70,7 +70,7 @@ def mps_limit(m: Message, _: Facts) -> Cause | None:
     return Cause(
         code="cap",
         claim=f"the share of memory that MPS allows PyTorch, {format_bytes(m.allowed_bytes)}, is used up",
-        evidence=(f"{held_in_words(m)}; {format_bytes(m.tried_bytes)} more were requested",),
+        evidence=(f"{describe_held_memory(m)}; {format_bytes(m.tried_bytes)} more were requested",),
     )
 
 
@@ -168,7 +168,7 @@ def driver(m: Message, f: Facts) -> Cause | None:
         claim=f"the driver refused {format_bytes(tried)} with only {format_bytes(held)} of "
         f"{format_bytes(limit)} in use",
         evidence=(
-            f"memory is not what ran out: a driver or a virtual machine refused; check {vendor_of(m.kind).monitor}",
+            f"memory is not what ran out: a driver or a virtual machine refused; check {find_vendor(m.kind).monitor}",
         ),
     )
 
@@ -220,14 +220,18 @@ def other_process(m: Message, f: Facts) -> Cause | None:
         return Cause(
             code="other-process",
             claim=f"other processes hold {hold} of the device's {format_bytes(total)}{rest}",
-            evidence=(*named, _own_share(m)),
+            evidence=(*named, _describe_own_share(m)),
         )
     hidden = m.hidden_bytes
-    if hidden is not None and hidden > SHARE * total and not (_is_in_pieces(m, total) and hidden < needed_bytes(m)):
+    if (
+        hidden is not None
+        and hidden > SHARE * total
+        and not (_is_in_pieces(m, total) and hidden < compute_needed_bytes(m))
+    ):
         return Cause(
             code="other-process",
             claim=f"processes that this one cannot see hold about {format_bytes(hidden)} of the device",
-            evidence=(f"{format_bytes(total)} in all, {format_bytes(m.free_bytes or 0)} free", _own_share(m)),
+            evidence=(f"{format_bytes(total)} in all, {format_bytes(m.free_bytes or 0)} free", _describe_own_share(m)),
         )
     return None
 
@@ -278,7 +282,9 @@ def not_pytorch(m: Message, f: Facts) -> Cause | None:
     return Cause(
         code="not-pytorch",
         claim=f"this process holds {format_bytes(outside)} outside PyTorch's allocator",
-        evidence=(f"of the {format_bytes((m.reserved_bytes or 0) + outside)} of this process, {held_in_words(m)}",)
+        evidence=(
+            f"of the {format_bytes((m.reserved_bytes or 0) + outside)} of this process, {describe_held_memory(m)}",
+        )
         if m.reserved_bytes is not None
         else (f"PyTorch's tensors hold {format_bytes(m.allocated_bytes or 0)}",),
     )
@@ -341,7 +347,7 @@ def _rounding(n_bytes: int) -> int:
     return -(-unit // 200)
 
 
-def _own_share(m: Message) -> str:
+def _describe_own_share(m: Message) -> str:
     """Describe the memory of this process, as far as the message states it."""
     own = m.known_own_bytes
     if own is not None and m.process_bytes is None and (m.maybe_own or m.hidden_bytes):

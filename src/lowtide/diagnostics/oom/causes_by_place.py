@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from lowtide.diagnostics.oom.cause import HOST, SHARE, Cause, has_overflowed, held_in_words
+from lowtide.diagnostics.oom.cause import HOST, SHARE, Cause, describe_held_memory, has_overflowed
 from lowtide.diagnostics.oom.causes_by_numbers import device_limit, driver, huge_tensor, other_process
 from lowtide.diagnostics.oom.facts import Facts, Sign
 from lowtide.diagnostics.oom.known_sources import SOURCES
@@ -17,7 +17,7 @@ _OF_OLLAMA = {"llama.cpp": "Ollama's runner", "llama.cpp on the host": "Ollama's
 """Sources of llama.cpp's messages where Ollama runs it, which has settings of its own."""
 
 
-def source_of(m: Message, f: Facts) -> Source | None:
+def find_source(m: Message, f: Facts) -> Source | None:
     """Return the explanation of a known program's message; None if it is not known, or if its numbers tell more."""
     if has_overflowed(m):
         return None
@@ -31,8 +31,8 @@ def source_of(m: Message, f: Facts) -> Source | None:
 
 
 def known_source(m: Message, f: Facts) -> Cause | None:
-    """Return the cause that a known program's message states; None in the cases in which `source_of` returns None."""
-    source = source_of(m, f)
+    """Return the cause that a known program's message states; None in the cases in which `find_source` returns None."""
+    source = find_source(m, f)
     if source is None:
         return None
     numbers: tuple[str, ...] = ()
@@ -75,7 +75,9 @@ def moving_model(m: Message, f: Facts) -> Cause | None:
     return Cause(
         code="loading",
         claim="the model's weights do not fit on the device: moving them there failed, before any step",
-        evidence=(held_in_words(m),) if m.allocated_bytes else ("failed in Module.to(), or in a loader that calls it",),
+        evidence=(describe_held_memory(m),)
+        if m.allocated_bytes
+        else ("failed in Module.to(), or in a loader that calls it",),
     )
 
 
@@ -121,7 +123,7 @@ def model_copy(m: Message, f: Facts) -> Cause | None:
     else:
         claim = "copy.deepcopy creates a second copy of the model or of its state on the device"
         evidence = "failed in copy.deepcopy of tensors, which puts the copies on the device of the originals"
-    return Cause(code="model-copy", claim=claim, evidence=(evidence, *_evidence_of_held(m)))
+    return Cause(code="model-copy", claim=claim, evidence=(evidence, *_describe_held_if_known(m)))
 
 
 def engine_buffers(m: Message, f: Facts) -> Cause | None:
@@ -134,7 +136,7 @@ def engine_buffers(m: Message, f: Facts) -> Cause | None:
         evidence=(
             "DistributedDataParallel and Megatron allocate buffers as large as all gradients, DeepSpeed float32 copies "
             "of the parameters",
-            *_evidence_of_held(m),
+            *_describe_held_if_known(m),
         ),
     )
 
@@ -161,8 +163,8 @@ def optimizer_temporaries(m: Message, f: Facts) -> Cause | None:
     )
 
 
-def _evidence_of_held(m: Message) -> tuple[str, ...]:
-    return (held_in_words(m),) if m.allocated_bytes else ()
+def _describe_held_if_known(m: Message) -> tuple[str, ...]:
+    return (describe_held_memory(m),) if m.allocated_bytes else ()
 
 
 def evaluation(m: Message, f: Facts) -> Cause | None:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from lowtide.diagnostics.oom.advice import advise
 from lowtide.diagnostics.oom.explanation import Explanation, explain
-from lowtide.diagnostics.oom.live_facts import facts_now
+from lowtide.diagnostics.oom.live_facts import collect_facts
 from lowtide.errors import LowtideError
-from lowtide.planner import smallest_peak
-from lowtide.planner.planning import simulator_of
+from lowtide.planner import find_smallest_peak
+from lowtide.planner.planning import get_simulator
 from lowtide.planner.records import Decisions
 from lowtide.profiler import rehearse
 from lowtide.state.step_outcome import is_out_of_memory
@@ -71,7 +71,7 @@ class explain_oom(AbstractContextManager[None, Literal[False]], ContextDecorator
         if step is not None and model is None:
             raise LowtideError("explain_oom was given a step but no model: pass the model that the step trains, too.")
         self._model, self._optimizer, self._step, self._batch = model, optimizer, step, batch
-        self._reserve = _address_space()
+        self._reserve = _reserve_address_space()
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> Literal[False]:
         if error is None or not is_out_of_memory(error):
@@ -83,12 +83,12 @@ class explain_oom(AbstractContextManager[None, Literal[False]], ContextDecorator
         except Exception as failure:  # the user's own error matters, whatever failed here
             note = f"the error could not be explained: {type(failure).__name__}: {failure}"
         error.add_note(f"\nlowtide: {note}")
-        self._reserve = _address_space()
+        self._reserve = _reserve_address_space()
         return False
 
     def _note(self, error: BaseException) -> str:
         text = f"{type(error).__name__}: {error}"
-        explanation = explain(text, facts_now(error, self._model, self._optimizer))
+        explanation = explain(text, collect_facts(error, self._model, self._optimizer))
         if explanation is None:
             return "out of memory, but Lowtide does not know this message. Please report it."
         if self._step is None:
@@ -108,8 +108,8 @@ class explain_oom(AbstractContextManager[None, Literal[False]], ContextDecorator
             why = str(failure).partition("\n")[0]
             notes = (f"the step could not be rehearsed to find a plan: {why}",)
             return replace(explanation, facts=replace(explanation.facts, notes=notes))
-        _, least = smallest_peak(profile)
-        plain = simulator_of(profile).predict(Decisions())
+        _, least = find_smallest_peak(profile)
+        plain = get_simulator(profile).predict(Decisions())
         extra = f", {100 * least.extra_ms / profile.step_ms:+.0f} % time" if profile.step_ms else ""
         facts = replace(
             explanation.facts,
@@ -125,7 +125,7 @@ class explain_oom(AbstractContextManager[None, Literal[False]], ContextDecorator
         return replace(explanation, facts=facts, actions=advise(explanation.message, facts, explanation.cause))
 
 
-def _address_space() -> mmap.mmap | None:
+def _reserve_address_space() -> mmap.mmap | None:
     """Reserve address space for the explanation, to be freed when memory runs out; None if there is none to reserve."""
     with contextlib.suppress(OSError, ValueError, MemoryError):
         return mmap.mmap(-1, _RESERVED_BYTES)

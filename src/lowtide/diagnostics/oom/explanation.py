@@ -10,7 +10,7 @@ from lowtide.diagnostics.oom.cause import Cause
 from lowtide.diagnostics.oom.causes import find_cause
 from lowtide.diagnostics.oom.facts import FactReader, Facts
 from lowtide.diagnostics.oom.message import Message
-from lowtide.diagnostics.oom.parse_messages import Messages, candidates, most_informative
+from lowtide.diagnostics.oom.parse_messages import Messages, candidates, choose_most_informative
 from lowtide.diagnostics.oom.text_stream import PIECE
 from lowtide.planner.serialization import Record
 from lowtide.units import format_bytes, format_count
@@ -64,11 +64,11 @@ def explain(text: str | Iterable[str], facts: Facts | None = None) -> Explanatio
     if not informative:
         return None
     known = reader.facts() if facts is None else facts
-    main = _explained(most_informative(informative), known)
+    main = _explained(choose_most_informative(informative), known)
     others = {main.cause.code: main}
     for name, of_one in of_process.items():
         if name != main.message.process:
-            other = _explained(most_informative(of_one), known)
+            other = _explained(choose_most_informative(of_one), known)
             others.setdefault(other.cause.code, other)
     processes = tuple(other for other in others.values() if other is not main)
     return replace(main, processes=processes, further=n_messages - 1 - len(processes))

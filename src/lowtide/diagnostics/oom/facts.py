@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 
 from lowtide.diagnostics.oom.message import Holder
-from lowtide.diagnostics.oom.text_stream import LONGEST, PREFIX, PatternFinder, process_named
+from lowtide.diagnostics.oom.text_stream import LONGEST, PREFIX, PatternFinder, parse_process
 from lowtide.planner.serialization import Record
 
 
@@ -370,7 +370,7 @@ class FactReader:
         matches = [
             (match.start(), kind, match)
             for kind, finder in self._finders.items()
-            for match in finder.new_matches(self._window, is_last=is_last)
+            for match in finder.find_new_matches(self._window, is_last=is_last)
         ]
         for _, kind, match in sorted(matches, key=lambda entry: entry[0]):
             self._take(kind, match)
@@ -416,7 +416,7 @@ class FactReader:
         if begin == 0 and (self._has_moved or position > _LINE):
             return None
         prefix = PREFIX.match(self._window, begin, position)
-        return None if prefix is None else process_named(prefix)
+        return None if prefix is None else parse_process(prefix)
 
 
 def _place(kind: str, match: re.Match[str], process: str | None) -> Place:

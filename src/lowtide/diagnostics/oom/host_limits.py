@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 
 
-def address_space() -> tuple[int, int] | None:
+def read_address_space() -> tuple[int, int] | None:
     """Return the limit on the address space (`ulimit -v`) and its usage in bytes; None without a limit."""
     try:
         import resource
@@ -22,7 +22,7 @@ def address_space() -> tuple[int, int] | None:
     return limit, pages * resource.getpagesize()
 
 
-def control_group() -> tuple[int, int] | None:
+def read_control_group() -> tuple[int, int] | None:
     """Return the limit of the container or job (cgroup v2, else v1) and its usage in bytes; None without a limit."""
     for limit_file, used_file in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),

@@ -10,33 +10,33 @@ _LESS_HOST_MEMORY = (
 )
 
 
-def host_memory(claim: str, evidence: str, *actions: str) -> Source:
+def make_host_source(claim: str, evidence: str, *actions: str) -> Source:
     """Return a source for a program that ran out of host memory: its own `actions` first, then advice to use less."""
     return source("host-memory", claim, evidence, *actions, *_LESS_HOST_MEMORY)
 
 
 HOST_SOURCES: dict[str, Source] = {
-    "Slurm": host_memory(
+    "Slurm": make_host_source(
         "Slurm ended the task: the job used more host memory than it requested",
         "the limit is the job's --mem or --mem-per-cpu; GPU memory is not affected",
         "request more: sbatch --mem=64G, or --mem=0 for the whole node; `seff JOBID` shows the peak",
     ),
-    "PBS": host_memory(
+    "PBS": make_host_source(
         "PBS ended the job: it used more host memory than it requested",
         "the limit is the job's mem or vmem; GPU memory is not affected",
         "request more: qsub -l select=1:mem=64gb; `qstat -fx JOBID` shows the peak",
     ),
-    "LSF": host_memory(
+    "LSF": make_host_source(
         "LSF ended the job: it used more host memory than its limit",
         "TERM_MEMLIMIT is the limit of bsub -M; GPU memory is not affected",
         'request more: bsub -M 64GB -R "rusage[mem=64GB]"; `bhist -l JOBID` shows the peak',
     ),
-    "SGE": host_memory(
+    "SGE": make_host_source(
         "Grid Engine ended the job: it used more host memory than it requested",
         "the limit is the job's h_vmem; GPU memory is not affected",
         "request more: qsub -l h_vmem=64G; `qacct -j JOBID` shows maxvmem",
     ),
-    "AWS Batch": host_memory(
+    "AWS Batch": make_host_source(
         "AWS Batch ended the container: it reached the memory of its job definition",
         "the kernel ends a container at its limit, even if the instance has memory free",
         "raise MEMORY in resourceRequirements of the job definition, within the instance's memory",
@@ -48,34 +48,34 @@ HOST_SOURCES: dict[str, Source] = {
         "raise resources.limits.memory of the container; `kubectl top pod` shows the usage before the end",
         "give /dev/shm an emptyDir of medium Memory: its pages count toward the limit",
     ),
-    "Docker": host_memory(
+    "Docker": make_host_source(
         "the container was ended for its memory (OOMKilled): it reached its limit, or the machine ran out",
         "OOMKilled is the kernel's own verdict: host memory, not the GPU's",
         "raise the limit: docker run --memory=32g, mem_limit in compose; Docker Desktop has one for all (Resources)",
     ),
-    "WSL": host_memory(
+    "WSL": make_host_source(
         "the kernel of WSL ended a process: the memory that WSL may use, half of Windows' by default, is used up",
         "the kernel's own message: host memory, not the GPU's",
         "set memory=24GB and swap=16GB under [wsl2] in %UserProfile%\\.wslconfig, then run wsl --shutdown",
     ),
-    "Linux": host_memory(
+    "Linux": make_host_source(
         "the kernel ended a process to get host memory back: the machine's, or the container's limit, is used up",
         "the kernel's own message: host memory, not the GPU's",
         "look in dmesg for the process and its memory (anon-rss); raise the limit of the container if it has one",
     ),
-    "a control group": host_memory(
+    "a control group": make_host_source(
         "the kernel ended a process: the limit of a container, a job or a unit (its control group) is reached",
         "the rest of the system may have memory free; this is host memory, not the GPU's",
         "look in dmesg for the process and its memory (anon-rss); raise the limit: docker run --memory, "
         "resources.limits.memory, MemoryMax=, Slurm's --mem",
     ),
-    "memory.events": host_memory(
+    "memory.events": make_host_source(
         "the kernel ended processes of this control group (a container, a job, a unit) to get host memory back",
         "oom_kill counts them: the group's limit (memory.max) was reached, or the whole machine was full",
         "raise the group's limit (memory.max): docker run --memory, resources.limits.memory, MemoryMax=",
         "compare memory.peak with memory.max; if it stayed below, dmesg names the process that filled the machine",
     ),
-    "a memory daemon": host_memory(
+    "a memory daemon": make_host_source(
         "a daemon (systemd-oomd, earlyoom) ended a process before the machine's memory was used up",
         "it goes by memory pressure or free memory, and takes the largest process: host memory, not the GPU's",
         "add memory or swap, or set another limit: ManagedOOMMemoryPressureLimit of the slice, earlyoom -m",
@@ -87,31 +87,31 @@ HOST_SOURCES: dict[str, Source] = {
         "try DataLoader(pin_memory=False) to see if that is all; then use a smaller prefetch_factor and fewer workers",
         "check with nvidia-smi that the GPU is not full, and raise the limit on locked memory (ulimit -l)",
     ),
-    "DataLoader": host_memory(
+    "DataLoader": make_host_source(
         "the kernel ended a DataLoader worker: host memory of the machine, or of the container, is used up",
         "workers hold their own copies of what the data set touches, times prefetch_factor batches",
     ),
-    "shells, torchrun and containers": host_memory(
+    "shells, torchrun and containers": make_host_source(
         "the system ended a process, most likely to get host memory back: the machine's or the container's",
         "SIGKILL (exit code 137, or -9) leaves no reason; `dmesg | grep -i oom` says whether it was memory",
         "check dmesg | grep -i oom, or `kubectl describe pod` (Reason: OOMKilled)",
     ),
-    "Colab": host_memory(
+    "Colab": make_host_source(
         "the machine's RAM is used up: Colab ended the session",
         "this is host memory; the GPU's is reported by PyTorch itself",
         "load less at once: stream the data set, or a high-RAM runtime",
     ),
-    "Kaggle": host_memory(
+    "Kaggle": make_host_source(
         "the machine's RAM is used up: Kaggle restarted the notebook",
         "this is host memory; the GPU's is reported by PyTorch itself",
         "load less at once: stream the data set, a smaller dtype",
     ),
-    "HTCondor": host_memory(
+    "HTCondor": make_host_source(
         "HTCondor ended or held the job: it used more host memory than it requested",
         "the limit is request_memory; GPU memory is not affected",
         "request more: request_memory = 64GB in the submit file",
     ),
-    "Jupyter": host_memory(
+    "Jupyter": make_host_source(
         "the notebook's kernel died, most likely because the machine's RAM is used up",
         "out of host memory, a kernel ends without a traceback; crashes in libraries look the same",
         "watch RAM while it runs (free -h), or run the cell as a script: `dmesg | grep -i oom` then says why",
@@ -123,13 +123,13 @@ HOST_SOURCES: dict[str, Source] = {
         "enlarge the paging file (System, Advanced, Performance, Virtual memory), or let Windows manage its size",
         "use fewer DataLoader workers: num_workers=0 at first, and `if __name__ == '__main__':` around the script",
     ),
-    "Kubernetes, the node": host_memory(
+    "Kubernetes, the node": make_host_source(
         "the node ran low on host memory: Kubernetes evicted a pod, or the kernel ended one of its processes",
         "both take the pod that uses most beyond its resources.requests.memory; GPU memory is not affected",
         "set resources.requests.memory to what the pod needs, and the limit to the same: such nodes are chosen",
         "give emptyDir volumes of medium Memory a sizeLimit: their pages count",
     ),
-    "SageMaker": host_memory(
+    "SageMaker": make_host_source(
         "the instance's host memory is used up: SageMaker ended the job",
         "this is the instance's main memory, not the GPU's",
         "use an instance type with more memory, or input by streaming (FastFile, Pipe mode)",
@@ -247,7 +247,7 @@ HOST_SOURCES: dict[str, Source] = {
         "use a larger heap: -Xmx, spark.driver.memory or spark.executor.memory",
         "collect less: no toPandas() or collect() of a whole table",
     ),
-    "macOS": host_memory(
+    "macOS": make_host_source(
         "macOS ended a process, or asks to end some, because its memory and swap are used up",
         "on Apple silicon the GPU's memory is part of it",
         "look in Activity Monitor which processes hold memory; free disk space for swap",
@@ -281,7 +281,7 @@ HOST_SOURCES: dict[str, Source] = {
         "check free -h and the container's limit; end what holds the memory, or add swap",
         "use fewer DataLoader workers, started before large arrays are made; or vm.overcommit_memory=1 on your machine",
     ),
-    "a service's limit": host_memory(
+    "a service's limit": make_host_source(
         "the service ended the program at its memory limit: main memory, not the GPU's",
         "the service's own message",
         "use a larger memory size for the job, function or machine",

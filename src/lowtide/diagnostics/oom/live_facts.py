@@ -15,21 +15,21 @@ from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
 from lowtide._torch.cuda_history import snapshot
-from lowtide._torch.optim import parameters_of
-from lowtide._torch.tensors import storage_id
+from lowtide._torch.optim import list_parameters
+from lowtide._torch.tensors import get_storage_id
 from lowtide.diagnostics.graph.saved_tensors import storage_bytes
 from lowtide.diagnostics.oom import host_limits as host
 from lowtide.diagnostics.oom.facts import Facts, Place
-from lowtide.diagnostics.oom.live_graphs import LiveGraph, graph_behind, separate_graphs, tensors_with_graphs
+from lowtide.diagnostics.oom.live_graphs import LiveGraph, build_graph_behind, find_tensors_with_graphs, separate_graphs
 from lowtide.diagnostics.oom.message import Holder
-from lowtide.runtime.batch_tensors import tensors_in
+from lowtide.runtime.batch_tensors import collect_tensors
 from lowtide.runtime.live_optimizers import optimizer_state
 from lowtide.runtime.planned_engine import planned_engine
 
 _MOST_HOLDERS = 8
 
 
-def facts_now(error: BaseException, model: nn.Module | None, optimizer: Optimizer | None) -> Facts:
+def collect_facts(error: BaseException, model: nn.Module | None, optimizer: Optimizer | None) -> Facts:
     """Collect the facts about this process, which has run out of memory with `error`.
 
     `model` and `optimizer` are searched for in the frames of the traceback if they are not given.
@@ -39,7 +39,7 @@ def facts_now(error: BaseException, model: nn.Module | None, optimizer: Optimize
         model = next((instance for _, instance in _selves(frames, nn.Module)), None)
     if optimizer is None:
         optimizer = next((instance for _, instance in _selves(frames, Optimizer)), None)
-    graphs = separate_graphs(tensors_with_graphs())
+    graphs = separate_graphs(find_tensors_with_graphs())
     n_leftover, left_bytes = _leftover(graphs)
     evaluated = _evaluated(graphs, model)
     roots = [root for graph in evaluated for root in graph.roots]
@@ -51,11 +51,11 @@ def facts_now(error: BaseException, model: nn.Module | None, optimizer: Optimize
         expandable=_expandable(),
         windows=os.name == "nt",
         inside=_inside(frames, model),
-        evaluation_bytes=graph_behind(roots, None).held_bytes if roots else 0,
+        evaluation_bytes=build_graph_behind(roots, None).held_bytes if roots else 0,
         evaluation_graphs=len(evaluated),
         leftover_graphs=n_leftover,
         leftover_bytes=left_bytes,
-        new_state_bytes=_new_state_bytes(optimizer),
+        new_state_bytes=_count_new_state_bytes(optimizer),
         holders=_holders(graphs, model, optimizer),
         is_planned=engine is not None,
         saves_most=engine is not None and engine.saves_most,
@@ -114,7 +114,7 @@ def _leftover(graphs: list[LiveGraph]) -> tuple[int, int]:
 
 def _storages(graph: LiveGraph) -> dict[int, int]:
     """Map the storages that a graph keeps alive, except parameters, to their bytes."""
-    kept = (kept for node in graph_behind(graph.roots, None).nodes for kept in node.kept if not kept.parameter)
+    kept = (kept for node in build_graph_behind(graph.roots, None).nodes for kept in node.kept if not kept.parameter)
     return {tensor.storage: tensor.bytes for tensor in kept}
 
 
@@ -126,25 +126,25 @@ def _evaluated(graphs: list[LiveGraph], model: nn.Module | None) -> list[LiveGra
     """
     if model is None or any(module.training for module in model.modules()):
         return []
-    own = {storage_id(parameter) for parameter in model.parameters()}
+    own = {get_storage_id(parameter) for parameter in model.parameters()}
     evaluated = []
     for graph in graphs:
-        behind = graph_behind(graph.roots, None)
-        through = any(leaf.tensor is not None and storage_id(leaf.tensor) in own for leaf in behind.leaves)
+        behind = build_graph_behind(graph.roots, None)
+        through = any(leaf.tensor is not None and get_storage_id(leaf.tensor) in own for leaf in behind.leaves)
         if through and behind.held_bytes:
             evaluated.append(graph)
     return evaluated if evaluated and evaluated[-1] is graphs[-1] else []
 
 
-def _new_state_bytes(optimizer: Optimizer | None) -> int:
+def _count_new_state_bytes(optimizer: Optimizer | None) -> int:
     """Return the bytes of state that an Adam optimizer has yet to create: two copies of each parameter."""
     if not isinstance(optimizer, Adam | AdamW):
         return 0
     missing = 0
-    for parameter in parameters_of(optimizer):
+    for parameter in list_parameters(optimizer):
         if parameter.grad is not None:
             state = optimizer.state.get(parameter, {})
-            existing_bytes = sum(t.nbytes for t in tensors_in(state) if t.shape == parameter.shape)
+            existing_bytes = sum(t.nbytes for t in collect_tensors(state) if t.shape == parameter.shape)
             missing += max(0, 2 * parameter.nbytes - existing_bytes)
     return missing
 
@@ -156,7 +156,7 @@ def _holders(graphs: list[LiveGraph], model: nn.Module | None, optimizer: Optimi
 
     def count(name: str, tensors: list[Tensor]) -> None:
         for tensor in tensors:
-            storage = storage_id(tensor) or id(tensor)
+            storage = get_storage_id(tensor) or id(tensor)
             if storage not in counted:
                 counted.add(storage)
                 totals[name] += storage_bytes(tensor)
@@ -168,7 +168,7 @@ def _holders(graphs: list[LiveGraph], model: nn.Module | None, optimizer: Optimi
     if optimizer is not None:
         count("optimizer state", optimizer_state([optimizer]))
     roots = [root for graph in graphs for root in graph.roots]
-    for node in graph_behind(roots, model).nodes if roots else ():
+    for node in build_graph_behind(roots, model).nodes if roots else ():
         where = node.module or node.name
         for kept in node.kept:
             if not kept.parameter and kept.storage not in counted:
@@ -204,9 +204,9 @@ def _numbers(numbers: list[int]) -> str:
 def _limit() -> tuple[str, int, int] | None:
     """Return the main-memory limit nearest to being reached, as name, size and usage in bytes; None if none is set."""
     limits = []
-    if (space := host.address_space()) is not None:
+    if (space := host.read_address_space()) is not None:
         limits.append(("limit on the address space (ulimit -v)", *space))
-    if (group := host.control_group()) is not None:
+    if (group := host.read_control_group()) is not None:
         limits.append(("memory limit of the container", *group))
     return min(limits, key=lambda limit: limit[1] - limit[2], default=None)
 

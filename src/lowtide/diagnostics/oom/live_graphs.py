@@ -12,7 +12,7 @@ from lowtide._torch.autograd_graph import components
 from lowtide._torch.nodes import sequence_number
 from lowtide.diagnostics.graph import Graph
 from lowtide.diagnostics.graph.build_graph import GraphBuilder
-from lowtide.diagnostics.graph.module_names import name_modules, parameter_names
+from lowtide.diagnostics.graph.module_names import collect_named_tensors, name_modules
 from lowtide.utils.live_objects import live_objects
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ class LiveGraph:
     """Largest sequence number of the graph's nodes, larger for younger graphs."""
 
 
-def tensors_with_graphs() -> list[Tensor]:
+def find_tensors_with_graphs() -> list[Tensor]:
     """Return every tensor known to Python that has a graph."""
     tensors = []
     for tensor in live_objects(Tensor):
@@ -50,9 +50,9 @@ def separate_graphs(tensors: Iterable[Tensor]) -> list[LiveGraph]:
     return sorted(graphs, key=lambda graph: graph.newest)
 
 
-def graph_behind(tensors: Iterable[Tensor], model: nn.Module | None) -> Graph:
+def build_graph_behind(tensors: Iterable[Tensor], model: nn.Module | None) -> Graph:
     """Return the graph behind several tensors at once; with `model`, parameters and nodes have names of its modules."""
-    names = {} if model is None else parameter_names(model)
+    names = {} if model is None else collect_named_tensors(model)
     graph = GraphBuilder(tensors, names, names.values()).graph()
     if model is not None:
         name_modules(graph, model)

@@ -88,7 +88,7 @@ class Messages:
         """Yield the new messages that are complete once `piece`, the next part, is read; at most MOST_KNOWN."""
         self._window += self._line.cleaned(piece, is_last=is_last)
         for number, finder in enumerate(self._finders):
-            matches = finder.new_matches(self._window, is_last=is_last)
+            matches = finder.find_new_matches(self._window, is_last=is_last)
             self._starts += [_MessageStart(m.start(), number, m.end(), m[1] if m.re.groups else "") for m in matches]
         self._starts.sort()
         is_known = len(self._window) if is_last else len(self._window) - LONGEST  # starts before it are final
@@ -103,7 +103,7 @@ class Messages:
             later = (self._starts[n].start for n in range(place + 1, len(self._starts)))
             stop = next((other for other in later if other >= end), len(self._window))
             message = _read(number, kind, self._window[start : min(stop, start + _LONGEST)])
-            message = replace(message, process=self._process_at(self._offset + start))
+            message = replace(message, process=self._find_process_at(self._offset + start))
             if self._remember(message):
                 yield message
         del self._starts[:done]
@@ -118,7 +118,7 @@ class Messages:
         for finder in self._finders:
             finder.move_on(n)
 
-    def _process_at(self, position: int) -> str | None:
+    def _find_process_at(self, position: int) -> str | None:
         return next((process for start, process in reversed(self._line.processes) if start <= position), None)
 
     def _remember(self, message: Message) -> bool:
@@ -146,7 +146,7 @@ def messages(text: str) -> list[Message]:
     return list(Messages().read(text, is_last=True))
 
 
-def most_informative(known: list[Message]) -> Message:
+def choose_most_informative(known: list[Message]) -> Message:
     """Return the message to explain: the first that states the request and the device's capacity, if there is one.
 
     Otherwise it is the first certain one that states a request, else the first certain one, else the first.
@@ -155,7 +155,7 @@ def most_informative(known: list[Message]) -> Message:
 
 
 def candidates(known: list[Message]) -> list[Message]:
-    """Return the messages that `most_informative` can still choose after further messages."""
+    """Return the messages that `choose_most_informative` can still choose after further messages."""
     kept = (next((n for n, message in enumerate(known) if tells(message)), None) for tells in _INFORMATIVE)
     return [known[n] for n in sorted({n for n in kept if n is not None})]
 

@@ -27,7 +27,7 @@ PREFIX = re.compile(
 """The prefix that launchers put before a line. One of its groups names the process that wrote it."""
 
 
-def process_named(prefix: re.Match[str]) -> str:
+def parse_process(prefix: re.Match[str]) -> str:
     """Return the process that a match of PREFIX names: `rank 0`, `pid 3959`, `worker-1`."""
     kind = str(prefix.lastgroup)
     name = str(prefix[kind])
@@ -51,7 +51,7 @@ class PatternFinder:
         self._next = 0
         """Position in the window where the search continues."""
 
-    def new_matches(self, window: str, *, is_last: bool) -> Iterator[re.Match[str]]:
+    def find_new_matches(self, window: str, *, is_last: bool) -> Iterator[re.Match[str]]:
         """Yield the new matches, except those so close to the end of the window that text may still be missing."""
         stop = len(window) + 1 if is_last else len(window) - LONGEST
         if any(window.find(word, self._next) >= 0 for word in self._words):
@@ -90,7 +90,7 @@ class LineJoiner:
         parts = [self._joined(line + line_break)]
         done = 0
         for prefix in PREFIX.finditer(more):
-            process = process_named(prefix)
+            process = parse_process(prefix)
             parts.append(self._joined(more[done : prefix.start()]))
             done = prefix.end()
             if not self.processes or self.processes[-1][1] != process:

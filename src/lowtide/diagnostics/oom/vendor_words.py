@@ -98,7 +98,7 @@ _VENDORS = {
 _LIBRARIES = {"hipblas": "hip", "rocblas": "hip", "miopen": "hip", "rccl": "hip"}
 
 
-def vendor_of(kind: str) -> Vendor:
+def find_vendor(kind: str) -> Vendor:
     """Return the vendor's words for a message's kind (`hip`, `hip driver`, a library); CUDA's for unknown kinds."""
     name = kind.removesuffix(" driver")
     return _VENDORS.get(_LIBRARIES.get(name, name), _CUDA)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide._torch.fake_modes import OWN_OPERATORS, SHARDING_OPERATORS, is_strided
-from lowtide._torch.tensors import parts_of
+from lowtide._torch.tensors import find_parts
 from lowtide.estimator import embedding_bag as bags
 from lowtide.estimator.cpu.no_scratch_ops import takes_nothing
 from lowtide.estimator.cpu.scratch_trials import Trials
@@ -223,7 +223,7 @@ def _sorted_indices(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
     """Return the scratch bytes of coalescing: one index number and one position for each element, and the sort's
     buffers (SparseTensor.cpp).
     """
-    indices, _ = parts_of(args[0])
+    indices, _ = find_parts(args[0])
     n_bytes = indices.shape[1] * indices.element_size()
     return [n_bytes] * (3 if indices.shape[0] == 1 else 4)
 

@@ -16,7 +16,7 @@ import torch
 
 from lowtide._torch.fake_modes import on_real_tensors
 from lowtide._torch.pytree import tree_leaves, tree_map
-from lowtide._torch.tensors import parts_of, storage_id
+from lowtide._torch.tensors import find_parts, get_storage_id
 from lowtide.estimator.tensor_geometry import Geometry
 from lowtide.memory.cpu_recorder import CpuRecorder
 from lowtide.memory.events import Allocate, EventStream, Free, Mark
@@ -53,7 +53,7 @@ class _Script:
         )
         return _Script(events, results)
 
-    def beyond_results(self) -> int:
+    def count_beyond_results(self) -> int:
         """Return the bytes at the peak that are not results."""
         level = peak = 0
         for n_bytes in self.events:
@@ -118,7 +118,7 @@ class _Call:
 
     def _run(self, rows: int, mark: Callable[[str], None]) -> tuple[int, ...]:
         args, kwargs = self._real(rows)
-        counted = {storage_id(tensor) for tensor in _memory(args, kwargs)}
+        counted = {get_storage_id(tensor) for tensor in _memory(args, kwargs)}
         mark("begin")
         try:
             out = self.func(*args, **kwargs)
@@ -126,14 +126,14 @@ class _Call:
             mark("end")
         sizes = []
         for result in _memory(out):
-            sizes.append(0 if storage_id(result) in counted else result.untyped_storage().nbytes())
-            counted.add(storage_id(result))
+            sizes.append(0 if get_storage_id(result) in counted else result.untyped_storage().nbytes())
+            counted.add(get_storage_id(result))
         return tuple(sizes)
 
 
 def _memory(*values: Any) -> Iterator[Any]:
     """Yield the dense tensors that hold the memory of all tensors in nested structures."""
-    return (part for leaf in tree_leaves(values) if _is_tensor(leaf) for part in parts_of(leaf))
+    return (part for leaf in tree_leaves(values) if _is_tensor(leaf) for part in find_parts(leaf))
 
 
 _table: dict[Hashable, _Script | None] = {}
@@ -162,7 +162,7 @@ class Trials:
             return {}, []
         by_contents = torch.Tag.dynamic_output_shape in func.tags  # in the trial a mask selects all elements
         sizes = {} if by_contents else {number: n_bytes for number, n_bytes in enumerate(script.results) if n_bytes}
-        return sizes, [script.beyond_results()]
+        return sizes, [script.count_beyond_results()]
 
     def leave(self, func: Any, args: Any, kwargs: Any) -> None:
         """List this operator in `unknown`: no trial can show the scratch memory of the call."""
@@ -198,13 +198,13 @@ class Trials:
                     except (RuntimeError, ValueError, TypeError, NotImplementedError):
                         results.append((key, None))
         scripts: dict[Hashable, list[_Script]] = {key: [] for key in wanted}
-        for (key, sizes), events in zip(results, _between_marks(recorder.stream), strict=True):
+        for (key, sizes), events in zip(results, _split_at_marks(recorder.stream), strict=True):
             if sizes is not None:
                 scripts[key].append(_Script(events, sizes))
         _table.update({key: call.learned(scripts[key]) for key, call in wanted.items()})
 
 
-def _between_marks(stream: EventStream) -> list[tuple[int, ...]]:
+def _split_at_marks(stream: EventStream) -> list[tuple[int, ...]]:
     trials: list[list[int]] = []
     inside = False
     for event in stream:

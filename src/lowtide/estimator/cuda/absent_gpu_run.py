@@ -12,18 +12,26 @@ import torch
 from lowtide._torch.distributed import n_groups
 from lowtide._torch.fake_modes import fake_mode, is_fake, without_function_modes, without_modes
 from lowtide.errors import RehearsalError
-from lowtide.estimator.absent_processes import AbsentProcesses, these_processes
+from lowtide.estimator.absent_processes import AbsentProcesses, read_process_group
 from lowtide.estimator.cuda.backend import gpu_in_use, take_place
 from lowtide.estimator.cuda.current_gpu import CAPABILITY_ASSUMED, NAME, measured, taking, unbounded
 from lowtide.estimator.cuda.gpu_allocation_tracker import GpuAllocationTracker
-from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate, Outcome, known_within
+from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate, Outcome, describe_bounds
 from lowtide.estimator.cuda.memory_stats import Usage
 from lowtide.estimator.cuda.op_workspace import OpWorkspaces
 from lowtide.estimator.cuda.ops.op_registry import READ_IN
 from lowtide.estimator.cuda.placement import GpuPlacement, belongings
 from lowtide.estimator.cuda.redirect import CudaRedirect, emulated_cuda
 from lowtide.estimator.estimate_labels import labels
-from lowtide.estimator.fake_step import adopt, compiled, exclusive, planned, unpatched, unrestored_note, with_carryover
+from lowtide.estimator.fake_step import (
+    adopt,
+    build_unrestored_note,
+    compiled,
+    exclusive,
+    planned,
+    unpatched,
+    with_carryover,
+)
 from lowtide.estimator.fake_step_state import FakeStepState
 from lowtide.estimator.fake_tensors import FakeTensors
 from lowtide.estimator.sharded_units import on_host, units_on
@@ -34,7 +42,7 @@ from lowtide.memory.allocator.config import AllocatorConfig
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.memory.nccl_memory import nccl_bytes
 from lowtide.profiler.preconditions import NESTED
-from lowtide.state.containers import container_restorer
+from lowtide.state.containers import make_container_restorer
 from lowtide.state.process_group import several_processes
 
 if TYPE_CHECKING:
@@ -63,11 +71,11 @@ def estimate_on(
     The step runs with `engine`, or under `plan` if `engine` is None. Without `allocator`, the allocator's settings are
     read from the environment. `n_gpus` is the number of processes, each with one GPU.
     """
-    processes = these_processes(n_gpus)
+    processes = read_process_group(n_gpus)
     engine = planned(model, plan) if engine is None else engine
     on_gpu = AbsentGpuRun(gpu, model, batch, (step, optimizer), engine=engine, allocator=allocator, processes=processes)
     with enable_plan_levers(plan, model, optimizer), on_gpu as rehearsal:
-        hand_back = container_restorer(batch)
+        hand_back = make_container_restorer(batch)
         step(batch)
         hand_back()
         rehearsal.second()
@@ -196,9 +204,14 @@ class AbsentGpuRun(TwoStepRun):
                 *self._tracker.unbounded.values(),
                 *self._reducers.unknown,
                 *self._measured,
-                *known_within(outcome.whole, bounds),
+                *describe_bounds(outcome.whole, bounds),
             ),
-            assumed=(*_about(self._gpu), *compiled(self._model), *self.answers.notes, *unrestored_note(self._state)),
+            assumed=(
+                *_about(self._gpu),
+                *compiled(self._model),
+                *self.answers.notes,
+                *build_unrestored_note(self._state),
+            ),
             measured=self._measured,
             n_passes=n_passes,
             has_one_step=self._has_one_step,

@@ -19,7 +19,7 @@ from lowtide._torch.privateuse1 import (
     DeviceHook,
     DeviceModule,
     constants_made_on_cpu,
-    device_place,
+    find_device_place,
     foreach_for_fakes,
     take_device_place,
 )
@@ -119,7 +119,7 @@ def take_place(*, alone: bool = False) -> None:
             "this process has a GPU, whose streams torch would no longer manage once there is a device for "
             "estimates.\n  Use `lowtide estimate --device`, or estimate in a process with CUDA_VISIBLE_DEVICES=''."
         )
-    taken = device_place()
+    taken = find_device_place()
     if taken == NAME:
         return
     if taken is not None:

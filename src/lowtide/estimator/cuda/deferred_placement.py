@@ -26,7 +26,7 @@ from lowtide._torch.fake_modes import (
     on_default_device,
     without_function_modes,
 )
-from lowtide._torch.tensors import DEVICE, IS_CUDA, PACK_PADDED, SET_DATA, parts_of, storage_id
+from lowtide._torch.tensors import DEVICE, IS_CUDA, PACK_PADDED, SET_DATA, find_parts, get_storage_id
 from lowtide.estimator.cuda.current_gpu import CUDA, in_use
 from lowtide.estimator.cuda.redirect import CudaRedirect
 from lowtide.estimator.cuda.tensor_types import as_move
@@ -105,8 +105,8 @@ class DeferredCudaModule(CudaRedirect):
     def since(self, position: int) -> Iterator[Event]:
         """Yield an allocation for each storage of tensors requested on CUDA, from number `position` on."""
         with without_function_modes():
-            parts = (part for tensor in list(self._there) for part in parts_of(tensor))
-            sizes = {storage_id(part): part.untyped_storage().nbytes() for part in parts}
+            parts = (part for tensor in list(self._there) for part in find_parts(tensor))
+            sizes = {get_storage_id(part): part.untyped_storage().nbytes() for part in parts}
         return (Allocate(block, n_bytes, 0, "") for block, n_bytes in enumerate(sizes.values()) if block >= position)
 
     def mark(self, label: str, data: object = None) -> None:

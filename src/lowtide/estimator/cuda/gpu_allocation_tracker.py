@@ -19,7 +19,7 @@ from lowtide._torch.fake_modes import (
 )
 from lowtide._torch.pytree import tree_map
 from lowtide.estimator import sparse_tensors as sparse
-from lowtide.estimator.allocation_tracker import AllocationTracker, tensors_of
+from lowtide.estimator.allocation_tracker import AllocationTracker, list_tensors
 from lowtide.estimator.compiled_collectives import refuse_in_compiled_code
 from lowtide.estimator.cpu.scratch import Scratch
 from lowtide.estimator.cpu.scratch_trials import Trials
@@ -112,12 +112,14 @@ class GpuAllocationTracker(AllocationTracker):
             self.bounds[block] = inside
         return block
 
-    def _on_one_device(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[Any, Any, list[Tensor]]:
+    def _move_to_one_device(
+        self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]
+    ) -> tuple[Any, Any, list[Tensor]]:
         away = sum(t.device.type == "cpu" and t.dim() > 0 for t in tensors)
         if not away or func in _ACROSS_DEVICES or not any(t.device.type == self.device for t in tensors):
             return args, kwargs, tensors
         args, kwargs = tree_map(self.on_gpu, (args, kwargs))
-        return args, kwargs, tensors_of(args, kwargs)[0]
+        return args, kwargs, list_tensors(args, kwargs)[0]
 
     def put_on_gpu(self, tensor: Tensor) -> None:
         """Move a leaf tensor that the step created on the CPU to the GPU; the Python object keeps its identity."""
@@ -165,7 +167,7 @@ class GpuAllocationTracker(AllocationTracker):
         """Run an operator without a fake kernel on the CPU, on zeros, for the shapes of its results."""
         back: dict[int, Tensor] = {}
 
-        def zeros_on_cpu(leaf: Any) -> Any:
+        def make_zeros_on_cpu(leaf: Any) -> Any:
             if isinstance(leaf, torch.device):
                 return _CPU
             if not isinstance(leaf, torch.Tensor) or leaf.device == _CPU:
@@ -180,7 +182,7 @@ class GpuAllocationTracker(AllocationTracker):
             return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=self.device)
 
         with self._fakes:
-            args, kwargs = tree_map(zeros_on_cpu, (args, kwargs))
+            args, kwargs = tree_map(make_zeros_on_cpu, (args, kwargs))
         with running_on_zeros(self._fakes):
             out = self._fakes.dispatch(func, (), args, kwargs)
         with self._fakes:

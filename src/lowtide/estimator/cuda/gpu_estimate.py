@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 from lowtide.estimator.absent_processes import AbsentProcesses
 from lowtide.estimator.cuda.current_gpu import CAPABILITY_ASSUMED
-from lowtide.estimator.cuda.ops.matmul import LT_WORKSPACE, WORKSPACE, workspace_bytes
+from lowtide.estimator.cuda.ops.matmul import LT_WORKSPACE, WORKSPACE, count_workspace_bytes
 from lowtide.estimator.cuda.ops.op_registry import ScratchBlock
 from lowtide.estimator.memory_estimate import MemoryEstimate
 from lowtide.memory.allocator.config import AllocatorConfig
@@ -137,7 +137,7 @@ class GpuMemoryEstimate(MemoryEstimate):
             left_bytes=self.left_bytes,
             smallest_gpu=None if self.smallest_gpu is None else self.smallest_gpu.name,
             allocator=str(self.config),
-            peak_of=self._peak_in_words(),
+            peak_of=self._describe_peak(),
         )
 
     def more(self) -> Iterator[str]:
@@ -151,7 +151,7 @@ class GpuMemoryEstimate(MemoryEstimate):
             answer += ", if some memory is as measured on one GPU"
         yield f"on {self._place()}, with {format_bytes(self.gpu.total_bytes)}: {answer}"
         peak = format_bytes(self.peak_requested_bytes)
-        yield f"  {peak}  requested at the peak of {self._peak_in_words()}"
+        yield f"  {peak}  requested at the peak of {self._describe_peak()}"
         yield f"  {format_bytes(self.peak_allocated_bytes)}  allocated"
         yield f"  {format_bytes(self.peak_reserved_bytes)}  reserved{within}"
         yield from (f"  {size}  {what}" for size, what in self._beside())
@@ -179,7 +179,7 @@ class GpuMemoryEstimate(MemoryEstimate):
             return self.gpu.name
         return f"each of {self.processes.size} x {self.gpu.name}, rank {self.processes.rank}"
 
-    def _peak_in_words(self) -> str:
+    def _describe_peak(self) -> str:
         """Describe the run, and the step with its peak; the table shows the last step, whose peak may be lower."""
         events, peak = self.whole.events, Timeline(self.whole).peak_index
         before = (event for event in events[: peak + 1] if type(event) is Allocate)
@@ -283,7 +283,7 @@ class Outcome:
         return self._sure[gpu]
 
     def _runs(self, name: str, order: int, gpu: GpuSpec, context: int) -> bool:
-        stream, capacity = self._on_gpu(name, workspace_bytes(gpu)), gpu.total_bytes - context
+        stream, capacity = self._on_gpu(name, count_workspace_bytes(gpu)), gpu.total_bytes - context
         if not self._config.expandable_segments and self._config.per_process_memory_fraction == 1:
             endless = self._without_end(stream, 0)
             if endless.peak_requested_bytes > capacity:  # true for every order of addresses
@@ -353,7 +353,7 @@ def _resized(stream: EventStream, sizes: Mapping[int, int]) -> EventStream:
     return replace(stream, events=tuple(resized(event) for event in stream))
 
 
-def known_within(whole: EventStream, bounds: Mapping[int, ScratchBlock]) -> tuple[str, ...]:
+def describe_bounds(whole: EventStream, bounds: Mapping[int, ScratchBlock]) -> tuple[str, ...]:
     """Return a line for each operator whose scratch memory is known only within bounds, with its largest block."""
     largest: dict[str, ScratchBlock] = {}
     for event in whole:

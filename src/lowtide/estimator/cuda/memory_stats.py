@@ -9,12 +9,12 @@ from typing import Any, Protocol
 from lowtide.memory.allocator.block_sizes import SMALL_SEGMENT
 from lowtide.memory.allocator.blocks import Block
 from lowtide.memory.allocator.config import AllocatorConfig
-from lowtide.memory.allocator.expandable_segments import allocator_for
+from lowtide.memory.allocator.expandable_segments import make_allocator
 from lowtide.memory.allocator.segment_addresses import DriverAddresses
 from lowtide.memory.allocator.simulation import ALLOCATOR, EMPTY_CACHE
 from lowtide.memory.events import Allocate, Event, EventStream, Mark
 from lowtide.memory.memory_timeline import Timeline
-from lowtide.memory.snapshots.write import snapshot_of
+from lowtide.memory.snapshots.write import make_snapshot
 
 RESET_PEAKS, RESET_SUMS = "reset peaks", "reset sums"
 """Data of ALLOCATOR marks: calls of the script that change statistics, but no allocation."""
@@ -75,11 +75,11 @@ class Usage:
     def snapshot(self) -> dict[str, Any]:
         """Return all events so far in the format of `torch.cuda.memory._snapshot`."""
         events = tuple(self._source.since(0))
-        return snapshot_of(Timeline(EventStream(events, "cuda", self._source.streams)), self._config)
+        return make_snapshot(Timeline(EventStream(events, "cuda", self._source.streams)), self._config)
 
     def _begin(self) -> None:
         self._version, self._position = self._source.version, 0
-        self._allocator = allocator_for(self._config, on_segment=self._segment, addresses=DriverAddresses())
+        self._allocator = make_allocator(self._config, on_segment=self._segment, addresses=DriverAddresses())
         self._blocks: dict[int, Block] = {}
         self._counts = Counter(
             dict.fromkeys(((kind, pool, what) for kind in _KINDS for pool in _POOLS for what in _OF_EACH), 0)

@@ -11,9 +11,9 @@ from lowtide.estimator.cuda.ops.matmul import (
     LT_WORKSPACE,
     PRODUCTS,
     WORKSPACE,
+    count_lt_workspace_bytes,
+    count_workspace_bytes,
     is_with_bias,
-    lt_workspace_bytes,
-    workspace_bytes,
 )
 from lowtide.estimator.cuda.ops.op_registry import ScratchBlock
 from lowtide.estimator.cuda.ops.op_table import CUDA_OPS
@@ -28,7 +28,7 @@ class OpWorkspaces:
     """Workspaces of operators on a GPU: the counterpart of `Scratch`, which is for the CPU."""
 
     def __init__(self, gpu: GpuSpec) -> None:
-        self._bytes = {WORKSPACE: workspace_bytes(gpu), LT_WORKSPACE: lt_workspace_bytes()}
+        self._bytes = {WORKSPACE: count_workspace_bytes(gpu), LT_WORKSPACE: count_lt_workspace_bytes()}
         self._taken: set[tuple[str, bool]] = set()
 
     def inside(self, func: Any, args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:

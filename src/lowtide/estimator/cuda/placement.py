@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Any, Self
 import torch
 from torch import nn
 
-from lowtide._torch.autograd_graph import nodes_behind
-from lowtide._torch.distributed import distributed_like, is_wrapping
+from lowtide._torch.autograd_graph import find_nodes_behind
+from lowtide._torch.distributed import is_wrapping, make_distributed_like
 from lowtide._torch.fake_modes import is_fake, is_strided, make_parameter
-from lowtide._torch.optim import parameters_of
-from lowtide._torch.tensors import parts_of, share_hooks
+from lowtide._torch.optim import list_parameters
+from lowtide._torch.tensors import find_parts, share_hooks
 from lowtide.errors import RehearsalError
 from lowtide.estimator import sparse_tensors as sparse
 from lowtide.estimator.fake_tensors import FakeTensors, swap
-from lowtide.estimator.packed_sequences import sizes_in
-from lowtide.runtime.batch_tensors import tensors_in
+from lowtide.estimator.packed_sequences import list_batch_sizes
+from lowtide.runtime.batch_tensors import collect_tensors
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -82,7 +82,7 @@ class GpuPlacement:
         """Return the fake counterpart of a tensor; a distributed tensor's counterpart wraps its fake local shard."""
         if is_wrapping(type(tensor)):
             with torch.no_grad():
-                fake: Tensor = distributed_like(tensor, self._fake_tensors.of(next(parts_of(tensor))))
+                fake: Tensor = make_distributed_like(tensor, self._fake_tensors.of(next(find_parts(tensor))))
             return fake
         fake = self._fake_tensors.separate(tensor) if self._is_slice(tensor) else self._fake_tensors.of(tensor)
         self._answers.introduce(fake, tensor)
@@ -125,11 +125,11 @@ def belongings(model: nn.Module, batch: Any, reached: Iterable[Any]) -> list[Ten
         elif isinstance(obj, torch.optim.Optimizer):
             optimizers.append(obj)
     for optimizer in optimizers:
-        tensors += parameters_of(optimizer)  # some are in no module
+        tensors += list_parameters(optimizer)  # some are in no module
         tensors += _state(optimizer)
     tensors += (t for t in reached if isinstance(t, torch.Tensor) and t.requires_grad and is_given(t))
-    sizes = {id(tensor) for tensor in sizes_in(batch)}
-    return tensors + [tensor for tensor in tensors_in(batch) if id(tensor) not in sizes]
+    sizes = {id(tensor) for tensor in list_batch_sizes(batch)}
+    return tensors + [tensor for tensor in collect_tensors(batch) if id(tensor) not in sizes]
 
 
 def is_given(tensor: Tensor) -> bool:
@@ -139,7 +139,7 @@ def is_given(tensor: Tensor) -> bool:
     Points in space at which derivatives are taken are tensors of the second kind.
     """
     return tensor.is_leaf or not any(
-        isinstance(getattr(node, "variable", None), nn.Parameter) for node in nodes_behind([tensor])
+        isinstance(getattr(node, "variable", None), nn.Parameter) for node in find_nodes_behind([tensor])
     )
 
 

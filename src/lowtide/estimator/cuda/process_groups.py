@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from lowtide._torch.distributed import keeping_own_state, own_gradients, symmetric_memory
+from lowtide._torch.distributed import build_own_state_patch, find_symmetric_memory, keep_own_gradients
 from lowtide._torch.fake_modes import on_real_tensors
 from lowtide.errors import RehearsalError
 from lowtide.estimator.absent_processes import AbsentProcesses
@@ -37,30 +37,30 @@ def replacements(processes: AbsentProcesses | None = None) -> Iterator[tuple[Any
         return
     yield from collectives()
     for owner in _OWNERS:
-        yield from ((owner, name, _in_reality(getattr(owner, name))) for name in _OF_OBJECTS)
+        yield from ((owner, name, _send_real(getattr(owner, name))) for name in _OF_OBJECTS)
         yield owner, "is_nccl_available", lambda: True
         if processes is None:
-            yield from ((owner, name, _by_gloo(getattr(owner, name))) for name in _MAKING)
+            yield from ((owner, name, _use_gloo(getattr(owner, name))) for name in _MAKING)
     if processes is not None:
         yield from simulated_group(processes)
         yield torch.distributed, "get_backend", lambda group=None: "nccl"
         from torch.distributed.fsdp import FullyShardedDataParallel
 
-        yield FullyShardedDataParallel, "__init__", _refused_with(FSDP1)
-        for owner, name in symmetric_memory():
-            yield owner, name, _refused_with(SYMMETRIC)
+        yield FullyShardedDataParallel, "__init__", _refuse_with(FSDP1)
+        for owner, name in find_symmetric_memory():
+            yield owner, name, _refuse_with(SYMMETRIC)
 
 
 def simulated_group(processes: AbsentProcesses) -> Iterator[tuple[Any, str, Any]]:
     """Yield stand-ins that give a script a simulated group of `processes`, as (owner, name, function)."""
     from torch.distributed import device_mesh  # a mesh starts the group of a script that has not
 
-    yield keeping_own_state()
+    yield build_own_state_patch()
     started = _started(torch.distributed.init_process_group, processes)
     yield from ((owner, "init_process_group", started) for owner in (*_OWNERS, device_mesh))
     for owner in _OWNERS:
-        yield owner, "new_group", _of_any_backend(owner.new_group)
-        yield owner, "all_gather_object", _gathered_by_all
+        yield owner, "new_group", _ignore_backend(owner.new_group)
+        yield owner, "all_gather_object", _gather_own_for_all
         yield owner, "gather_object", _gathered
         yield owner, "broadcast_object_list", _kept
         yield owner, "scatter_object_list", _scattered
@@ -69,7 +69,7 @@ def simulated_group(processes: AbsentProcesses) -> Iterator[tuple[Any, str, Any]
         yield from ((owner, name, refused) for owner in _OWNERS)
 
 
-def local_ddp_gradients() -> Iterator[tuple[Any, str, Any]]:
+def list_ddp_stand_ins() -> Iterator[tuple[Any, str, Any]]:
     """Yield stand-ins that leave DDP with this process's own gradients, as (owner, name, function).
 
     DDP's reducer does not expect the results of a simulated group's collectives.
@@ -79,10 +79,10 @@ def local_ddp_gradients() -> Iterator[tuple[Any, str, Any]]:
     @functools.wraps(init)
     def wrap(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        hooked(self, None, lambda state, bucket: own_gradients(bucket))  # a lambda: torch checks annotations
+        hooked(self, None, lambda state, bucket: keep_own_gradients(bucket))  # a lambda: torch checks annotations
 
     yield DistributedDataParallel, "__init__", wrap
-    yield DistributedDataParallel, "register_comm_hook", _refused_with(HOOKED)
+    yield DistributedDataParallel, "register_comm_hook", _refuse_with(HOOKED)
 
 
 HOOKED = (
@@ -103,7 +103,7 @@ def _anywhere(init: Callable[..., None]) -> Callable[..., None]:
     return wrap
 
 
-def _by_gloo(make: Callable[..., Any]) -> Callable[..., Any]:
+def _use_gloo(make: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(make)
     def made(*args: Any, **kwargs: Any) -> Any:
         def gloo(value: Any) -> Any:
@@ -123,7 +123,7 @@ def _started(start: Callable[..., None], processes: AbsentProcesses) -> Callable
     return started
 
 
-def _of_any_backend(make: Callable[..., Any]) -> Callable[..., Any]:
+def _ignore_backend(make: Callable[..., Any]) -> Callable[..., Any]:
     """Return a version of `new_group` that ignores the requested backend and takes the default group's."""
 
     @functools.wraps(make)
@@ -133,7 +133,7 @@ def _of_any_backend(make: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-def _gathered_by_all(object_list: list[Any], obj: Any, *args: Any, **kwargs: Any) -> None:
+def _gather_own_for_all(object_list: list[Any], obj: Any, *args: Any, **kwargs: Any) -> None:
     _take_own("all_gather_object")
     object_list[:] = [obj] * len(object_list)
 
@@ -164,7 +164,7 @@ def _take_own(name: str) -> None:
         taken_as_own[f"{where()}: {what}"] = None
 
 
-def _in_reality(send: Callable[..., Any]) -> Callable[..., Any]:
+def _send_real(send: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(send)
     def sent(*args: Any, device_ids: Any = None, **kwargs: Any) -> Any:
         with on_real_tensors():
@@ -173,7 +173,7 @@ def _in_reality(send: Callable[..., Any]) -> Callable[..., Any]:
     return sent
 
 
-def _refused_with(text: str) -> Callable[..., NoReturn]:
+def _refuse_with(text: str) -> Callable[..., NoReturn]:
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise RehearsalError(text)
 
@@ -181,7 +181,7 @@ def _refused_with(text: str) -> Callable[..., NoReturn]:
 
 
 def _refused(name: str) -> Callable[..., NoReturn]:
-    return _refused_with(
+    return _refuse_with(
         f"torch.distributed.{name} sends from one process to another, as pipelines and rings do, and the others are "
         "not there.\n  Steps are estimated that all processes take alike: FSDP2, HSDP, DDP, tensor parallel."
     )

@@ -62,7 +62,7 @@ def _name(kind: TensorType) -> str:
 _BY_NAME = {_name(kind): kind for kind in DENSE.values()}
 
 
-def place_and_dtype(kind: Any) -> tuple[torch.device, torch.dtype] | None:
+def parse_tensor_type(kind: Any) -> tuple[torch.device, torch.dtype] | None:
     """Return device and dtype of a tensor type or its name; None for a dtype, or if it is no dense tensor type."""
     if tensor_type := kind if isinstance(kind, TensorType) else _BY_NAME.get(kind) if isinstance(kind, str) else None:
         return CUDA, tensor_type.dtype
@@ -70,7 +70,7 @@ def place_and_dtype(kind: Any) -> tuple[torch.device, torch.dtype] | None:
         return torch.device("cpu"), kind.dtype
     if isinstance(kind, str) and kind.startswith("torch.") and kind.count(".") == 1:
         tensor_type = getattr(torch, kind.removeprefix("torch."), None)
-        return place_and_dtype(tensor_type) if isinstance(tensor_type, _OWN) else None
+        return parse_tensor_type(tensor_type) if isinstance(tensor_type, _OWN) else None
     return None
 
 
@@ -78,7 +78,7 @@ def as_move(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
     """Convert `tensor.type(kind)` to the equivalent `tensor.to(device, dtype)`; return any other call unchanged."""
     if func is not torch.Tensor.type:
         return func, args, kwargs
-    if (target := place_and_dtype(args[1] if len(args) > 1 else kwargs.get("dtype"))) is None:
+    if (target := parse_tensor_type(args[1] if len(args) > 1 else kwargs.get("dtype"))) is None:
         return func, args, kwargs
     return torch.Tensor.to, (args[0], *target), {}
 
@@ -92,12 +92,12 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
     """Return the stand-ins for tensor types, as (owner, name, object)."""
     for owner, kinds in ((torch.cuda, DENSE), (torch.cuda.sparse, SPARSE)):
         yield from ((owner, name, kind) for name, kind in kinds.items() if hasattr(owner, name))
-    yield torch, "set_default_tensor_type", _by_default(torch.set_default_tensor_type)
+    yield torch, "set_default_tensor_type", _redirect_default_type(torch.set_default_tensor_type)
 
 
-def _by_default(true: Callable[[Any], None]) -> Callable[[Any], None]:
+def _redirect_default_type(true: Callable[[Any], None]) -> Callable[[Any], None]:
     def set_default_tensor_type(kind: Any) -> None:
-        target = place_and_dtype(kind)
+        target = parse_tensor_type(kind)
         if target is None or target[0] != CUDA:
             true(kind)
             torch.set_default_device(None)

@@ -70,7 +70,7 @@ def answers(gpu: GpuSpec, usage: Usage) -> Iterator[tuple[Any, str, Any]]:
         **dict.fromkeys(_ZERO, lambda device=None: 0),
         **dict.fromkeys(_STREAMS, NullStream),
         **dict.fromkeys(("Stream", "ExternalStream"), _UsersStream),
-        "stream": _on_stream,
+        "stream": _check_stream,
     }
     for module in (torch.cuda, torch.cuda.memory, torch.cuda.random):
         yield from ((module, name, function) for name, function in functions.items() if hasattr(module, name))
@@ -98,9 +98,9 @@ def answers(gpu: GpuSpec, usage: Usage) -> Iterator[tuple[Any, str, Any]]:
     yield torch.Tensor, "record_stream", _nothing
     yield torch.nn.DataParallel, "forward", _alone
     yield torch.accelerator, "current_stream", NullStream  # FSDP2 asks, too
-    for name, function in _of_accelerator(gpu, usage).items():
+    for name, function in _list_accelerator_functions(gpu, usage).items():
         if hasattr(torch.accelerator, name):
-            yield torch.accelerator, name, _unless_torch_asks(getattr(torch.accelerator, name), function)
+            yield torch.accelerator, name, _answer_unless_torch_asks(getattr(torch.accelerator, name), function)
 
 
 def _asked(gpu: GpuSpec, usage: Usage) -> dict[str, Any]:
@@ -154,7 +154,7 @@ class _UsersStream(NullStream):
     """A CUDA stream that the script makes."""
 
 
-def _on_stream(stream: NullStream | None) -> NullStream:
+def _check_stream(stream: NullStream | None) -> NullStream:
     if isinstance(stream, _UsersStream) and len(gpus_per_node) > 1:
         raise RehearsalError(
             "the script allocates on a CUDA stream of its own (torch.cuda.stream), which is not estimated; only "
@@ -263,14 +263,14 @@ def _restored(restore: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
 def _alone(self: torch.nn.DataParallel[Any], *inputs: Any, **kwargs: Any) -> Any:
     """Run the forward of `DataParallel` on one GPU: call the wrapped module itself, with its inputs on the GPU."""
 
-    def on_the_gpu(leaf: Any) -> Any:
+    def move_to_the_gpu(leaf: Any) -> Any:
         return leaf.cuda() if isinstance(leaf, torch.Tensor) else leaf
 
-    inputs, kwargs = tree_map(on_the_gpu, (inputs, kwargs))
+    inputs, kwargs = tree_map(move_to_the_gpu, (inputs, kwargs))
     return self.module(*inputs, **kwargs)
 
 
-def _of_accelerator(gpu: GpuSpec, usage: Usage) -> dict[str, Callable[..., Any]]:
+def _list_accelerator_functions(gpu: GpuSpec, usage: Usage) -> dict[str, Callable[..., Any]]:
     return {
         **_memory(gpu, usage),
         "is_available": lambda: True,
@@ -284,7 +284,7 @@ def _of_accelerator(gpu: GpuSpec, usage: Usage) -> dict[str, Callable[..., Any]]
     }
 
 
-def _unless_torch_asks(true: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
+def _answer_unless_torch_asks(true: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that calls `true` for torch's own code, which would otherwise pin memory for a GPU.
 
     For all other callers it calls `answer`.

@@ -113,7 +113,7 @@ class Source:
         flows: dict[str, set[str]] = defaultdict(set)
         for node in ast.walk(scope):
             if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Load):
-                name, into = _key(node), self._read_into(node, returned)
+                name, into = _key(node), self._find_read_targets(node, returned)
                 if into is None:
                     names.add(name)
                 else:
@@ -123,7 +123,7 @@ class Source:
         self._read[scope, returned] = names
         return names
 
-    def _read_into(self, node: ast.AST, returned: bool) -> set[str] | None:
+    def _find_read_targets(self, node: ast.AST, returned: bool) -> set[str] | None:
         """Return the names that the value of `node` is assigned to; none if it is only reported, compared or saved.
 
         Return None if the value may decide about memory.

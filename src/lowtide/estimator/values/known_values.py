@@ -112,7 +112,7 @@ def learn(fake: Tensor, contents: Tensor, assumed: str = "") -> None:
     memory, size = contents.untyped_storage(), fake.untyped_storage().nbytes()
     owned = contents.stride() != fake.stride() or contents.storage_offset() != 0 or memory.nbytes() != size
     if owned:
-        memory = _of_size(size)
+        memory = _allocate_bytes(size)
         _piece(memory, fake).copy_(contents)
     _put(fake, _Contents(memory, assumed, owned=owned))
 
@@ -169,13 +169,13 @@ def _put(tensor: Tensor, contents: _Contents | None) -> None:
     setattr(tensor.untyped_storage(), _ATTRIBUTE, contents)
 
 
-def _of_size(size: int) -> torch.UntypedStorage:
+def _allocate_bytes(size: int) -> torch.UntypedStorage:
     return torch.empty(size, dtype=torch.uint8).untyped_storage()
 
 
 def _copied(memory: torch.UntypedStorage) -> torch.UntypedStorage:
     """Return a copy of `memory` on the CPU."""
-    copy = _of_size(memory.nbytes())
+    copy = _allocate_bytes(memory.nbytes())
     copy.copy_(memory)
     return copy
 

@@ -14,9 +14,9 @@ from torch.overrides import TorchFunctionMode
 from lowtide._torch.distributed import is_wrapping
 from lowtide._torch.fake_modes import is_fake, on_real_tensors
 from lowtide._torch.pytree import tree_map
-from lowtide._torch.tensors import PAD_PACKED, SET_DATA, parts_of
+from lowtide._torch.tensors import PAD_PACKED, SET_DATA, find_parts
 from lowtide.estimator.packed_sequences import lengths, padded
-from lowtide.estimator.values.unknown_values import Unknown, is_unknown, whole_number
+from lowtide.estimator.values.unknown_values import Unknown, assume_whole_number, is_unknown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,7 +38,7 @@ class PythonQueries(TorchFunctionMode):
         if func == SET_DATA and not is_fake(args[0]):
             return self._exchange(*args)
         if func is torch.tensor and _has_fakes(args[0] if args else kwargs.get("data")):
-            return self._of_numbers(*args, **(kwargs or {}))
+            return self._build_tensor(*args, **(kwargs or {}))
         asked = _QUESTIONS.get(func)
         if asked is None:
             out = func(*args, **(kwargs or {}))
@@ -47,7 +47,7 @@ class PythonQueries(TorchFunctionMode):
             return out
         tensor = args[0] if is_fake(args[0]) else self._fake_of(args[0])
         if is_wrapping(type(tensor)):
-            tensor = self._fake_of(next(parts_of(tensor)))
+            tensor = self._fake_of(next(find_parts(tensor)))
         if asked == "array":  # an array of a fake tensor would have no memory
             return self._answers.array(tensor, func, args[1:], kwargs or {})
         if asked == "list":
@@ -64,10 +64,10 @@ class PythonQueries(TorchFunctionMode):
         if asked == "bool":
             return self._answers.truth("it decides by the contents of a tensor")
         if asked == "int":
-            return whole_number(self._answers)
+            return assume_whole_number(self._answers)
         raise self._answers.refusal("it decides by the contents of a tensor")
 
-    def _of_numbers(self, data: Any, **kwargs: Any) -> Tensor:
+    def _build_tensor(self, data: Any, **kwargs: Any) -> Tensor:
         """Return `torch.tensor(data)` for nested lists that contain fake tensors."""
         is_known = True
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 from lowtide._torch.modules import CALL_CODE
 from lowtide.estimator.values.branch_rules import Source, Taken, makes_text
-from lowtide.utils.frames import frames_from, module_name
+from lowtide.utils.frames import module_name, walk_frames
 
 _VALIDATING = ("torch.distributions.constraints", "torch.distributions.distribution")
 """Modules that validate arguments of distributions."""
@@ -107,7 +107,7 @@ def _is_asked_in(select: Callable[[_Places], list[_Span]]) -> bool:
 
 def is_scoring() -> bool:
     """Return True if the query comes from scikit-learn's metrics, which rate predictions."""
-    return any(module_name(frame).startswith(_SCORES) for frame in frames_from(_asking()))
+    return any(module_name(frame).startswith(_SCORES) for frame in walk_frames(_asking()))
 
 
 def in_optimizer() -> bool:
@@ -131,12 +131,12 @@ def choosing() -> str:
 
 def _in_module() -> bool:
     """Return True if the query comes from a module's forward."""
-    return any(frame.f_code is CALL_CODE for frame in frames_from(_asking()))
+    return any(frame.f_code is CALL_CODE for frame in walk_frames(_asking()))
 
 
 def _asking() -> FrameType | None:
     """Return the innermost frame outside this package and outside torch's own code for queries, or None."""
-    return next((frame for frame in frames_from(sys._getframe(1)) if not module_name(frame).startswith(_BETWEEN)), None)
+    return next((frame for frame in walk_frames(sys._getframe(1)) if not module_name(frame).startswith(_BETWEEN)), None)
 
 
 def _span(frame: FrameType) -> _Span | None:

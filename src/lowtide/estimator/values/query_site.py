@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 
 from lowtide._torch.fake_modes import is_own
-from lowtide.utils.frames import frames_from, module_name
+from lowtide.utils.frames import module_name, walk_frames
 
 _OF_ARRAYS = ("numpy.", "scipy.", "sklearn.")
 
 
 def where() -> str:
     """Return `file:line` of the innermost Python code outside torch, this package and array libraries."""
-    for frame in frames_from(sys._getframe(1)):
+    for frame in walk_frames(sys._getframe(1)):
         if not is_own(frame) and not module_name(frame).startswith(_OF_ARRAYS):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
     return "(no line)"
@@ -20,7 +20,7 @@ def where() -> str:
 
 def asked_by_loader() -> bool:
     """Return True if the query for contents comes from torch's data loaders and samplers, which choose rows."""
-    for frame in frames_from(sys._getframe(1)):
+    for frame in walk_frames(sys._getframe(1)):
         if module_name(frame).startswith("torch.utils.data"):
             return True
         if not is_own(frame):

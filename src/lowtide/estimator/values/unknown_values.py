@@ -70,7 +70,7 @@ class Unknown(float):
         return 1.0
 
     def __int__(self) -> int:
-        return whole_number(self._answers)
+        return assume_whole_number(self._answers)
 
     def _computed(self, *_: object) -> Unknown:
         return Unknown(self._answers)
@@ -92,7 +92,7 @@ class Unknown(float):
         return self
 
 
-def whole_number(answers: Assumptions) -> int:
+def assume_whole_number(answers: Assumptions) -> int:
     """Return 1 as the `int` of an unknown number that is only counted or reported, and note that in `answers`.
 
     Raises DataDependentStepError for any other use.
@@ -133,7 +133,7 @@ class UnknownArray(np.ndarray[Any, Any]):
         if isinstance(result, tuple | list):
             return type(result)(map(self._unknown, result))
         if isinstance(result, np.ndarray):
-            return unknown_array(result, self._answers)
+            return mark_unknown(result, self._answers)
         return Unknown(self._answers) if isinstance(result, np.generic) else result
 
     def __getitem__(self, key: Any) -> Any:
@@ -152,7 +152,7 @@ class UnknownArray(np.ndarray[Any, Any]):
         return self._answers.truth(_BY_NUMBER) if self.size == 1 else bool(_plain(self))
 
     def __int__(self) -> int:
-        return whole_number(self._answers)
+        return assume_whole_number(self._answers)
 
     def __index__(self) -> int:
         raise self._answers.refusal(_BY_NUMBER)
@@ -188,7 +188,7 @@ class UnknownArray(np.ndarray[Any, Any]):
         return _plain(self).__reduce__()
 
 
-def unknown_array(array: np.ndarray[Any, Any], answers: Assumptions) -> UnknownArray:
+def mark_unknown(array: np.ndarray[Any, Any], answers: Assumptions) -> UnknownArray:
     """Return a view of `array` whose numbers count as unknown; `answers` answers queries for them."""
     view = array.view(UnknownArray)
     view._answers = answers

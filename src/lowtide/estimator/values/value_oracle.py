@@ -16,9 +16,9 @@ import torch
 
 from lowtide._torch.backward import in_forward_mode
 from lowtide._torch.fake_modes import SENDING_OPERATORS, is_fake, is_strided, on_real_tensors
-from lowtide._torch.operators import draws, op_name, written_by
+from lowtide._torch.operators import draws, find_written_arguments, op_name
 from lowtide._torch.pytree import tree_leaves, tree_map
-from lowtide._torch.tensors import storage_id
+from lowtide._torch.tensors import get_storage_id
 from lowtide.estimator.op_sets import (
     ALL_OR_ANY,
     BY_INTEGERS,
@@ -41,7 +41,7 @@ from lowtide.estimator.values import known_values as contents
 from lowtide.estimator.values.assumptions import SEARCHING, Assumptions
 from lowtide.estimator.values.query_purpose import in_optimizer, is_counted, is_searching
 from lowtide.estimator.values.query_site import asked_by_loader
-from lowtide.estimator.values.unknown_values import Unknown, unknown_array
+from lowtide.estimator.values.unknown_values import Unknown, mark_unknown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -121,7 +121,7 @@ class ValueOracle(Assumptions):
                 array = func(ones.clone() if is_small else ones, *args, **kwargs)
                 if not is_small:
                     array.setflags(write=False)  # an expanded array has one number for all elements
-                return unknown_array(array, self)
+                return mark_unknown(array, self)
             self._note_assumed(tensor)
             if value is not None:
                 return func(value, *args, **kwargs)
@@ -195,8 +195,8 @@ class ValueOracle(Assumptions):
             if not isinstance(value, torch.Tensor):
                 return value
             if func is PACKING and value.dtype is torch.long:
-                return left_real(value)  # rows of each step: recurrent layers, and backward, read its memory
-            fake = self._fake_like(value, device)
+                return mark_real(value)  # rows of each step: recurrent layers, and backward, read its memory
+            fake = self._make_fake_like(value, device)
             if not value.dtype.is_floating_point and _is_small(value):
                 self.learn(fake, value)
             return fake
@@ -210,7 +210,7 @@ class ValueOracle(Assumptions):
             self._note_assumed(tensor)
         return bool(self._run(func, args, kwargs))
 
-    def places_of_masks(self, func: Any, args: Any) -> list[int]:
+    def count_mask_index_bytes(self, func: Any, args: Any) -> list[int]:
         """Return, for each known mask among an operator's indices, the bytes of the integer index that replaces it.
 
         aten/src/ATen/native/IndexingUtils.h: expandTensors; a single number written everywhere is filled in instead
@@ -244,7 +244,7 @@ class ValueOracle(Assumptions):
             with on_real_tensors():
                 numbers = mask.nonzero().unbind(1)
             for number in numbers:
-                fake = self._fake_like(number, index.device)
+                fake = self._make_fake_like(number, index.device)
                 self.learn(fake, number, contents.assumed(index))
                 indices.append(fake)
         args[1][:] = indices
@@ -277,8 +277,8 @@ class ValueOracle(Assumptions):
                 elif not contents.is_met(tensor):
                     self.pass_on(given, tensor)
             return
-        targets = _targets(written_by(func), args, kwargs)
-        self.written.update(map(storage_id, targets))
+        targets = _targets(find_written_arguments(func), args, kwargs)
+        self.written.update(map(get_storage_id, targets))
         changes = targets or not all(map(contents.is_known, results))
         if changes and self._is_worth(func, tensors, results) and self._compute(func, args, kwargs, targets, results):
             return
@@ -339,7 +339,7 @@ class ValueOracle(Assumptions):
                 self.learn(fake, value, assumed)
         return True
 
-    def _fake_like(self, real: Tensor, device: torch.device) -> Tensor:
+    def _make_fake_like(self, real: Tensor, device: torch.device) -> Tensor:
         with self._fakes:
             return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
 
@@ -374,11 +374,11 @@ class ValueOracle(Assumptions):
                 value = self.value(leaf)
             if value is None:
                 return torch.zeros((), dtype=leaf.dtype).expand(leaf.shape)  # only the shape of this argument matters
-            borrowed.add(storage_id(value))
+            borrowed.add(get_storage_id(value))
             return value
 
         def own(leaf: Any) -> Any:
-            is_borrowed = isinstance(leaf, torch.Tensor) and storage_id(leaf) in borrowed
+            is_borrowed = isinstance(leaf, torch.Tensor) and get_storage_id(leaf) in borrowed
             return leaf.clone() if is_borrowed else leaf
 
         with on_real_tensors():
@@ -462,18 +462,18 @@ def _nested(shape: tuple[int, ...], number: Any) -> Any:
     return [_nested(shape[1:], number) for _ in range(shape[0])] if shape else number
 
 
-def left_real(tensor: Tensor) -> Tensor:
+def mark_real(tensor: Tensor) -> Tensor:
     """Mark a tensor, and tensors detached from it, to stay real instead of being replaced by a fake one."""
     setattr(tensor, _LEFT_REAL, True)
     return tensor
 
 
-def detached_real(func: Any, args: Any) -> Tensor | None:
-    """Return the result of `detach` on a tensor marked by `left_real`; None for any other call."""
+def detach_real(func: Any, args: Any) -> Tensor | None:
+    """Return the result of `detach` on a tensor marked by `mark_real`; None for any other call."""
     if func is not aten.detach.default or not hasattr(args[0], _LEFT_REAL):
         return None
     with on_real_tensors():
-        return left_real(args[0].detach())
+        return mark_real(args[0].detach())
 
 
 def _is_small(tensor: Tensor) -> bool:

@@ -29,13 +29,13 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from lowtide._torch.autograd_graph import nodes_behind
+from lowtide._torch.autograd_graph import find_nodes_behind
 from lowtide._torch.nodes import SAVED
 from lowtide.errors import LowtideError
-from lowtide.levers.accumulation.cached_representations import accumulated_by_representations
-from lowtide.levers.accumulation.loss_reduction import Shares, SumOver, Weight, average_of, shares_for
+from lowtide.levers.accumulation.cached_representations import accumulate_by_representations
+from lowtide.levers.accumulation.loss_reduction import Shares, SumOver, Weight, compute_shares, read_average
 from lowtide.levers.accumulation.row_independence import (
-    batch_norm_refusal,
+    build_batch_norm_error,
     check_no_product_of_rows,
     compute_losses_to_compare,
 )
@@ -119,7 +119,7 @@ def accumulate(
             raise LowtideError(
                 "with representations=, one loss is computed for the whole batch: leave weight and batch_norm out."
             )
-        return accumulated_by_representations(
+        return accumulate_by_representations(
             loss_of, representations, batch, n, shared, _check, _refuse_batch_norm, backward
         )
     return accumulate_weighted(loss_of, batch, n, weight, shared, batch_norm, backward)
@@ -159,14 +159,14 @@ def accumulate_weighted(
             if is_checked:
                 check_no_product_of_rows(loss, rows[0])
             try:
-                shares = shares_for(loss, parts, rows, weight)
+                shares = compute_shares(loss, parts, rows, weight)
                 if is_checked and weight is not None:
                     shares.check_against_labels(loss, parts)
             except LowtideError:
                 check_no_product_of_rows(loss, rows[0])  # raises the better reason, if there is one
                 raise
         elif weight is None or isinstance(weight, SumOver):
-            shares.check(number, average_of(loss, weight))
+            shares.check(number, read_average(loss, weight))
         share = shares.of(number)
         if share:  # otherwise all labels are ignored: there is no gradient, and a mean over no terms is NaN
             loss = loss if share == 1 else loss * share
@@ -205,6 +205,6 @@ def _check(loss: Any) -> None:
 
 
 def _refuse_batch_norm(results: Sequence[Tensor]) -> None:
-    for node in nodes_behind(results):
+    for node in find_nodes_behind(results):
         if "BatchNorm" in node.name() and getattr(node, SAVED + "training", True):
-            raise batch_norm_refusal(node.name())
+            raise build_batch_norm_error(node.name())

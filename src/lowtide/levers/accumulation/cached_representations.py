@@ -38,7 +38,7 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _LOW_PRECISION_TOLERANCE = 0.03
 
 
-def accumulated_by_representations(
+def accumulate_by_representations(
     loss_of: Callable[[Any], Any],
     encode: Callable[[Any], Any],
     batch: Any,

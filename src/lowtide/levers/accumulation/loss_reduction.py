@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from lowtide._torch.autograd_graph import is_leaf, variable_of
+from lowtide._torch.autograd_graph import get_variable, is_leaf
 from lowtide._torch.fake_modes import is_fake
-from lowtide._torch.nodes import SAVED, node_metadata, output_metadata
+from lowtide._torch.nodes import SAVED, get_output_metadata, node_metadata
 from lowtide.errors import LowtideError
-from lowtide.levers.accumulation.split_batch import tensors_by_name
+from lowtide.levers.accumulation.split_batch import find_tensors_by_name
 from lowtide.runtime.saved_values import Handle, peek
 
 if TYPE_CHECKING:
@@ -85,12 +85,12 @@ def note_average(loss: Tensor, average: Callable[[], Average]) -> None:
         node_metadata(loss.grad_fn)[_AVERAGE_KEY] = average
 
 
-def average_of(loss: Tensor, weight: Weight = None) -> Average | None:
+def read_average(loss: Tensor, weight: Weight = None) -> Average | None:
     """Read the reduction of `loss` (mean or sum, and its terms) from its autograd node; None if the node does not
     reveal it.
     """
     node, divided = _find_reduction(loss, weight)
-    average = None if node is None else _average_by(node)
+    average = None if node is None else _read_node_average(node)
     return None if divided and average is not None and average.kind != "sum" else average
 
 
@@ -113,7 +113,7 @@ def _divides_by(node: Node, terms: float) -> bool:
     return divisor is not None and divisor.numel() == 1 and float(divisor) == terms
 
 
-def _average_by(node: Node) -> Average | None:
+def _read_node_average(node: Node) -> Average | None:
     recorded = node_metadata(node).get(_AVERAGE_KEY)
     if recorded is not None:
         average: Average = recorded()
@@ -193,7 +193,7 @@ def _match_smoothing(node: Node) -> _Smoothed | None:
         return None
     producer, output = likelihood.next_functions[0]
     assert producer is not None
-    shape = output_metadata(producer, output).shape
+    shape = get_output_metadata(producer, output).shape
     n_classes = shape[1] if len(shape) > 1 else shape[0]
     if abs(kept + spread * n_classes - 1) > 1e-9:
         return None
@@ -217,7 +217,7 @@ def _terms(node: Node) -> int | None:
     if producer is None:
         return None
     leaf = is_leaf(producer)
-    shape = variable_of(producer).shape if leaf else output_metadata(producer, output).shape
+    shape = get_variable(producer).shape if leaf else get_output_metadata(producer, output).shape
     return int(torch.Size(shape).numel())
 
 
@@ -235,7 +235,7 @@ def reduces_before(loss: Tensor, weight: Weight = None) -> bool:
         for upstream, output in current.next_functions:
             if upstream is None or is_leaf(upstream):
                 continue
-            if output_metadata(upstream, output).shape == () and (_terms_or_one(upstream) > 1):
+            if get_output_metadata(upstream, output).shape == () and (_count_terms_or_one(upstream) > 1):
                 return True
             if upstream not in seen:
                 seen.add(upstream)
@@ -243,7 +243,7 @@ def reduces_before(loss: Tensor, weight: Weight = None) -> bool:
     return False
 
 
-def _terms_or_one(node: Node) -> int:
+def _count_terms_or_one(node: Node) -> int:
     return (_terms(node) or 1) if node.next_functions else 1
 
 
@@ -263,7 +263,7 @@ class Shares:
 
     def check_against_labels(self, loss: Tensor, parts: Sequence[Any]) -> None:
         """Raise LowtideError if the labels that `loss` averages over give the pieces other shares than stated."""
-        average = average_of(loss)
+        average = read_average(loss)
         if average is None or average.target is None or average.kind == "sum" or reduces_before(loss):
             return
         counts = _count_terms(average, average.target, parts)
@@ -297,7 +297,7 @@ class Shares:
         )
 
 
-def shares_for(
+def compute_shares(
     loss: Tensor,
     parts: Sequence[Any],
     rows: Sequence[int],
@@ -313,18 +313,18 @@ def shares_for(
         return Shares(_normalized(rows))
     if weight is not None and not isinstance(weight, SumOver):
         return Shares(_normalized([float(weight(part)) for part in parts]))
-    average = average_of(loss, weight)
+    average = read_average(loss, weight)
     if average is None or reduces_before(loss, weight):
         assert loss.grad_fn is not None
-        raise _unknown_average(f"it comes out of {loss.grad_fn.name()}")
+        raise _build_average_error(f"it comes out of {loss.grad_fn.name()}")
     if average.target is not None:
         counts = _count_terms(average, average.target, parts)
         if counts is None:
-            raise _unknown_average(
+            raise _build_average_error(
                 "which of the batch's tensors are its labels, as they are or shifted by one, is not known"
             )
     elif average.terms % rows[0]:
-        raise _unknown_average(f"it is a {average.kind} over {average.terms:g} terms, from {rows[0]} rows")
+        raise _build_average_error(f"it is a {average.kind} over {average.terms:g} terms, from {rows[0]} rows")
     else:
         counts = [average.terms / rows[0] * n_rows for n_rows in rows]
     each = [1.0] * len(parts) if average.kind == "sum" else _normalized(counts)
@@ -348,10 +348,10 @@ def _count_terms(average: Average, target: Tensor, parts: Sequence[Any]) -> list
     """
     divisors: set[tuple[float, ...]] = set()
     ignoring: set[tuple[float, ...]] = set()
-    for name, labels in tensors_by_name(parts[0]):
+    for name, labels in find_tensors_by_name(parts[0]):
         for used in _as_labels(labels, average.ignored):
             if _same(used(labels), target):
-                each = [used(dict(tensors_by_name(part))[name]) for part in parts]
+                each = [used(dict(find_tensors_by_name(part))[name]) for part in parts]
                 counts = tuple(_count(average, one) for one in each)
                 divisors.add(counts)
                 if any((one == average.ignored).any() for one in each):
@@ -386,7 +386,7 @@ def _count(average: Average, labels: Tensor) -> float:
     return float(average.class_weight[counted.to(average.class_weight.device)].sum())
 
 
-def _unknown_average(why: str) -> LowtideError:
+def _build_average_error(why: str) -> LowtideError:
     return LowtideError(
         f"cannot determine how this loss averages: {why}. Wrongly weighted micro-batches give wrong gradients, so "
         'tell lowtide.accumulate: weight="rows" for a mean over rows, weight="sum" for a sum, or weight=lambda part: '

@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowtide._torch.autograd_graph import is_leaf, nodes_behind
+from lowtide._torch.autograd_graph import find_nodes_behind, is_leaf
 from lowtide._torch.fake_modes import is_fake
 from lowtide._torch.modes import TorchDispatchMode
-from lowtide._torch.nodes import output_metadata
+from lowtide._torch.nodes import get_output_metadata
 from lowtide._torch.pytree import tree_leaves
 from lowtide.errors import LowtideError
-from lowtide.levers.accumulation.loss_reduction import Weight, shares_for
-from lowtide.levers.accumulation.split_batch import first_rows
+from lowtide.levers.accumulation.loss_reduction import Weight, compute_shares
+from lowtide.levers.accumulation.split_batch import take_first_rows
 
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 2e-5}
 _LOW_PRECISION_TOLERANCE = 0.05
@@ -62,7 +62,7 @@ class RowComparison:
             weight: How the loss averages, as `accumulate` takes it.
         """
         try:
-            shares = shares_for(first, pair, rows, weight)
+            shares = compute_shares(first, pair, rows, weight)
         except LowtideError:  # the caller raises it for the whole batch
             return
         expected = sum(shares.of(n) * float(loss) for n, loss in enumerate(self.alone) if shares.of(n))
@@ -96,7 +96,7 @@ def compute_losses_to_compare(
     identity = compared_as or _identity(loss_of), _identity(weight) if callable(weight) else weight
     if identity in _compared or any(map(is_fake, tree_leaves(pair))):
         return None
-    both = first_rows(batch, sum(rows), shared)
+    both = take_first_rows(batch, sum(rows), shared)
     with _preserve_random_state() as has_drawn, _WithoutDropout(), torch.no_grad():  # type: ignore[no-untyped-call]
         try:
             first, together, second = (loss_of(piece) for piece in (pair[0], both, pair[1]))
@@ -146,8 +146,8 @@ def check_no_product_of_rows(loss: Tensor, n_rows: int) -> None:
     """Raise LowtideError if the graph of `loss` multiplies all rows of a piece with all rows."""
     if n_rows < 2:
         return
-    for node in nodes_behind([loss]):
-        if node.name() != "MmBackward0" or tuple(output_metadata(node, 0).shape) != (n_rows, n_rows):
+    for node in find_nodes_behind([loss]):
+        if node.name() != "MmBackward0" or tuple(get_output_metadata(node, 0).shape) != (n_rows, n_rows):
             continue
         operands = [upstream for upstream, _ in node.next_functions if upstream is not None]
         if len(operands) == 2 and not any(_is_of_parameter(operand) for operand in operands):
@@ -160,7 +160,7 @@ def _is_of_parameter(node: Any) -> bool:
     return is_leaf(node) or (len(inputs) == 1 and is_leaf(inputs[0]))
 
 
-def batch_norm_refusal(name: str) -> LowtideError:
+def build_batch_norm_error(name: str) -> LowtideError:
     """Build the error for a model with the batch normalization `name` in training mode."""
     return LowtideError(
         f"the model normalizes over the batch ({name} in training mode): in micro-batches its statistics, and with "
@@ -208,7 +208,7 @@ class _WithoutDropout(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return args[0].clone(), torch.ones_like(args[0], dtype=torch.bool)
         names = [argument.name for argument in func._schema.arguments]
         if "batch_norm" in func.__name__ and _is_in_training(names, args, kwargs):
-            raise batch_norm_refusal(str(func.overloadpacket))
+            raise build_batch_norm_error(str(func.overloadpacket))
         if "dropout_p" in names:
             position = names.index("dropout_p")
             if position < len(args):

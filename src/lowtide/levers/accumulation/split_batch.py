@@ -60,7 +60,7 @@ def spans(rows: int, n: int) -> list[Span]:
     return list(zip([0, *ends], ends, strict=False))
 
 
-def first_rows(batch: Batch, n: int, shared: Collection[str] = ()) -> Batch:
+def take_first_rows(batch: Batch, n: int, shared: Collection[str] = ()) -> Batch:
     """Return the first `n` rows of `batch`, cut as by `micro_batches`; entries named in `shared` stay whole."""
     return cast("Batch", _Splitter(rows_of(batch, shared), frozenset(shared)).part(batch, (0, n), ""))
 
@@ -70,7 +70,7 @@ def rows_of(batch: Any, shared: Collection[str] = ()) -> int:
 
     Raises LowtideError if there is no such tensor, or if it has no rows.
     """
-    for name, tensor in tensors_by_name(batch):
+    for name, tensor in find_tensors_by_name(batch):
         if tensor.dim() and not set(name.split(".")) & set(shared):
             if not tensor.shape[0]:
                 raise LowtideError(f"{name or 'the batch'} has no rows: there is nothing to cut.")
@@ -81,13 +81,13 @@ def rows_of(batch: Any, shared: Collection[str] = ()) -> int:
     )
 
 
-def tensors_by_name(batch: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+def find_tensors_by_name(batch: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors in a batch with their paths: `labels`, `0.boxes`."""
     if isinstance(batch, Tensor):
         yield name, batch
         return
     for key, child in _children(batch):
-        yield from tensors_by_name(child, f"{name}.{key}" if name else key)
+        yield from find_tensors_by_name(child, f"{name}.{key}" if name else key)
 
 
 def _children(batch: Any) -> Iterator[tuple[str, Any]]:
@@ -116,7 +116,7 @@ class _Splitter:
         if isinstance(batch, Mapping):
             return self._mapping(batch, children, span)
         if isinstance(batch, list | tuple):
-            if len(batch) == self._rows and not any(True for _ in tensors_by_name(batch)):
+            if len(batch) == self._rows and not any(True for _ in find_tensors_by_name(batch)):
                 return batch[slice(*span)]  # texts, file names, numbers: one per row
             parts = list(children.values())
             if hasattr(batch, "_fields"):  # the constructor of a named tuple takes items one by one

@@ -21,7 +21,7 @@ def round_size(n_bytes: int, config: AllocatorConfig) -> int:
     """Return the size that a request is rounded up to (round_size, roundup_power2_next_division)."""
     if n_bytes < MIN_BLOCK_SIZE:
         return MIN_BLOCK_SIZE
-    divisions = config.divisions_for(n_bytes)
+    divisions = config.find_divisions(n_bytes)
     if divisions <= 1 or n_bytes <= MIN_BLOCK_SIZE * divisions:
         return -(-n_bytes // MIN_BLOCK_SIZE) * MIN_BLOCK_SIZE
     if n_bytes.bit_count() == 1:
@@ -30,7 +30,7 @@ def round_size(n_bytes: int, config: AllocatorConfig) -> int:
     return -(-n_bytes // step) * step
 
 
-def segment_size(size: int, config: AllocatorConfig) -> int:
+def compute_segment_size(size: int, config: AllocatorConfig) -> int:
     """Return the segment size to request when no free block has room for `size` (get_allocation_size)."""
     if size <= SMALL_SIZE:
         return SMALL_SEGMENT

@@ -14,7 +14,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NoReturn
 
 from lowtide.errors import LowtideError
-from lowtide.memory.allocator.block_sizes import MIN_BLOCK_SIZE, ROUND_LARGE, SMALL_SIZE, round_size, segment_size
+from lowtide.memory.allocator.block_sizes import (
+    MIN_BLOCK_SIZE,
+    ROUND_LARGE,
+    SMALL_SIZE,
+    compute_segment_size,
+    round_size,
+)
 from lowtide.memory.allocator.blocks import ADDRESS_BITS, Block, FreeBlocks
 from lowtide.memory.allocator.config import UNLIMITED, AllocatorConfig
 from lowtide.units import format_bytes
@@ -47,7 +53,7 @@ class OutOfMemory(LowtideError, RuntimeError):
 
 
 class CachingAllocator:
-    """Simulated allocator of one device under an AllocatorConfig; `allocator_for` also handles expandable segments.
+    """Simulated allocator of one device under an AllocatorConfig; `make_allocator` also handles expandable segments.
 
     `capacity` is the memory that the device can give to the allocator: its memory less the CUDA context and other
     processes; None for no limit. `total` is all of its memory, to which `per_process_memory_fraction` applies; by
@@ -90,10 +96,10 @@ class CachingAllocator:
     def malloc(self, n_bytes: int, stream: int = 0) -> Block:
         """Allocate `n_bytes` on `stream` (malloc, alloc_found_block). Raises OutOfMemory if no memory is left."""
         size = (n_bytes + 511 & -512 or 512) if self._rounds_to_512 else round_size(n_bytes, self.config)
-        free = (self._small if size <= SMALL_SIZE else self._large).get(stream) or self._new_pool(size, stream)
+        free = (self._small if size <= SMALL_SIZE else self._large).get(stream) or self._make_pool(size, stream)
         if self._garbage_from is not None and not free.is_small:
             self._n_searches += 1
-        at = self._best_fit(free, size)
+        at = self._find_best_fit(free, size)
         block = self._grow(free, size, n_bytes) if at < 0 else free.pop(at)
         rest = block.size - size
         if rest >= free.smallest_rest and size < self._max_split:
@@ -150,7 +156,7 @@ class CachingAllocator:
 
         Each entry of `used` is an offset, a size and the requested bytes, by offset; memory in between is free.
         """
-        free = self._pools[is_small].get(stream) or self._new_pool(SMALL_SIZE if is_small else n_bytes, stream)
+        free = self._pools[is_small].get(stream) or self._make_pool(SMALL_SIZE if is_small else n_bytes, stream)
         blocks: list[Block] = []
         last: Block | None = None
         end = address
@@ -175,12 +181,12 @@ class CachingAllocator:
         self._reserve("segment_alloc", address, n_bytes, stream)
         return blocks
 
-    def _new_pool(self, size: int, stream: int) -> FreeBlocks:
+    def _make_pool(self, size: int, stream: int) -> FreeBlocks:
         is_small = size <= SMALL_SIZE
         free = FreeBlocks(stream, is_small, MIN_BLOCK_SIZE if is_small else SMALL_SIZE + 1)
         return self._pools[is_small].setdefault(stream, free)
 
-    def _best_fit(self, free: FreeBlocks, size: int) -> int:
+    def _find_best_fit(self, free: FreeBlocks, size: int) -> int:
         """Return the index of the best fit, -1 for none (get_free_block)."""
         at = bisect_left(free.keys, size << ADDRESS_BITS)  # free.first(size), inlined because this is the hottest line
         if at == len(free.keys):
@@ -241,10 +247,10 @@ class CachingAllocator:
 
         None if the device, or the memory fraction of this process, has no room for it.
         """
-        n_bytes = segment_size(size, self.config)
+        n_bytes = compute_segment_size(size, self.config)
         if not self._is_allowed(n_bytes) or not self._has_room(n_bytes):
             return None
-        block = Block(self._new_address(n_bytes), n_bytes, free)
+        block = Block(self._choose_address(n_bytes), n_bytes, free)
         self._reserve("segment_alloc", block.address, n_bytes, free.stream)
         return block
 
@@ -254,7 +260,7 @@ class CachingAllocator:
     def _has_room(self, n_bytes: int) -> bool:
         return self.capacity is None or self.reserved + n_bytes <= self.capacity
 
-    def _new_address(self, n_bytes: int) -> int:
+    def _choose_address(self, n_bytes: int) -> int:
         if isinstance(self._addresses, Iterator):
             return next(self._addresses)
         if self._addresses is not None:
@@ -318,7 +324,7 @@ class CachingAllocator:
         limits = [limit for limit in (self.capacity, self._allowed) if limit is not None]
         raise OutOfMemory(
             requested=n_bytes,
-            missing=segment_size(size, self.config),
+            missing=compute_segment_size(size, self.config),
             allocated=self.allocated,
             reserved=self.reserved,
             capacity=min(limits),

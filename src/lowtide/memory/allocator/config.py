@@ -82,7 +82,7 @@ class AllocatorConfig:
         changed = [field.name for field in fields(self) if getattr(self, field.name) != field.default]
         return ",".join(f"{_KEYS.get(name, name)}:{_written(name, getattr(self, name))}" for name in changed)
 
-    def divisions_for(self, n_bytes: int) -> int:
+    def find_divisions(self, n_bytes: int) -> int:
         """Return the entry of `roundup_power2_divisions` for a request of `n_bytes` bytes (at least 1 byte)."""
         return self.roundup_power2_divisions[min(max(n_bytes.bit_length() - MIB.bit_length(), 0), INTERVALS - 1)]
 
@@ -155,7 +155,7 @@ def _expandable(config: AllocatorConfig, key: str, value: str) -> AllocatorConfi
     return replace(config, expandable_segments=value == "True")
 
 
-def _large_segment(config: AllocatorConfig, key: str, value: str) -> AllocatorConfig:
+def _parse_large_segment(config: AllocatorConfig, key: str, value: str) -> AllocatorConfig:
     n_bytes = _whole(key, value, value) * MIB
     if n_bytes <= MIN_LARGE_ALLOC:
         _refuse(key, value, "it must be more than 10, the largest request that is put into such a segment")
@@ -163,14 +163,14 @@ def _large_segment(config: AllocatorConfig, key: str, value: str) -> AllocatorCo
 
 
 def _max_split(config: AllocatorConfig, key: str, value: str) -> AllocatorConfig:
-    return replace(config, max_split_size=_at_least_a_segment(config, key, value))
+    return replace(config, max_split_size=_parse_segment_bound(config, key, value))
 
 
 def _rounding(config: AllocatorConfig, key: str, value: str) -> AllocatorConfig:
-    return replace(config, max_non_split_rounding=_at_least_a_segment(config, key, value))
+    return replace(config, max_non_split_rounding=_parse_segment_bound(config, key, value))
 
 
-def _at_least_a_segment(config: AllocatorConfig, key: str, value: str) -> int:
+def _parse_segment_bound(config: AllocatorConfig, key: str, value: str) -> int:
     n_mib = _whole(key, value, value)
     if n_mib * MIB < config.large_segment_size:
         _refuse(key, value, f"it must be at least large_segment_size_mb, {config.large_segment_size // MIB}")
@@ -225,7 +225,7 @@ _READERS: dict[str, _Reader] = {
     "expandable_segments": _expandable,
     "max_split_size_mb": _max_split,
     "max_non_split_rounding_mb": _rounding,
-    "large_segment_size_mb": _large_segment,
+    "large_segment_size_mb": _parse_large_segment,
     "garbage_collection_threshold": _garbage,
     "per_process_memory_fraction": _fraction,
     "roundup_power2_divisions": _roundup,

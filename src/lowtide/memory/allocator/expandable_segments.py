@@ -6,7 +6,7 @@ No public recording uses this mode, so it is tested against sequences worked out
 
 from __future__ import annotations
 
-from lowtide.memory.allocator.block_sizes import MIN_BLOCK_SIZE, SMALL_SEGMENT, segment_size
+from lowtide.memory.allocator.block_sizes import MIN_BLOCK_SIZE, SMALL_SEGMENT, compute_segment_size
 from lowtide.memory.allocator.blocks import Block, FreeBlocks
 from lowtide.memory.allocator.caching import Addresses, CachingAllocator, SegmentEvent
 from lowtide.memory.allocator.config import UNLIMITED, AllocatorConfig
@@ -33,12 +33,12 @@ class ExpandableAllocator(CachingAllocator):
         self._span = _ENDLESS if device is None else device + device // 8
         self._max_split = UNLIMITED  # a block of an expandable segment is always split
 
-    def _new_pool(self, size: int, stream: int) -> FreeBlocks:
-        free = super()._new_pool(size, stream)
+    def _make_pool(self, size: int, stream: int) -> FreeBlocks:
+        free = super()._make_pool(size, stream)
         free.smallest_rest = MIN_BLOCK_SIZE
         return free
 
-    def _best_fit(self, free: FreeBlocks, size: int) -> int:
+    def _find_best_fit(self, free: FreeBlocks, size: int) -> int:
         """Return the index in `free.blocks` of the best fit for `size` bytes, -1 for none.
 
         A block counts with the unmapped memory behind it, to which it can grow, so growable blocks are chosen last.
@@ -55,7 +55,7 @@ class ExpandableAllocator(CachingAllocator):
 
         Return None if the device, or a limit, refuses the memory (try_allocate_expandable_block).
         """
-        if not self._is_allowed(segment_size(size, self.config)):
+        if not self._is_allowed(compute_segment_size(size, self.config)):
             return None
         block = self._place(free, size)
         if not block.mapped and not self._map(block, min(block.size, size)):
@@ -88,7 +88,7 @@ class ExpandableAllocator(CachingAllocator):
                 return start
         page = self._page(free)
         n_bytes = -(-max(self._span, 1) // page) * page
-        segment = Block(self._new_address(n_bytes), n_bytes, free, mapped=False)
+        segment = Block(self._choose_address(n_bytes), n_bytes, free, mapped=False)
         free.add_unmapped(segment)
         return segment
 
@@ -145,7 +145,7 @@ class ExpandableAllocator(CachingAllocator):
         return SMALL_SEGMENT if free.is_small else self.config.large_segment_size
 
 
-def allocator_for(
+def make_allocator(
     config: AllocatorConfig | None = None,
     capacity: int | None = None,
     *,

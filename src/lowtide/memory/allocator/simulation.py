@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from lowtide.memory.allocator.caching import Addresses, OutOfMemory
 from lowtide.memory.allocator.config import AllocatorConfig
-from lowtide.memory.allocator.expandable_segments import allocator_for
+from lowtide.memory.allocator.expandable_segments import make_allocator
 from lowtide.memory.events import Allocate, EventStream, Free, Mark
 
 ALLOCATOR = "allocator"
@@ -95,7 +95,7 @@ def simulate(
     the addresses of new segments.
     """
     requests = Requests(stream) if isinstance(stream, EventStream) else stream
-    allocator = allocator_for(config, capacity, total=total, addresses=addresses)
+    allocator = make_allocator(config, capacity, total=total, addresses=addresses)
     malloc, free = allocator.malloc, allocator.free
     alive = {}
     index = -1

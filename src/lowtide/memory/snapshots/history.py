@@ -60,7 +60,7 @@ def rebuild(
     `is_ours` is True for a snapshot that Lowtide wrote, in which stacks and annotations have a meaning of their own.
     """
     builder = _Builder(sum(segment["total_size"] for segment in segments), actions, is_ours)
-    for address, held in sorted(held_at_start(segments, actions).items()):
+    for address, held in sorted(find_held_at_start(segments, actions).items()):
         builder.allocate(address, held.bytes, held.source)
     n_entry = len(builder.events)
     marks = _marks(annotations, device, is_ours)
@@ -82,12 +82,12 @@ def rebuild(
     )
 
 
-def held_at_start(segments: Sequence[Entry], actions: Sequence[Entry]) -> dict[int, Held]:
+def find_held_at_start(segments: Sequence[Entry], actions: Sequence[Entry]) -> dict[int, Held]:
     """Return the blocks in use before the first action, by address, found by undoing each action from the end.
 
     Raises LowtideError if the actions do not lead to the snapshot.
     """
-    held = _held_at_end(segments)
+    held = _find_held_at_end(segments)
     for action in reversed(actions):
         if action["action"] == "free_completed":
             held[action["addr"]] = Held(action["size"], {})  # its stack is that of the free, and not informative here
@@ -100,7 +100,7 @@ def held_at_start(segments: Sequence[Entry], actions: Sequence[Entry]) -> dict[i
     return held
 
 
-def _held_at_end(segments: Sequence[Entry]) -> dict[int, Held]:
+def _find_held_at_end(segments: Sequence[Entry]) -> dict[int, Held]:
     held = {}
     for segment in segments:
         address = segment["address"]

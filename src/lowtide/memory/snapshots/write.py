@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide.memory.allocator.blocks import Block
 from lowtide.memory.allocator.caching import CachingAllocator
 from lowtide.memory.allocator.config import UNLIMITED, AllocatorConfig
-from lowtide.memory.allocator.expandable_segments import allocator_for
+from lowtide.memory.allocator.expandable_segments import make_allocator
 from lowtide.memory.allocator.simulation import freed_from_entry
 from lowtide.memory.events import PHASE, Allocate, Free, Label, Mark
 from lowtide.memory.snapshots.history import WRITTEN_BY
@@ -33,12 +33,12 @@ _PROTOCOL = 4
 def write_snapshot(
     timeline: Timeline, path: str | Path, config: AllocatorConfig | None = None, *, at_entry: Iterable[int] = ()
 ) -> None:
-    """Write `timeline` to a file as a memory snapshot, which `snapshot_of` makes from the other arguments."""
-    record = snapshot_of(timeline, config, at_entry=at_entry)
+    """Write `timeline` to a file as a memory snapshot, which `make_snapshot` makes from the other arguments."""
+    record = make_snapshot(timeline, config, at_entry=at_entry)
     Path(path).write_bytes(pickle.dumps(record, protocol=_PROTOCOL))
 
 
-def snapshot_of(
+def make_snapshot(
     timeline: Timeline, config: AllocatorConfig | None = None, *, at_entry: Iterable[int] = ()
 ) -> dict[str, Any]:
     """Return `timeline` in the form of `torch.cuda.memory._snapshot()`, for device 0 with allocator `config`.
@@ -72,7 +72,7 @@ class _Writer:
     def __init__(self, config: AllocatorConfig) -> None:
         self.time_us = 0
         self._config = config
-        self._allocator: CachingAllocator = allocator_for(config, on_segment=self._segment)
+        self._allocator: CachingAllocator = make_allocator(config, on_segment=self._segment)
         self._trace: list[dict[str, Any]] = []
         self._annotations: list[dict[str, Any]] = []
         self._used: dict[Block, dict[str, Any]] = {}

@@ -95,7 +95,7 @@ class _SlotStates(NamedTuple):
 def assign(index: Index, choice: DecisionVector) -> Assignment:
     """Return the state of each value and each module call under the decisions in `choice`."""
     is_replayed = index.calls.replayable & choice.replay[index.calls.id]
-    replayed_around = _innermost_replayed(index, is_replayed)
+    replayed_around = _find_innermost_replayed(index, is_replayed)
     advanced = [
         call
         for id_ in np.flatnonzero(choice.advance)
@@ -122,7 +122,7 @@ def assign(index: Index, choice: DecisionVector) -> Assignment:
     )
 
 
-def _innermost_replayed(index: Index, is_replayed: Flags) -> Ints:
+def _find_innermost_replayed(index: Index, is_replayed: Flags) -> Ints:
     """Return, for each module call, the innermost replayed call among the call itself and the calls around it, or -1.
 
     The result has a last entry of -1 for code outside the model, which an index of -1 selects.
@@ -140,7 +140,7 @@ def _assign_slots(
     """Return the state of each slot: kept, recomputed, replayed or offloaded, or not held at all.
 
     `is_replayed` flags the replayed calls, `runs_again` also the advanced ones. `replayed_around` has the innermost
-    replayed call of each call (`_innermost_replayed`).
+    replayed call of each call (`_find_innermost_replayed`).
     """
     slots, repeated = index.slots, index.reruns.repeated
     replayed_call = replayed_around[slots.within]

@@ -132,9 +132,11 @@ class Sweeper:
         np.maximum.at(ends, index.slots.storage[rows], index.calls.exit[index.slots.call[rows]])
         values, until = _concatenate((visit.holds for visit in visits), 2)
         np.maximum.at(ends, index.values.storage[values], until)
-        leave, returning = self._offload_copies(assignment, _concatenate((visit.returns for visit in visits), 4))
+        leave, returning = self._compute_offload_copies(
+            assignment, _concatenate((visit.returns for visit in visits), 4)
+        )
         ends[assignment.offloaded_storages] = np.maximum(ends[assignment.offloaded_storages], leave)
-        running = self._running_copies(
+        running = self._compute_running_copies(
             _concatenate((visit.runs for visit in visits), 3), _concatenate((visit.waits for visit in visits), 2)
         )
         copies = Copies(*_concatenate((*(visit.copies for visit in visits), running, returning), 4))
@@ -147,7 +149,7 @@ class Sweeper:
                 chain(
                     index.storages.offload_ms[assignment.offloaded_storages].tolist(),
                     *(visit.times for visit in visits),
-                    self._time_on_clocks(assignment, _concatenate((visit.work for visit in visits), 3)),
+                    self._compute_time_on_clocks(assignment, _concatenate((visit.work for visit in visits), 3)),
                 )
             ),
             extra_flops=sum(visit.flops for visit in visits),
@@ -157,7 +159,7 @@ class Sweeper:
             host_bytes=int(index.storages.bytes[assignment.offloaded_storages].sum()),
         )
 
-    def _time_on_clocks(self, assignment: Assignment, work: Ints) -> list[float]:
+    def _compute_time_on_clocks(self, assignment: Assignment, work: Ints) -> list[float]:
         """Return the extra milliseconds of `work` and of packing slots, in a list of one number; [] without clocks.
 
         Host and device work side by side. `work` has three rows: positions, and the nanoseconds of host and of device
@@ -176,7 +178,7 @@ class Sweeper:
         np.add.at(host, at, packed * clocks.packed_slot_ns + kept * clocks.kept_slot_ns)
         return [clocks.extra_ms(host, device)]
 
-    def _running_copies(self, runs: Ints, waits: Ints) -> Ints:
+    def _compute_running_copies(self, runs: Ints, waits: Ints) -> Ints:
         """Return the scratch memory of recomputes and replays while they run, as rows of `Copies`.
 
         `runs` has rows of positions, nodes and scratch bytes: at each position only the largest counts. `waits` has
@@ -189,7 +191,7 @@ class Sweeper:
         np.add.at(waiting, *waits)
         return np.array((when, when + 1, np.maximum(need + waiting[when] - self._rise[when], 0), node))
 
-    def _offload_copies(self, assignment: Assignment, returns: Ints) -> tuple[Ints, Ints]:
+    def _compute_offload_copies(self, assignment: Assignment, returns: Ints) -> tuple[Ints, Ints]:
         """Return the position at which each offloaded storage leaves GPU memory, and as rows of `Copies` the memory of
         each storage that is copied back.
 

@@ -43,31 +43,31 @@ class Index:
         """First position at which anything can be recomputed."""
         self.clocks = None if profile.clocks is None else TwoClocks(profile.clocks)
         """Clocks of host and device; None where all times add up."""
-        self._weights = self._clock_weights()
+        self._weights = self._choose_clock_weights()
         self.order = self._order_dependents_first()
         """Nodes, each after all nodes that could demand it."""
 
-    def _clock_weights(self) -> tuple[float, float]:
+    def _choose_clock_weights(self) -> tuple[float, float]:
         """Return the weights of host and device time in comparisons of moves: the clock that does not bound the plain
         step's time has the smaller weight.
         """
         if self.clocks is None:
             return 0.0, 1.0
-        is_host_bound = 2 * self.clocks.critical_position() > self.first_read + self.end
+        is_host_bound = 2 * self.clocks.find_critical_position() > self.first_read + self.end
         return (1.0, HIDDEN) if is_host_bound else (HIDDEN, 1.0)
 
-    def weighted_ms(self, cost: RecomputeCost) -> float:
+    def compute_weighted_ms(self, cost: RecomputeCost) -> float:
         """Return the weighted sum of a cost's host and device time, to compare moves by before they are simulated."""
         host, device = self._weights
         return host * cost.host_ms + device * cost.ms
 
-    def possible_operands(self, node: int) -> set[int]:
+    def find_possible_operands(self, node: int) -> set[int]:
         """Return the nodes (values or calls) on whose state the cost of producing `node` can depend."""
         inputs = self.reruns.inputs
         if node >= self.n_values:
             return set(inputs[node - self.n_values])
         advanced_from = {value for call in self.reruns.by_result.get(node, ()) for value in inputs[call]}
-        return advanced_from | self.values.passed_and_operands(node)
+        return advanced_from | self.values.collect_passed_and_operands(node)
 
     def _order_dependents_first(self) -> Ints:
         inputs, n_values = self.reruns.inputs, self.n_values

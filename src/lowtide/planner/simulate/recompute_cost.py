@@ -34,7 +34,7 @@ class RecomputeCost(NamedTuple):
     host_ms: float = 0.0
 
 
-def recompute_cost_of(
+def compute_recompute_cost(
     value: int, values: Sequence[Value], operands: Sequence[Sequence[int]], passes: npt.NDArray[np.bool_]
 ) -> RecomputeCost:
     """Return the cost of recomputing `value`, including the recompute of needed values that `passes` flags."""

@@ -21,7 +21,7 @@ from lowtide.planner.simulate.call_allocations import ForwardMemory
 from lowtide.planner.simulate.profile_index import Index
 from lowtide.planner.simulate.profile_tables import Ints
 from lowtide.planner.simulate.recompute_cost import RecomputeCost
-from lowtide.planner.simulate.two_clocks import ns_of
+from lowtide.planner.simulate.two_clocks import round_to_ns
 
 REMEMBERED = 128
 """Number of visits that are cached per segment."""
@@ -84,7 +84,7 @@ class Segment:
 
     def __init__(self, index: Index, forwards: ForwardMemory, nodes: list[int]) -> None:
         self.index, self.forwards, self.nodes = index, forwards, nodes
-        near = {*nodes, *(need for node in nodes for need in index.possible_operands(node))}
+        near = {*nodes, *(need for node in nodes for need in index.find_possible_operands(node))}
         self._near, self._nodes = np.array(sorted(near), np.int64), np.array(nodes, np.int64)
         self._own_demands = itemgetter(*nodes)
         self.calls = [node - index.n_values for node in nodes if node >= index.n_values]
@@ -205,7 +205,7 @@ class _SegmentWalk:
         if state == OFFLOADED:
             self._returns.append((index.values.storage_of[node], when, until, node))
             return
-        cost = self._cost_of(node)
+        cost = self._get_cost(node)
         is_demanded = when < index.end
         if is_demanded:
             after += self._record_recompute(node, cost)
@@ -219,7 +219,7 @@ class _SegmentWalk:
         known = self._demands.get(node)
         self._demands[node] = wanted if known is None else combine_demands(known, wanted)
 
-    def _cost_of(self, node: int) -> RecomputeCost:
+    def _get_cost(self, node: int) -> RecomputeCost:
         """Return the cost of recomputing, replaying or advancing `node`, except the memory of a module's forward."""
         index = self._index
         if node >= index.n_values:
@@ -264,7 +264,7 @@ class _SegmentWalk:
         if index.clocks is None:
             self._times.append(cost.ms)
         else:
-            self._work.append((when, ns_of(cost.host_ms), ns_of(cost.ms)))
+            self._work.append((when, round_to_ns(cost.host_ms), round_to_ns(cost.ms)))
         self._flops += cost.flops
         return size
 

@@ -50,13 +50,13 @@ class RerunTable:
         """Values that a replay of each call can restore: saved or passed on in it, and produced in it."""
         self.repeated = self._find_repeated(input_rows)
 
-        self.result_value = [self._result_value_of(profile, call) for call in range(len(profile.calls))]
+        self.result_value = [self._find_result_value(profile, call) for call in range(len(profile.calls))]
         """The value that advancing each call computes, or -1."""
         self.by_result: dict[int, list[int]] = {}
         """Calls by the value that advancing them computes."""
         for call, value in enumerate(self.result_value):
             self.by_result.setdefault(value, []).append(call)
-        self.result_rows = [self._result_rows_of(call) for call in range(len(profile.calls))]
+        self.result_rows = [self._find_result_rows(call) for call in range(len(profile.calls))]
         """Slots inside each call that hold its result value."""
 
         self.replayed_by_id: list[list[int]] = [[] for _ in calls.ids]
@@ -84,13 +84,13 @@ class RerunTable:
                     self.restorable[call].add(value)
         return RepeatedSlots(*np.array(repeated, np.int64).reshape(-1, 3).T)
 
-    def _result_value_of(self, profile: Profile, call: int) -> int:
+    def _find_result_value(self, profile: Profile, call: int) -> int:
         value = profile.calls[call].result_value
         if value is None or value in self.inputs[call] or self._values.storage[value] < 0:
             return -1
         return value if self._is_allocated_in(call, self._values.storage[value]) else -1
 
-    def _result_rows_of(self, call: int) -> list[int]:
+    def _find_result_rows(self, call: int) -> list[int]:
         value, slots = self.result_value[call], self._slots
         rows = np.flatnonzero(slots.value == value).tolist() if value >= 0 else []
         return [row for row in rows if call in self._calls.around[int(slots.call[row])]]

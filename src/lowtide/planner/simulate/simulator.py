@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from lowtide.planner.inplace_savings import extra_ms, prefix_length_of, with_in_place
+from lowtide.planner.inplace_savings import extra_ms, find_prefix_length, with_in_place
 from lowtide.planner.records import Decisions, Prediction, Profile
 from lowtide.planner.simulate.assignment import DecisionVector
 from lowtide.planner.simulate.memory_sweep import Sweep, Sweeper
@@ -39,7 +39,7 @@ class Simulator:
     def predict(self, decisions: Decisions) -> Prediction:
         """Return peak, extra time and extra FLOPs of the step under `decisions`; see the function `predict`."""
         if decisions.in_place:
-            n = prefix_length_of(self.profile, decisions.in_place)
+            n = find_prefix_length(self.profile, decisions.in_place)
             prediction = self._in_place(n).predict(replace(decisions, in_place=frozenset()))
             return replace(prediction, extra_ms=prediction.extra_ms + extra_ms(self.profile, n))
         sweep = self.sweep(self.choice(decisions))
@@ -47,7 +47,7 @@ class Simulator:
         return Prediction(
             peak_bytes=self.profile.static.total + sweep.peak,
             peak_position=position,
-            held_bytes=sum(self._storages_at(sweep, self._backward).values()),
+            held_bytes=sum(self._sum_storage_bytes(sweep, self._backward).values()),
             extra_ms=sweep.extra_ms,
             extra_flops=sweep.extra_flops,
             parts=self._parts(sweep, position),
@@ -111,7 +111,7 @@ class Simulator:
             offload=frozenset(self.index.slots.addresses[address] for address in np.flatnonzero(choice.offload)),
         )
 
-    def _storages_at(self, sweep: Sweep, position: int) -> dict[str, int]:
+    def _sum_storage_bytes(self, sweep: Sweep, position: int) -> dict[str, int]:
         """Return the bytes by category of the storages that exist at `position`."""
         storages = np.flatnonzero((self.index.storages.allocated_at <= position) & (position < sweep.ends))
         bytes_by_category = {"activations": 0, "loss head": 0}
@@ -133,7 +133,7 @@ class Simulator:
             "left from before": static.carried_over,
             "other tensors": static.others,
             "margin": static.margin,
-            **self._storages_at(sweep, position),
+            **self._sum_storage_bytes(sweep, position),
             "recomputed": int(sweep.copies.at(position).bytes.sum()),
             "temporaries": temporaries + freed,
         }

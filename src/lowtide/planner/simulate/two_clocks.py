@@ -29,17 +29,17 @@ Ints = npt.NDArray[np.int64]
 NS_PER_MS = 1_000_000
 
 
-def ns_of(ms: float) -> int:
+def round_to_ns(ms: float) -> int:
     """Return milliseconds as whole nanoseconds."""
     return round(ms * NS_PER_MS)
 
 
-def step_ns(host: Ints, device: Ints) -> int:
+def compute_step_ns(host: Ints, device: Ints) -> int:
     """Return the nanoseconds of a step, given those of host and device at each position."""
-    return int(hand_overs(host, device).max())
+    return int(compute_hand_overs(host, device).max())
 
 
-def hand_overs(host: Ints, device: Ints) -> Ints:
+def compute_hand_overs(host: Ints, device: Ints) -> Ints:
     """Return, for each position, the ns of the path that follows the host up to that position and the device from that
     position on.
     """
@@ -51,19 +51,19 @@ class TwoClocks:
     """Host and device times of a plain step, to which the work of a plan is added."""
 
     def __init__(self, clocks: StepClocks) -> None:
-        self.host = np.array([ns_of(ms) for ms in clocks.host_ms], np.int64)
-        self.device = np.array([ns_of(ms) for ms in clocks.device_ms], np.int64)
-        self.plain_ns = step_ns(self.host, self.device)
-        self.kept_slot_ns = ns_of(clocks.kept_slot_ms)
-        self.packed_slot_ns = ns_of(clocks.packed_slot_ms)
+        self.host = np.array([round_to_ns(ms) for ms in clocks.host_ms], np.int64)
+        self.device = np.array([round_to_ns(ms) for ms in clocks.device_ms], np.int64)
+        self.plain_ns = compute_step_ns(self.host, self.device)
+        self.kept_slot_ns = round_to_ns(clocks.kept_slot_ms)
+        self.packed_slot_ns = round_to_ns(clocks.packed_slot_ms)
 
     def extra_ms(self, host: Ints, device: Ints) -> float:
         """Return the extra milliseconds of the step if `host` and `device` are added to the nanoseconds of each
         position.
         """
-        return (step_ns(self.host + host, self.device + device) - self.plain_ns) / NS_PER_MS
+        return (compute_step_ns(self.host + host, self.device + device) - self.plain_ns) / NS_PER_MS
 
-    def critical_position(self) -> int:
+    def find_critical_position(self) -> int:
         """Return the last position at which the plain step's longest path moves from the host to the device."""
-        ways = hand_overs(self.host, self.device)
+        ways = compute_hand_overs(self.host, self.device)
         return int(np.flatnonzero(ways == ways.max())[-1])

@@ -7,7 +7,7 @@ import numpy as np
 from lowtide.planner.profile_checks import contradiction
 from lowtide.planner.records import Profile
 from lowtide.planner.simulate.profile_tables import Flags, Ints, SlotTable
-from lowtide.planner.simulate.recompute_cost import RecomputeCost, recompute_cost_of
+from lowtide.planner.simulate.recompute_cost import RecomputeCost, compute_recompute_cost
 
 
 class ValueTable:
@@ -90,13 +90,13 @@ class ValueTable:
         """Return the cost of recomputing `value`, and on the way the values that it needs and that `passed` flags."""
         on_the_way = passed & self.recomputable & ~self.shared
         try:
-            return recompute_cost_of(value, self._values, self.operands, on_the_way)
+            return compute_recompute_cost(value, self._values, self.operands, on_the_way)
         except RecursionError as error:
             raise contradiction(
                 f"value {value} is computed through a longer chain of values than can be followed"
             ) from error
 
-    def passed_and_operands(self, value: int) -> set[int]:
+    def collect_passed_and_operands(self, value: int) -> set[int]:
         """Return all values that a recompute of `value` can read, or compute on the way."""
         operands, through = set[int](), [value]
         for passed in through:  # grows during the loop

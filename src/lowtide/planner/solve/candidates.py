@@ -62,7 +62,7 @@ class Advance:
     cost: float
 
 
-def replays_of(index: Index) -> dict[int, Replay]:
+def list_replays(index: Index) -> dict[int, Replay]:
     """Return, by call id, the replays that can restore at least one saved value."""
     calls_by_id = index.reruns.replayed_by_id
     restored = {
@@ -117,7 +117,7 @@ def groups_of(index: Index, replays: dict[int, Replay]) -> list[Group]:
     return groups
 
 
-def advances_of(index: Index) -> list[Advance]:
+def list_advances(index: Index) -> list[Advance]:
     """Return the calls that can run forward again for their results, in the order of the forward pass."""
     advances = [
         Advance(
@@ -132,7 +132,7 @@ def advances_of(index: Index) -> list[Advance]:
     return sorted(advances, key=lambda advance: (advance.start, advance.id))
 
 
-def offloads_of(index: Index, n_groups: int) -> list[Group]:
+def list_offloads(index: Index, n_groups: int) -> list[Group]:
     """Return the groups of storages that can be offloaded, numbered from `n_groups` on.
 
     Storages that share a slot address are in one group.
@@ -155,7 +155,7 @@ def offloads_of(index: Index, n_groups: int) -> list[Group]:
 
 
 def _cost(index: Index, cost: RecomputeCost) -> float:
-    return index.weighted_ms(cost) + cost.flops * MS_PER_FLOP
+    return index.compute_weighted_ms(cost) + cost.flops * MS_PER_FLOP
 
 
 def _join_slots(index: Index, rows: Iterable[int]) -> _DisjointSets:

@@ -17,7 +17,7 @@ import numpy as np
 from lowtide.planner.simulate.assignment import DecisionVector
 from lowtide.planner.simulate.simulator import Simulator
 from lowtide.planner.solve.greedy import GreedySearch
-from lowtide.planner.solve.linear_program import covering_of
+from lowtide.planner.solve.linear_program import get_covering
 from lowtide.planner.solve.milp import MilpProblem, is_over
 from lowtide.planner.solve.moves import Moves
 from lowtide.planner.solve.pareto_pool import Candidate, CostRange
@@ -44,7 +44,7 @@ class BranchAndBound:
         index = simulator.index
         self.simulator = simulator
         self.moves = moves
-        covering = self.covering = covering_of(simulator)
+        covering = self.covering = get_covering(simulator)
         variables = covering.variables
         ms, flops = float(covering.costs.ms.sum()), float(covering.costs.flops.sum())
         self.tie = TIE * ms / flops if flops else 0.0
@@ -139,7 +139,7 @@ class BranchAndBound:
             problem.add(sweep.usage.astype(np.float64))
         return choice, fits, omitted_bytes
 
-    def cost_of(self, candidate: Candidate) -> float:
+    def compute_cost(self, candidate: Candidate) -> float:
         """Return a simulated choice's extra time plus a small weight for its FLOPs, as the solver minimizes both."""
         return candidate.extra_ms + self.tie * candidate.extra_flops
 

@@ -62,7 +62,7 @@ class GreedySearch:
     def fits(self, choice: DecisionVector, limit: int) -> bool:
         return self.sweep(choice).peak <= limit
 
-    def fitting_choices(self, limit: int, *starts: DecisionVector) -> Iterator[DecisionVector]:
+    def find_fitting_choices(self, limit: int, *starts: DecisionVector) -> Iterator[DecisionVector]:
         """Yield choices whose peak is at most `limit`: first those to which `reduce` leads from each of `starts`.
 
         Then, for each nesting level of module calls, the choice with all cheap recomputes and just enough replays of
@@ -72,7 +72,7 @@ class GreedySearch:
         for start in starts:
             if self.fits(choice := self.reduce(start, limit), limit):
                 yield choice
-        for level in self.moves.replay_levels():
+        for level in self.moves.list_replay_levels():
             # Early calls first, as they hold their tensors longest. The peak falls with each, except for small bumps.
             prefixes = range(1, len(level) + 1)
             count = bisect.bisect_left(prefixes, True, key=lambda n: self.fits(_with_replays(cheap, level[:n]), limit))
@@ -92,7 +92,7 @@ class GreedySearch:
             move = (
                 self._best(*state, [pair for pair in promising if pair[1] not in useless], useless)
                 or self._best(*state, [pair for pair in promising if pair[1] in useless], set())
-                or self._best_detour(*state, self.moves.detours(choice, sweep))
+                or self._find_best_detour(*state, self.moves.detours(choice, sweep))
             )
             if move is None:
                 break
@@ -108,13 +108,13 @@ class GreedySearch:
         Worth is the bytes removed per cost. `moves` come with upper bounds of their worth, best first. Moves that turn
         out to remove nothing are added to `useless`.
         """
-        missing, cost = _excess_bytes(sweep, limit), self.moves.cost(sweep)
+        missing, cost = _sum_excess_bytes(sweep, limit), self.moves.cost(sweep)
         best, most = None, 0.0
         for tried, (bound, move) in enumerate(moves):
             if best is not None and (most >= GOOD_ENOUGH * bound or (tried >= MOST_TRIED and bound < math.inf)):
                 break
             after = self.sweep(move.apply_to(choice))
-            covered = missing - _excess_bytes(after, limit)
+            covered = missing - _sum_excess_bytes(after, limit)
             if covered <= 0:
                 useless.add(move)
                 continue
@@ -123,7 +123,7 @@ class GreedySearch:
                 best, most = move, worth
         return best
 
-    def _best_detour(self, choice: DecisionVector, sweep: Sweep, limit: int, moves: list[Move]) -> Move | None:
+    def _find_best_detour(self, choice: DecisionVector, sweep: Sweep, limit: int, moves: list[Move]) -> Move | None:
         """Return one of the best of `moves`, or None if `_best` accepts none of those tried.
 
         Of many moves, only a sample is simulated, then ever closer neighbours of the best one so far.
@@ -150,8 +150,8 @@ class GreedySearch:
         Several decisions are undone at once as long as the choice still fits, which takes fewer simulations.
         """
         sweep = self.sweep(choice)
-        full = self._storages_without_room(sweep, limit)
-        undoing, size = self.moves.undo_moves(choice), 1
+        full = self._flag_storages_without_room(sweep, limit)
+        undoing, size = self.moves.list_undo_moves(choice), 1
         while undoing:
             part = [move for move in undoing[:size] if not self._is_useless(move, choice, full)]
             less = choice
@@ -161,7 +161,7 @@ class GreedySearch:
             if after.peak <= limit and self.moves.cost(after) <= self.moves.cost(sweep):
                 if part:
                     choice, sweep = less, after
-                    full = self._storages_without_room(sweep, limit)
+                    full = self._flag_storages_without_room(sweep, limit)
                 undoing, size = undoing[size:], 2 * size
             elif size > 1:
                 size = max(1, size // 4)
@@ -172,14 +172,14 @@ class GreedySearch:
     @staticmethod
     def _is_useless(move: Move, choice: DecisionVector, full: Flags) -> bool:
         """Return True if `move` keeps a storage that has no room: then the peak is surely above the limit, and no
-        simulation is needed. `full` flags the storages without room (`_storages_without_room`).
+        simulation is needed. `full` flags the storages without room (`_flag_storages_without_room`).
         """
         kept = [group for group in move.keep if not choice.replay[list(group.inside)].any()]
         return any(full[list(piece.storages)].any() for piece in (*kept, *move.unoffload)) or any(
             full[list(advance.storages)].any() for advance in move.unadvance
         )
 
-    def _storages_without_room(self, sweep: Sweep, limit: int) -> Flags:
+    def _flag_storages_without_room(self, sweep: Sweep, limit: int) -> Flags:
         """Flag the storages that would raise the peak above `limit` if they were kept from forward until their
         recompute. Runs no simulation.
         """
@@ -225,9 +225,9 @@ class GreedySearch:
         starts += [
             move.apply_to(start)
             for start in starts
-            for move in (*(Move(replay=level) for level in moves.replay_levels()), *moves.nested_replays())
+            for move in (*(Move(replay=level) for level in moves.list_replay_levels()), *moves.list_nested_replays())
         ]
-        starts += sorted(moves.sparse_recomputes(), key=lambda choice: self.simulator.sweep(choice).peak)[:1]
+        starts += sorted(moves.list_sparse_recomputes(), key=lambda choice: self.simulator.sweep(choice).peak)[:1]
         best, peak = min(((start, self.sweep(start).peak) for start in starts), key=lambda pair: pair[1])
         other, step = self.simulator.keep_everything(), (peak - self._floor()) // 2
         while step > peak // 200:
@@ -251,7 +251,7 @@ class GreedySearch:
         return int((index.base + changes.cumsum()[:-1]).max())
 
 
-def _excess_bytes(sweep: Sweep, limit: int) -> int:
+def _sum_excess_bytes(sweep: Sweep, limit: int) -> int:
     """Return the bytes over the limit, added up over all positions."""
     return int(np.maximum(sweep.usage - limit, 0).sum())
 

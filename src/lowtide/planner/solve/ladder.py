@@ -37,7 +37,7 @@ from lowtide.planner.solve.exact import BranchAndBound, Bytes, is_rough
 from lowtide.planner.solve.greedy import MANY, GreedySearch
 from lowtide.planner.solve.milp import is_over
 from lowtide.planner.solve.moves import Moves
-from lowtide.planner.solve.pareto_pool import Candidate, CostRange, ParetoPool, pareto_front
+from lowtide.planner.solve.pareto_pool import Candidate, CostRange, ParetoPool, build_pareto_front
 from lowtide.units import format_bytes
 
 Solver = Callable[[Simulator, int], Decisions]
@@ -87,7 +87,7 @@ def solve(simulator: Simulator, budget_bytes: int, *, until: float | None = None
     search ends with the best result so far; the smallest peak is always searched for. Raises Infeasible if no decisions
     fit, with the smallest peak that was found.
     """
-    ladder = ladder_of(simulator)
+    ladder = get_ladder(simulator)
     candidate = ladder.best(budget_bytes - simulator.profile.static.total, until)
     if candidate is None:
         raise infeasible(simulator, budget_bytes, ladder.bottom.choice)
@@ -96,7 +96,7 @@ def solve(simulator: Simulator, budget_bytes: int, *, until: float | None = None
 
 def minimize_peak(simulator: Simulator) -> Decisions:
     """Return the decisions with the smallest peak that the search finds."""
-    ladder = ladder_of(simulator)
+    ladder = get_ladder(simulator)
     return simulator.decisions(GreedySearch(ladder.moves).drop_ineffective(ladder.bottom.choice))
 
 
@@ -113,7 +113,7 @@ def infeasible(simulator: Simulator, budget_bytes: int, smallest: DecisionVector
         begun = {at: phase for phase, at in simulator.profile.phases.items() if at <= prediction.peak_position}
         phase = begun[max(begun)] if begun else "before forward"
         notes.append(f"plans save next to nothing of this step: {format_bytes(temporaries)} {_TEMPORARIES[phase]}")
-    left_bytes = _left_at(simulator.profile, prediction.peak_position)
+    left_bytes = _count_left_bytes(simulator.profile, prediction.peak_position)
     if left_bytes >= LEFT_SHARE * prediction.peak_bytes:
         notes.append(
             f"{format_bytes(left_bytes)} at its peak are left from the step before, such as an output that a variable "
@@ -130,7 +130,7 @@ def infeasible(simulator: Simulator, budget_bytes: int, smallest: DecisionVector
     )
 
 
-def _left_at(profile: Profile, position: int) -> int:
+def _count_left_bytes(profile: Profile, position: int) -> int:
     """Return the bytes left by the previous step that are certain to be in memory at `position`."""
     freed_bytes = max(0, profile.gradient_bytes[position] - profile.base_bytes[position])
     return max(0, profile.static.carried_over - freed_bytes)
@@ -156,7 +156,7 @@ class BudgetLadder:
         self._rungs: dict[int, BudgetStep] = {}
         self._quick = len(self.moves.moves) <= MANY
         """True if greedy searches are fast here."""
-        search, low = GreedySearch(self.moves), _smallest_candidates(simulator.profile, self._quick)
+        search, low = GreedySearch(self.moves), _find_smallest_candidates(simulator.profile, self._quick)
         for candidate in low:
             search.sweep(candidate.choice)
         peak = low[0].peak
@@ -195,7 +195,7 @@ class BudgetLadder:
             if rung is None:
                 rung = self._solve_step(middle, span, path, until)
                 if is_over(until):  # a search that was cut short depends on the clock: cache nothing
-                    return self._best_so_far(limit, [*path, rung])
+                    return self._find_best_so_far(limit, [*path, rung])
                 self._rungs[middle] = rung
             path.append(rung)
             if middle <= limit:
@@ -207,10 +207,12 @@ class BudgetLadder:
                 return rung.candidate
             else:  # no choice with a peak between the rung's own and the rung is cheaper
                 high, span = rung.candidate.peak, CostRange(rung.candidate, span.most)
-        steps = pareto_front([span.least, *(candidate for rung in path for candidate in rung.pool.candidates)], span)
+        steps = build_pareto_front(
+            [span.least, *(candidate for rung in path for candidate in rung.pool.candidates)], span
+        )
         return [step for step in steps if step.peak <= limit][-1]
 
-    def _best_so_far(self, limit: int, path: list[BudgetStep]) -> Candidate:
+    def _find_best_so_far(self, limit: int, path: list[BudgetStep]) -> Candidate:
         """Return the cheapest choice that fits `limit`, among those found for `path` and by one more greedy search."""
         search = GreedySearch(self.moves)
         search.reduce(self.simulator.keep_everything(), limit)
@@ -234,12 +236,12 @@ class BudgetLadder:
         bound, omitted_bytes = self.exact.search(search, limit, span, next(guides).omitted_bytes, until)
         cheapest = _cheapest(limit, span, [*pools, search.pool])
         enough = GOOD if self._quick else POOR
-        if not is_over(until) and self.exact.cost_of(cheapest) > enough * bound:
+        if not is_over(until) and self.exact.compute_cost(cheapest) > enough * bound:
             if self._quick:
                 begin = [span.least.choice]
                 if limit > NEAR_PLAIN * self.top.peak:
                     begin += [self.simulator.keep_everything(), self.moves.recompute_all(expensive=False)]
-                starts = [*search.fitting_choices(limit, *begin), cheapest.choice]
+                starts = [*search.find_fitting_choices(limit, *begin), cheapest.choice]
             else:
                 starts = [search.reduce(span.least.choice, limit)]
             for choice in {choice.key: choice for choice in starts}.values():
@@ -250,10 +252,10 @@ class BudgetLadder:
 
 
 _SMALLEST: list[tuple[Profile, bool, list[Candidate]]] = []
-"""Latest arguments and results of `_smallest_candidates`, the profiles with work costs and without static memory."""
+"""Latest arguments and results of `_find_smallest_candidates`. The profiles have work costs and no static memory."""
 
 
-def _smallest_candidates(profile: Profile, is_quick: bool) -> list[Candidate]:
+def _find_smallest_candidates(profile: Profile, is_quick: bool) -> list[Candidate]:
     """Return choices with small peaks, smallest first, from a cache of the last few searches.
 
     The search uses no measured times, so all rehearsals of a step and all objectives get the same choices. With
@@ -273,7 +275,7 @@ def _search_smallest(profile: Profile, is_quick: bool) -> list[Candidate]:
     search = GreedySearch(Moves(Simulator(profile)))
     smallest = search.search_smallest()
     peak = search.sweep(smallest[0]).peak
-    others = search.fitting_choices(peak, search.moves.recompute_all(expensive=False)) if is_quick else ()
+    others = search.find_fitting_choices(peak, search.moves.recompute_all(expensive=False)) if is_quick else ()
     for choice in (*smallest, *others):
         search.prune(choice, peak)
     return sorted(search.pool.candidates, key=lambda candidate: (candidate.peak, candidate.cost))
@@ -293,7 +295,7 @@ def _cheapest(limit: int, span: CostRange, pools: Sequence[ParetoPool]) -> Candi
 _RECENT: list[BudgetLadder] = []
 
 
-def ladder_of(simulator: Simulator) -> BudgetLadder:
+def get_ladder(simulator: Simulator) -> BudgetLadder:
     """Return the budget ladder of `simulator`. The last few ladders are cached, with all their results."""
     for ladder in _RECENT:
         if ladder.simulator is simulator:

@@ -115,7 +115,7 @@ class CoveringProblem:
         self.saved = SavedValues(index, self.variables)
         self.memory = StorageMemory(index, self.saved)
         self.costs = VariableCosts(index, self.variables, self.saved)
-        self._inside = self._always_restored()
+        self._inside = self._find_always_restored()
         structure = self._structure()
         if self.variables.time is not None:
             structure += self.costs.move_to_clocks(index, self.variables, self.saved)
@@ -135,7 +135,7 @@ class CoveringProblem:
         """Values whose early recompute can matter: when backward reads each, its storage, and the value."""
         self._at: dict[int, Rows] = {}
 
-    def _always_restored(self) -> dict[int, list[int]]:
+    def _find_always_restored(self) -> dict[int, list[int]]:
         """Return, for each call that can be replayed, the storages that are saved only in it: its replay restores them
         unless they are recomputed.
         """
@@ -180,7 +180,7 @@ class CoveringProblem:
         the limit, divided by `StorageMemory.plain`.
         """
         if position not in self._at:
-            rows, early = self._early_recomputes(position)
+            rows, early = self._build_early_recomputes(position)
             capacity: dict[int, float] = {}
             memory = self.memory
             kept, copied = memory.kept.at(position), memory.copied.at(position)
@@ -192,7 +192,7 @@ class CoveringProblem:
             self._at[position] = _joined(rows, self.variables.n_fixed)
         return self._at[position]
 
-    def _early_recomputes(self, position: int) -> tuple[list[Row], dict[int, int]]:
+    def _build_early_recomputes(self, position: int) -> tuple[list[Row], dict[int, int]]:
         """Return rows for values that are recomputed before backward reads them and exist at `position`.
 
         Also return, by storage, the variable of each such value.
@@ -213,7 +213,7 @@ class CoveringProblem:
         recomputed = {value: next(numbers) for _, value in ahead}
         early_runs = {call: next(numbers) for call in sorted(calls)}
 
-        def recomputed_variable(value: int) -> int | None:
+        def find_recomputed_variable(value: int) -> int | None:
             """Return the variable that is 1 if `value` has been recomputed by `position`, or None."""
             if index.values.read_at[value] <= position:
                 return n + saved.storage_of[value]
@@ -223,10 +223,10 @@ class CoveringProblem:
         for call in early_runs:
             for storage in self._inside[call]:
                 if index.values.read_at[saved.sole[storage]] <= position:
-                    others = self._other_ways(call, storage)
+                    others = self._list_other_ways(call, storage)
                     rows.append(({variables.runs[call]: 1.0, n + storage: -1.0, early_runs[call]: -1.0, **others}, 0.0))
         for storage, value in ahead:
-            needing = [v for u in saved.dependents.get(value, ()) if (v := recomputed_variable(u)) is not None]
+            needing = [v for u in saved.dependents.get(value, ()) if (v := find_recomputed_variable(u)) is not None]
             needing += [early_runs[call] for call in saved.dependent_calls.get(value, ())]
             restoring = dict.fromkeys((early_runs[call] for call in saved.restoring_calls.get(value, ())), -1.0)
             restoring |= dict.fromkeys(saved.advances.get(value, ()), -1.0)
@@ -237,11 +237,11 @@ class CoveringProblem:
                 rows.append(({variable: 1.0, storage: 1.0, n + storage: -1.0, **restoring}, 1.0))
             for call in saved.restoring_calls.get(value, ()):
                 if storage in self._inside[call]:
-                    others = self._other_ways(call, storage)
+                    others = self._list_other_ways(call, storage)
                     rows.append(({early_runs[call]: 1.0, n + storage: -1.0, early[storage]: -1.0, **others}, 0.0))
         return rows, early
 
-    def _other_ways(self, call: int, storage: int) -> dict[int, float]:
+    def _list_other_ways(self, call: int, storage: int) -> dict[int, float]:
         """Return coefficients of the variables that restore `storage`, saved in `call`, without a replay of `call`:
         replays of inner calls, advances, offloading.
         """
@@ -253,7 +253,7 @@ class CoveringProblem:
 
 
 @lru_cache(maxsize=4)
-def covering_of(simulator: Simulator) -> CoveringProblem:
+def get_covering(simulator: Simulator) -> CoveringProblem:
     """Return the covering problem of `simulator`, built once for the solver and for the bound."""
     return CoveringProblem(simulator.index)
 

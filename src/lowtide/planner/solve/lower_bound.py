@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from lowtide.planner.simulate.simulator import Simulator
-from lowtide.planner.solve.linear_program import covering_of
+from lowtide.planner.solve.linear_program import get_covering
 from lowtide.planner.solve.milp import MilpProblem, is_over
 
 SLACK = 1e-6
@@ -29,7 +29,7 @@ def lower_bound(
     The bound is infinite if no plan can fit. `known_ms` is the extra time of some plan that fits: a bound that is close
     to it, or far below, is not improved further. Neither is any bound after `until` (by `time.monotonic()`).
     """
-    covering = covering_of(simulator)
+    covering = get_covering(simulator)
     limit = budget_bytes - simulator.profile.static.total
     if limit <= 0:
         return np.inf if int(covering.memory.base.max()) > limit else 0.0

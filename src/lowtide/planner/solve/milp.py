@@ -88,7 +88,7 @@ class MilpProblem:
 
     def add(self, usage: Floats) -> bool:
         """Add to the program the positions at which `usage` is most over the limit; return True if any is new."""
-        new = worst_positions(usage, self.limit, self.positions)
+        new = find_worst_positions(usage, self.limit, self.positions)
         self.positions += new
         return bool(new)
 
@@ -283,7 +283,7 @@ class _MatrixForm:
         return Solution(variables[: self.covering.variables.n_fixed], float(self.cost @ variables), max(0.0, bound), at)
 
 
-def worst_positions(usage: Floats, limit: int, known: list[int]) -> list[int]:
+def find_worst_positions(usage: Floats, limit: int, known: list[int]) -> list[int]:
     """Return positions over the limit that are not `known`, the worst first, at most one in each neighbourhood."""
     over = np.array(usage, np.float64) - limit * (1 + 1e-7)
     over[known] = 0

@@ -20,10 +20,10 @@ from lowtide.planner.solve.candidates import (
     Advance,
     Group,
     Replay,
-    advances_of,
     groups_of,
-    offloads_of,
-    replays_of,
+    list_advances,
+    list_offloads,
+    list_replays,
 )
 
 Floats = npt.NDArray[np.float64]
@@ -138,14 +138,14 @@ class Moves:
     def __init__(self, simulator: Simulator) -> None:
         index = simulator.index
         self.simulator = simulator
-        self.replays = replays_of(index)
+        self.replays = list_replays(index)
         self.groups = groups_of(index, self.replays)
-        self.advances = advances_of(index)
-        self.offloads = offloads_of(index, len(self.groups))
+        self.advances = list_advances(index)
+        self.offloads = list_offloads(index, len(self.groups))
         self.moves = [
             *(Move(recompute=(group,)) for group in self.groups),
-            *(self._replay_move(replay, cheap=True) for replay in self.replays.values()),
-            *(self._replay_move(replay, cheap=False) for replay in self.replays.values()),
+            *(self._make_replay_move(replay, cheap=True) for replay in self.replays.values()),
+            *(self._make_replay_move(replay, cheap=False) for replay in self.replays.values()),
             *(Move(replay=(replay,)) for replay in self.replays.values() if replay.within),
             *(Move(advance=(advance,)) for advance in self.advances),
             *(Move(offload=(group,)) for group in self.offloads),
@@ -155,7 +155,7 @@ class Moves:
         """
         self.worths = MoveWorths(index, self.moves, self.groups, self.replays)
 
-    def _replay_move(self, replay: Replay, *, cheap: bool) -> Move:
+    def _make_replay_move(self, replay: Replay, *, cheap: bool) -> Move:
         """Return the move that replays a call, and no longer recomputes the groups that the replay restores.
 
         With `cheap`, groups that are cheap to recompute are recomputed all the same.
@@ -194,7 +194,7 @@ class Moves:
             ]
         return detours
 
-    def undo_moves(self, choice: DecisionVector) -> list[Move]:
+    def list_undo_moves(self, choice: DecisionVector) -> list[Move]:
         """Return one move for each group or call that `choice` does not keep, to undo that decision.
 
         The costliest decisions come first, and among equals those about later groups and calls.
@@ -223,7 +223,7 @@ class Moves:
         groups = tuple(group for group in self.groups if expensive or not group.expensive)
         return Move(recompute=groups).apply_to(self.simulator.keep_everything())
 
-    def sparse_recomputes(self) -> list[DecisionVector]:
+    def list_sparse_recomputes(self) -> list[DecisionVector]:
         """Return choices that recompute all but every n-th group, in forward order: small peaks of long chains."""
         groups = sorted(
             self.groups, key=lambda group: min(self.simulator.index.storages.allocated_at[list(group.storages)])
@@ -231,7 +231,7 @@ class Moves:
         everything = self.recompute_all(expensive=True)
         return [Move(keep=tuple(groups[every - 1 :: every])).apply_to(everything) for every in _strides(len(groups))]
 
-    def replay_levels(self) -> list[tuple[Replay, ...]]:
+    def list_replay_levels(self) -> list[tuple[Replay, ...]]:
         """Return the calls that can be replayed, by nesting level, outermost first; each level in forward order."""
         replays = sorted(self.replays.values(), key=lambda replay: (replay.start, replay.id))
         depth = max((len(replay.around) for replay in replays), default=-1)
@@ -240,13 +240,13 @@ class Moves:
             for at in range(depth + 1)
         ]
 
-    def nested_replays(self) -> list[Move]:
+    def list_nested_replays(self) -> list[Move]:
         """Return moves to schedules with small peaks, such as a replay of all calls of two successive nesting levels.
 
         Further moves replay one level and keep only every n-th result of the calls that can be advanced, or offload all
         storages that can be offloaded, with or without replays of one level.
         """
-        levels = self.replay_levels()
+        levels = self.list_replay_levels()
         schedules = [Move(replay=(*outer, *inner)) for outer, inner in pairwise(levels)]
         for every in _strides(len(self.advances)):
             advance = tuple(a for number, a in enumerate(self.advances, 1) if number % every)

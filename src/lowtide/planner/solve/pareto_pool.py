@@ -64,7 +64,7 @@ class ParetoPool:
         return min(fitting, key=lambda candidate: candidate.cost, default=None)
 
 
-def pareto_front(candidates: Iterable[Candidate], span: CostRange) -> list[Candidate]:
+def build_pareto_front(candidates: Iterable[Candidate], span: CostRange) -> list[Candidate]:
     """Return `span.most`, and then the candidates within `span` with ever larger peaks and ever lower costs."""
     chain = [span.most]
     for candidate in sorted(candidates, key=lambda candidate: (candidate.peak, candidate.cost)):

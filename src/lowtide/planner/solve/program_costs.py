@@ -6,7 +6,7 @@ import numpy as np
 
 from lowtide.planner.simulate.profile_index import Index
 from lowtide.planner.simulate.profile_tables import Ints
-from lowtide.planner.simulate.two_clocks import NS_PER_MS, TwoClocks, hand_overs
+from lowtide.planner.simulate.two_clocks import NS_PER_MS, TwoClocks, compute_hand_overs
 from lowtide.planner.solve.program_variables import Floats, Row, SavedValues, Variables
 
 HAND_OVERS = 8
@@ -65,9 +65,9 @@ class VariableCosts:
         device_ms = np.where(on_clocks, self.ms, 0.0)
         least_ms = np.minimum(device_ms, self.host_ms)
         packing_ms, packed_by = _packing(index, clocks, variables, saved)
-        ways = hand_overs(clocks.host, clocks.device)
+        ways = compute_hand_overs(clocks.host, clocks.device)
         bounds = []
-        for at in _hand_over_positions(clocks, index.end):
+        for at in _choose_hand_over_positions(clocks, index.end):
             ms = np.where(self.last <= at, self.host_ms, np.where(index.first_read >= at, device_ms, least_ms))
             ms += np.where(packed_by <= at, packing_ms, 0.0)
             bounds.append((ms, (clocks.plain_ns - int(ways[at])) / NS_PER_MS))
@@ -95,9 +95,9 @@ def _packing(index: Index, clocks: TwoClocks, variables: Variables, saved: Saved
     return packing_ms, packed_by
 
 
-def _hand_over_positions(clocks: TwoClocks, end: int) -> list[int]:
+def _choose_hand_over_positions(clocks: TwoClocks, end: int) -> list[int]:
     """Return the positions whose rows bound the extra time: first, last, the critical one and HAND_OVERS in between."""
     elapsed = (clocks.host + clocks.device).cumsum()
     shares = elapsed[-1] * np.arange(1, HAND_OVERS + 1) // (HAND_OVERS + 1)
     between = np.minimum(np.searchsorted(elapsed, shares), end - 1).tolist()
-    return sorted({0, end - 1, clocks.critical_position(), *between})
+    return sorted({0, end - 1, clocks.find_critical_position(), *between})

@@ -21,7 +21,7 @@ from lowtide.runtime.recipes.registry import aten, recipe
 EPS_IN_USE = (1e-5, 1e-6, 1e-12, 1e-8, 1e-7, 1e-3)
 
 
-def first_with(rstd: Tensor, op: Callable[[float | None], Tensor], *eps: float | None) -> Tensor:
+def compute_with_matching_eps(rstd: Tensor, op: Callable[[float | None], Tensor], *eps: float | None) -> Tensor:
     """Find the first `eps` for which the last result of `op(eps)`, the reciprocal deviation, equals `rstd`; return the
     first result of the same call.
 
@@ -49,7 +49,7 @@ def layer_norm(
     def op(eps: float | None) -> Tensor:
         return aten.native_layer_norm(input, normalized_shape, weight, bias, eps)
 
-    return first_with(result2, op, *EPS_IN_USE) if eps is None else op(eps)[0]
+    return compute_with_matching_eps(result2, op, *EPS_IN_USE) if eps is None else op(eps)[0]
 
 
 @recipe(
@@ -83,7 +83,7 @@ def rms_norm(
     def op(eps: float | None) -> Tensor:
         return aten._fused_rms_norm(input, normalized_shape, weight, eps)
 
-    return first_with(result1, op, None, *EPS_IN_USE) if eps is None else op(eps)[0]
+    return compute_with_matching_eps(result1, op, None, *EPS_IN_USE) if eps is None else op(eps)[0]
 
 
 @recipe(
@@ -104,7 +104,7 @@ def group_norm(
     def op(eps: float | None) -> Tensor:
         return aten.native_group_norm(input, weight, bias, N, C, HxW, group, eps)
 
-    return first_with(result2, op, *EPS_IN_USE) if eps is None else op(eps)[0]
+    return compute_with_matching_eps(result2, op, *EPS_IN_USE) if eps is None else op(eps)[0]
 
 
 @recipe(

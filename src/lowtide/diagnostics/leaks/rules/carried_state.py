@@ -41,11 +41,11 @@ class CarriedState(Rule):
     def names_holder(self, item: RetainedObject) -> bool:
         return item.is_fed_back or is_carried_by_module(item)
 
-    def fix_for(self, item: RetainedObject, history: History) -> str:
+    def choose_fix(self, item: RetainedObject, history: History) -> str:
         """Return the advice for `item`, a different one if a module's attribute holds the state."""
         if item.holder is not None and item.holder.kind == "module":
             return self.fix_of_module_part if item.holder.text.endswith("]") else self.fix_of_module
-        return super().fix_for(item, history)
+        return super().choose_fix(item, history)
 
 
 def is_carried_by_module(item: RetainedObject) -> bool:

@@ -50,12 +50,12 @@ class ListOfGraphs(Rule):
         """Return the advice to run the forward under `no_grad`, because no backward pass follows, and then `fix`."""
         return "run the forward at {made} under `torch.no_grad()`, because no backward pass reaches it; and " + fix
 
-    def fix_for(self, item: RetainedObject, history: History) -> str:
+    def choose_fix(self, item: RetainedObject, history: History) -> str:
         """Return the advice for `item`: to store `.item()` if it is a scalar, else `.detach().cpu()`.
 
         If backward has reached the graph, entries that are terms of a loss are to be cleared after its backward pass.
         """
-        fix = super().fix_for(item, history) if item.is_scalar else self.fix_of_values
+        fix = super().choose_fix(item, history) if item.is_scalar else self.fix_of_values
         return fix + self.fix_of_terms if item.backwards else fix
 
     def matches(self, item: RetainedObject, history: History) -> bool:
@@ -150,7 +150,7 @@ class GrowingList(Rule):
         "set `self.{name}` to None before the next batch, or keep only its newest part: each call adds to it"
     )
 
-    def fix_for(self, item: RetainedObject, history: History) -> str:
+    def choose_fix(self, item: RetainedObject, history: History) -> str:
         """Return the advice for `item`, by the kind of its holder and of the objects that it holds."""
         if item.holder is not None and item.holder.is_cycle:
             return self.fix_of_cycle
@@ -169,7 +169,7 @@ class GrowingList(Rule):
         if item.holder is not None and item.holder.is_cache:
             return self.fix_of_cache
         is_of_data = item.holder is not None and item.holder.is_keyed and not item.calls
-        return self.fix_of_keys if is_of_data else super().fix_for(item, history)
+        return self.fix_of_keys if is_of_data else super().choose_fix(item, history)
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         if item.subject in _FIX_OF_COPIES:  # often one for each epoch, so that few inspections see a new one
@@ -239,10 +239,10 @@ class RunningTotalOfEmptyGraphs(Rule):
 
     fix_of_module = "assign values without a graph to `self.{name}`: `.detach()` them first"
 
-    def fix_for(self, item: RetainedObject, history: History) -> str:
+    def choose_fix(self, item: RetainedObject, history: History) -> str:
         """Return the advice for `item`: one for totals and lists of losses, another for a value stored on a module."""
         is_value = item.is_held_as("module") and item.holder is not None and not item.holder.gathers
-        return self.fix_of_module if is_value else super().fix_for(item, history)
+        return self.fix_of_module if is_value else super().choose_fix(item, history)
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         is_bounded = item.holder is not None and item.holder.gathers and not item.holder.containers
@@ -253,7 +253,7 @@ class RunningTotalOfEmptyGraphs(Rule):
         is_full = history.has_stopped and history.entries[-1] == history.entries[-2] > 0
         return is_full and not grows(history.held_bytes, 2)
 
-    def reported_bytes(self, history: History) -> int:
+    def count_reported_bytes(self, history: History) -> int:
         return history.held_bytes[-1] // max(1, history.n_steps)
 
 
@@ -276,10 +276,10 @@ class GatheredOutputs(Rule):
     subjects = ("evaluation",)
     fix_of_keys_and_values = "call the model with `use_cache=False`, because nothing reads the keys and values; and "
 
-    def fix_for(self, item: RetainedObject, history: History) -> str:
+    def choose_fix(self, item: RetainedObject, history: History) -> str:
         """Return the advice for `item`, beginning with turning off the key-value cache if its outputs contain one."""
         has_cache = item.holder is not None and "past_key_values" in item.holder.text
-        return self.fix_of_keys_and_values * has_cache + super().fix_for(item, history)
+        return self.fix_of_keys_and_values * has_cache + super().choose_fix(item, history)
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         is_large = history.held_bytes[-1] >= max(LEAST_GATHERED_BYTES, history.largest_graph_bytes // 4)

@@ -25,10 +25,10 @@ class KeptException(Rule):
         "`sys.last_exc`)"
     )
 
-    def fix_for(self, item: RetainedObject, history: History) -> str:
+    def choose_fix(self, item: RetainedObject, history: History) -> str:
         """Return the advice for `item`, a different one if a prompt or notebook keeps the exception."""
         is_last = item.holder is not None and item.holder.name in ("last_value", "last_exc", "last_traceback")
-        return self.fix_of_prompt if is_last else super().fix_for(item, history)
+        return self.fix_of_prompt if is_last else super().choose_fix(item, history)
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         return item.is_held_as("exception")

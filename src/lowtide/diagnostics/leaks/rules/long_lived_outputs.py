@@ -58,7 +58,7 @@ class AliveInNextStep(Rule):
         """
         return "[..]" not in holder.part and super().names_part(holder, history)
 
-    def fix_for(self, item: RetainedObject, history: History) -> str:
+    def choose_fix(self, item: RetainedObject, history: History) -> str:
         """Return the advice for `item`, for most holders to free the variable.
 
         Closures, context variables and variables that code after the loop reads get advice of their own.
@@ -68,7 +68,7 @@ class AliveInNextStep(Rule):
         if item.is_held_as("closure"):
             return self.fix_of_function
         is_last = any(other.reads is Reads.AFTER_THE_LOOP and not other.is_part for other in item.holders)
-        return self.fix_of_last if is_last else super().fix_for(item, history)
+        return self.fix_of_last if is_last else super().choose_fix(item, history)
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         is_large = item.held_bytes >= SHARE * history.largest_graph_bytes

@@ -1,6 +1,6 @@
 """Graphs that remain after a backward pass went through them."""
 
-from lowtide._torch.tensors import storage_number
+from lowtide._torch.tensors import get_storage_number
 from lowtide.diagnostics.leaks.holder_history import History
 from lowtide.diagnostics.leaks.holders import Holder
 from lowtide.diagnostics.leaks.retained_object import RetainedObject
@@ -37,14 +37,14 @@ class RetainGraph(Rule):
     )
     follows_from = ("LT011", "LT031")
 
-    def fix_for(self, item: RetainedObject, history: History) -> str:
+    def choose_fix(self, item: RetainedObject, history: History) -> str:
         """Return the advice for `item`: other advice for graphs of earlier steps, and for `create_graph=True`, which
         needs the graph until the last pass.
         """
         if item.is_used_again and not any(b.create_graph for b in item.backwards):
             # The forward of each step needs its graph there; only values for later steps must have none.
             return self.fix_of_earlier_steps if item.calls[0].stats.n_calls > 1 else self.fix_of_earlier_forward
-        fix = super().fix_for(item, history)
+        fix = super().choose_fix(item, history)
         is_needed = fix == self.fix and all(b.create_graph for b in item.backwards if b.retain_graph)
         return self.fix_of_second_order if is_needed else fix
 
@@ -105,6 +105,8 @@ def is_sizable(item: RetainedObject, history: History) -> bool:
     in_turns = any(sequence[0].retain_graph and not sequence[-1].retain_graph for sequence in passes)
     if not in_turns:
         return history.held_bytes[-1] >= SHARE * history.largest_graph_bytes
-    outputs = {storage_number(kept) for call in item.calls for memory in call.memory if (kept := memory()) is not None}
+    outputs = {
+        get_storage_number(kept) for call in item.calls for memory in call.memory if (kept := memory()) is not None
+    }
     held_bytes = sum(n_bytes for number, n_bytes in item.storages.items() if number not in outputs)
     return held_bytes >= 0.5 * history.largest_graph_bytes

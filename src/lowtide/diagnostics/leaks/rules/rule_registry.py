@@ -70,7 +70,7 @@ class Rule:
         """Return True if the advice for `holder` is about its entry or attribute, not about the whole variable."""
         return holder.is_part and bool(self.fix_of_part)
 
-    def fix_for(self, item: RetainedObject, history: History) -> str:
+    def choose_fix(self, item: RetainedObject, history: History) -> str:
         """Return the advice for `item`, a format string such as `fix`."""
         holder = item.holder
         if holder is not None and self.names_part(holder, history):
@@ -83,7 +83,7 @@ class Rule:
         """Return True if a finding of this rule is to be withdrawn, because its container no longer grows."""
         return self.ends_without_growth and history.has_stopped
 
-    def reported_bytes(self, history: History) -> int:
+    def count_reported_bytes(self, history: History) -> int:
         """Return the bytes that a finding of this rule reports."""
         return history.held_bytes[-1]
 

@@ -66,7 +66,7 @@ class Call:
         return tuple(t.shape[-1] for t in self.tensors)
 
 
-def kernel_for(call: Call) -> str:
+def choose_kernel(call: Call) -> str:
     """Return the name of the kernel that CUDA chooses: "cudnn", "flash", "efficient" or "math" (select_sdp_backend)."""
     order: tuple[str, ...] = ("flash", "efficient", "math")
     if capability()[0] in (9, 10):  # check_prefer_cudnn_attention, with the cuDNN that torch's wheels bring
@@ -159,7 +159,7 @@ def attention(
     query, key, value = map(to_gpu, (query, key, value))
     attn_mask = None if attn_mask is None else to_gpu(attn_mask)
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
-    kernel = kernel_for(call)
+    kernel = choose_kernel(call)
     mask = _numbers(attn_mask, query.dtype)
     if kernel == "flash":
         head = query.shape[-1]

@@ -70,7 +70,7 @@ def _differs(parts: int, n: int) -> bool:
 
 
 @cache
-def _bounds_of_splits(blocks: int, parts: int) -> tuple[int, int]:
+def _bound_splits(blocks: int, parts: int) -> tuple[int, int]:
     if parts == 1:
         return 1, 1
     splits = [_splits(blocks, parts, processors) for processors in _MULTIPROCESSORS]
@@ -90,7 +90,7 @@ def forward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]
     if length == 1 and heads > key.shape[1]:  # groups of queries count as rows of their keys
         heads, length = key.shape[1], heads // key.shape[1]
     columns = 256 if head <= 64 else 128 if head <= 128 else 64
-    least, most = _bounds_of_splits(batch * heads * -(-length // 64), -(-key.shape[2] // columns))
+    least, most = _bound_splits(batch * heads * -(-length // 64), -(-key.shape[2] // columns))
     rows = batch * heads * length * 4
     widths = _widths(head)
     scratch = []

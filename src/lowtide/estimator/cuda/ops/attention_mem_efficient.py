@@ -12,7 +12,7 @@ import torch
 
 from lowtide.estimator.cuda.current_gpu import capability
 from lowtide.estimator.cuda.ops.attention import HALF
-from lowtide.estimator.cuda.ops.op_registry import Behaviour, ScratchBlock, cuda_op, entry_of
+from lowtide.estimator.cuda.ops.op_registry import Behaviour, ScratchBlock, cuda_op, ensure_entry
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -134,4 +134,4 @@ def backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock
     return [block for block in inside if block.most]
 
 
-entry_of(aten._scaled_dot_product_efficient_attention.default, of=_FORWARD).on_host = range(2, 4)  # seed and offset
+ensure_entry(aten._scaled_dot_product_efficient_attention.default, of=_FORWARD).on_host = range(2, 4)  # seed and offset

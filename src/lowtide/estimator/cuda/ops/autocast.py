@@ -140,13 +140,13 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, torch.Tensor):
         value = to_gpu(value) if value.is_floating_point() else value
-        return _cached_cast(value, dtype) if _is_eligible(value) and value.dtype is not dtype else value
+        return _cast_once(value, dtype) if _is_eligible(value) and value.dtype is not dtype else value
     if isinstance(value, dict):
         return {name: _cast(item, dtype) for name, item in value.items()}
     return type(value)(_cast(item, dtype) for item in value) if type(value) in (tuple, list) else value
 
 
-def _cached_cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+def _cast_once(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     cached = (
         torch.is_autocast_cache_enabled()
         and dtype is torch.get_autocast_dtype(NAME)

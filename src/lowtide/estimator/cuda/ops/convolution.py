@@ -58,21 +58,21 @@ def _layout(x: Tensor, weight: Tensor) -> torch.memory_format | None:
     return is_channels_last(x) or is_channels_last(weight)
 
 
-def _laid_out(out: Any, layout: torch.memory_format | None) -> Any:
+def _lay_out(out: Any, layout: torch.memory_format | None) -> Any:
     if layout is None or out is None or out.dim() not in (4, 5):
         return out
     return torch.empty_like(out, memory_format=layout)
 
 
 @cuda_op(aten.convolution.default, of=_LAYOUT, part="layout")
-def _layout_forward(args: Any, out: Any) -> Any:
-    return _laid_out(out, _layout(*args[:2]))
+def _lay_out_forward(args: Any, out: Any) -> Any:
+    return _lay_out(out, _layout(*args[:2]))
 
 
 @cuda_op(aten.convolution_backward.default, of=_LAYOUT, part="layout")
-def _layout_backward(args: Any, out: Any) -> Any:
+def _lay_out_backward(args: Any, out: Any) -> Any:
     layout = _layout(*args[1:3])
-    return (*(_laid_out(gradient, layout) for gradient in out[:2]), out[2])
+    return (*(_lay_out(gradient, layout) for gradient in out[:2]), out[2])
 
 
 @cuda_op(aten.convolution.default, of=_WORKSPACE)

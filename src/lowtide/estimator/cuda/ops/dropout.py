@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lowtide.estimator.cuda.ops.op_registry import Behaviour, entry_of
+from lowtide.estimator.cuda.ops.op_registry import Behaviour, ensure_entry
 
 Behaviour(
     name="dropout",
@@ -17,4 +17,4 @@ _ORDER = Behaviour(
     source="aten/src/ATen/native/cuda/Dropout.cu: dropout_cuda, torch 2.6 and later",
 )
 
-entry_of(torch.ops.aten.native_dropout.default, of=_ORDER).order = (1, 0)
+ensure_entry(torch.ops.aten.native_dropout.default, of=_ORDER).order = (1, 0)

@@ -12,7 +12,7 @@ from lowtide._torch.fake_modes import is_strided
 from lowtide.estimator.cpu.scratch import blas_reads
 from lowtide.estimator.cuda.current_gpu import CAPABILITY_ASSUMED
 from lowtide.estimator.cuda.ops.op_registry import Behaviour, ScratchBlock, cuda_op
-from lowtide.memory.gpu_specs import GpuSpec, cublas_workspace_bytes
+from lowtide.memory.gpu_specs import GpuSpec, compute_cublas_workspace
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -62,17 +62,17 @@ def _is_taken(factor: Tensor) -> bool:
     return blas_reads(factor) or (factor.is_contiguous() and 0 not in factor.stride()[-2:])
 
 
-def workspace_bytes(gpu: GpuSpec) -> int:
+def count_workspace_bytes(gpu: GpuSpec) -> int:
     """Return the bytes of the cuBLAS workspace that each thread's first matrix product allocates."""
-    known = gpu.cublas_workspace_bytes()
-    return cublas_workspace_bytes(CAPABILITY_ASSUMED) if known is None else known
+    known = gpu.compute_cublas_workspace()
+    return compute_cublas_workspace(CAPABILITY_ASSUMED) if known is None else known
 
 
 _IS_SHARED = hasattr(torch.backends.cuda, "cublaslt_workspace_size")
 """True since torch 2.13, which introduced the shared workspace."""
 
 
-def lt_workspace_bytes(environment: Mapping[str, str] = os.environ) -> int:
+def count_lt_workspace_bytes(environment: Mapping[str, str] = os.environ) -> int:
     """Return the bytes of the cuBLASLt workspace that each thread's first matrix product with a bias allocates; 0 if it
     shares cuBLAS's workspace.
     """

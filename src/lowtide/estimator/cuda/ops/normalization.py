@@ -115,10 +115,10 @@ def _layer_norm(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBl
 @cuda_op(aten.native_layer_norm_backward.default, of=_LAYER_NORM_BACKWARD)
 def _layer_norm_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
     gradient, x, shape = args[:3]
-    return [*copies(x, first=True), *copies(gradient), *_partial_sums(x, prod(shape), sum(args[7][1:]))]
+    return [*copies(x, first=True), *copies(gradient), *_list_partial_sums(x, prod(shape), sum(args[7][1:]))]
 
 
-def _partial_sums(x: Tensor, width: int, n_gradients: int) -> list[ScratchBlock]:
+def _list_partial_sums(x: Tensor, width: int, n_gradients: int) -> list[ScratchBlock]:
     """Return the blocks of partial sums for the gradients of weight and bias, one for each of `n_gradients`.
 
     Kernels need such blocks only for many short rows of `width` elements, and not on a GPU with few multiprocessors, so
@@ -192,12 +192,12 @@ def _batch_norm_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[
 
 
 @cuda_op(aten.native_layer_norm_backward.default, of=_LAYER_NORM_LAYOUT, part="layout")
-def _layer_normed(args: Any, out: Any) -> Any:
+def _lay_out_layer_norm(args: Any, out: Any) -> Any:
     return tuple(None if t is None else t.contiguous() for t in out)
 
 
 @cuda_op(aten.native_batch_norm_backward.default, of=_BATCH_NORM_BACKWARD, part="layout")
-def _batch_normed(args: Any, out: Any) -> Any:
+def _lay_out_batch_norm(args: Any, out: Any) -> Any:
     x, weight, training = args[1], args[2], args[7]
     if out[0] is None:
         return out

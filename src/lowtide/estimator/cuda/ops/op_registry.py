@@ -110,13 +110,13 @@ def cuda_op(*ops: Any, of: Behaviour, part: Literal["scratch", "layout", "result
 
     def register(function: F) -> F:
         for op in ops:
-            setattr(entry_of(op, of), part, function)
+            setattr(ensure_entry(op, of), part, function)
         return function
 
     return register
 
 
-def entry_of(op: Any, of: Behaviour) -> CudaOp:
+def ensure_entry(op: Any, of: Behaviour) -> CudaOp:
     """Return the table's entry for the operator `op`, adding it if need be; record that it is derived from `of`."""
     entry = CUDA_OPS.setdefault(op, CudaOp())
     entry.behaviours.append(of)

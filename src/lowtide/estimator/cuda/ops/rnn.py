@@ -68,7 +68,7 @@ def reserve_bytes(kind: str, rows: int, settings: dict[str, Any], itemsize: int)
     return int(rows * units * itemsize + masks + 256)
 
 
-def workspace_bytes(kind: str, rows: int, settings: dict[str, Any], itemsize: int) -> int:
+def count_workspace_bytes(kind: str, rows: int, settings: dict[str, Any], itemsize: int) -> int:
     """Return the bytes of cuDNN's workspace for one pass; `rows` counts the steps of all sequences."""
     layers, directions, hidden = settings["layers"], settings["directions"], settings["hidden"]
     gates, n_bytes = _GATES[kind], 768
@@ -92,11 +92,11 @@ class _Recurrent(torch.autograd.Function):
         states, weights = others[: settings["states"]], others[settings["states"] :]
         if settings["train"] and settings["dropout"] and _NAME not in lasting:
             lasting[_NAME] = x.new_empty((_STATES,), dtype=torch.uint8)
-        sequence_first = _sequence_first(x, settings)
+        sequence_first = _put_sequence_first(x, settings)
         out = x.new_empty((*sequence_first.shape[:-1], settings["directions"] * settings["out"]))
         last = tuple(torch.empty_like(state) for state in states)
         shape = kind, x.numel() // x.shape[-1], settings, x.element_size()
-        work = x.new_empty((workspace_bytes(*shape),), dtype=torch.uint8)
+        work = x.new_empty((count_workspace_bytes(*shape),), dtype=torch.uint8)
         reserve = x.new_empty((reserve_bytes(*shape) if settings["train"] else 0,), dtype=torch.uint8)
         del sequence_first, work
         if settings["batch first"]:
@@ -110,14 +110,14 @@ class _Recurrent(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         saved = ctx.saved_tensors[: ctx.n_inputs]
         x, states, weights = saved[0], saved[1 : 1 + ctx.n_states], saved[1 + ctx.n_states :]
-        copies = [_sequence_first(tensor, ctx.settings) for tensor in (x, grads[0])]
+        copies = [_put_sequence_first(tensor, ctx.settings) for tensor in (x, grads[0])]
         for_x = torch.empty_like(copies[0])
         for_states = tuple(torch.empty_like(state) for state in states)
-        _ = x.new_empty((workspace_bytes(*ctx.shape),), dtype=torch.uint8)
+        _ = x.new_empty((count_workspace_bytes(*ctx.shape),), dtype=torch.uint8)
         del _
-        copies = [_sequence_first(x, ctx.settings)]  # a second time, for another call of cuDNN
-        for_weights = _in_one_block(weights)
-        work = x.new_empty((workspace_bytes(*ctx.shape),), dtype=torch.uint8)
+        copies = [_put_sequence_first(x, ctx.settings)]  # a second time, for another call of cuDNN
+        for_weights = _allocate_in_one_block(weights)
+        work = x.new_empty((count_workspace_bytes(*ctx.shape),), dtype=torch.uint8)
         del copies, work
         if ctx.settings["batch first"]:
             for_x = for_x.transpose(0, 1)
@@ -125,11 +125,11 @@ class _Recurrent(torch.autograd.Function):
         return (None, None, *(t if n else None for t, n in zip(grads_in, ctx.needs_input_grad[2:], strict=True)))
 
 
-def _sequence_first(x: Tensor, settings: dict[str, Any]) -> Tensor:
+def _put_sequence_first(x: Tensor, settings: dict[str, Any]) -> Tensor:
     return (x.transpose(0, 1) if settings["batch first"] else x).contiguous()
 
 
-def _in_one_block(weights: tuple[Tensor, ...]) -> list[Tensor]:
+def _allocate_in_one_block(weights: tuple[Tensor, ...]) -> list[Tensor]:
     """Return an uninitialized gradient for each weight; all are views of one block, as cuDNN allocates them."""
     block = weights[0].new_empty((sum(weight.numel() for weight in weights),))
     parts = torch.split(block, [weight.numel() for weight in weights])
@@ -154,7 +154,7 @@ def _kernel(kind: str) -> Callable[..., Any]:
     return kernel
 
 
-def _packed_kernel(kind: str) -> Callable[..., Any]:
+def _make_packed_kernel(kind: str) -> Callable[..., Any]:
     def kernel(
         data: Tensor,
         batch_sizes: Tensor,
@@ -201,7 +201,7 @@ def _run(
 
 for _kind in _KINDS:
     cuda_kernel(f"{_kind}.input")(_kernel(_kind))
-    cuda_kernel(f"{_kind}.data")(_packed_kernel(_kind))
+    cuda_kernel(f"{_kind}.data")(_make_packed_kernel(_kind))
 
 
 @cuda_op(torch.ops.aten._thnn_fused_gru_cell.default, of=_GRU_CELL, part="results")
