@@ -1,6 +1,7 @@
 """Compiled saved-tensor hooks: used where they are built, the same bits, and Python's wherever they can't be had."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -105,3 +106,12 @@ def test_compiled_hooks_pass_the_tests_of_those_in_python(built):
         timeout=1800,
     )
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_names_that_the_hooks_look_up_are_declared_and_exist_in_the_package() -> None:
+    """So that a renamed function is found without a compiler."""
+    source = native_cache.SOURCE.read_text(encoding="utf-8")
+    declared = set(re.findall(r"\bX\((\w+)\)", source))
+    assert set(re.findall(r"\b(?:s|lent)_(\w+)\b", source)) == declared
+    package = "\n".join(path.read_text(encoding="utf-8") for path in native_cache.SOURCE.parents[1].rglob("*.py"))
+    assert [name for name in sorted(declared) if not re.search(rf"\b{name}\b", package)] == []

@@ -539,7 +539,7 @@ Ref hold_leaf(PyObject* relied_on, PyObject* leaf) {
     if (Py_TYPE(leaf) == reinterpret_cast<PyTypeObject*>(lent_Parameter)) set(made->leaf, checked(PyLong_FromVoidPtr(leaf)).release());
     if (rely_on(relied_on, made, leaf)) return value;
   }
-  return checked(PyObject_CallMethodOneArg(relied_on, s_of_leaf, leaf));
+  return checked(PyObject_CallMethodOneArg(relied_on, s_hold_leaf, leaf));
 }
 
 // `ReliedOn.hold_slot` of a tensor; nothing where Python has to look more closely
