@@ -117,6 +117,8 @@ class KnownCalls:
         self.n_seen += 1
         if self._n_between:
             self.end_between()
+        if self._has_met and not self.are_detected and self.n_seen <= self._most_seen and form in self._forms:
+            return  # as in nearly all steps
         is_known = form in self._forms or len(self._forms) > MOST_FORMS
         if self.are_detected:
             self._most_seen = max(self._most_seen, self.n_seen)
