@@ -22,12 +22,16 @@ torch.manual_seed(0)
 def block(): return nn.Sequential(nn.Linear(32, 128), nn.SiLU(), nn.Linear(128, 32), nn.LayerNorm(32))
 losses = []
 def error(net, x): return (net(x) - x).square().mean()
-def update(net, optimizer, objective=error):
-    loss = objective(net, torch.randn(256, 32))
+def penalty(y, x):
+    (gradient,) = torch.autograd.grad(y, x, create_graph=True)
+    return (gradient.norm(dim=1) - 1).square().mean()
+def finish(optimizer, loss):
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     losses.append(loss.item())
+def update(net, optimizer, objective=error):
+    finish(optimizer, objective(net, torch.randn(256, 32)))
 """
 
 SLOW_WEIGHTS = """
@@ -129,13 +133,8 @@ for step in range(24):
     score, decoded = net(x)
     loss = score.mean() + decoded.square().mean()
     if LARGE:
-        (gradient,) = torch.autograd.grad(score.sum() + decoded.sum(), x, create_graph=True)
-        loss = loss + (gradient.norm(dim=1) - 1).square().mean()
-        del gradient
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    losses.append(loss.item())
+        loss = loss + penalty(score.sum() + decoded.sum(), x)
+    finish(optimizer, loss)
     del score, decoded, loss, x
 """
 
@@ -179,13 +178,8 @@ for step in range(10):
     y = net(x)
     loss = y.square().mean() + net(torch.randn(1024, 32)).square().mean()
     if step == 7:
-        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
-        loss = loss + (gradient.norm(dim=1) - 1).square().mean()
-        del gradient
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    losses.append(loss.item())
+        loss = loss + penalty(y.sum(), x)
+    finish(optimizer, loss)
     del x, y, loss
 """
 

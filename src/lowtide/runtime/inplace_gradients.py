@@ -251,7 +251,7 @@ def _backward(
         with with_overrides():
             return run(tensors, gradients, keep_graph, *args, **kwargs)
     finally:
-        _ends_pass(permissions, () if keep_graph else tensors)
+        _leave_backward(permissions, () if keep_graph else tensors)
 
 
 @never_compiled
@@ -281,7 +281,7 @@ def _enter_backward() -> None:
 
 
 @never_compiled
-def _ends_pass(permissions: list[InPlacePermission], roots: Sequence[Any]) -> None:
+def _leave_backward(permissions: list[InPlacePermission], roots: Sequence[Any]) -> None:
     global _n_passes
     with _LOCK:
         _n_passes -= 1

@@ -7,12 +7,14 @@ requires a gradient, and flags switch parts of a model on.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache, partial
+from functools import partial
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 import torch
 from torch import Tensor
+
+from lowtide.units import format_count
 
 if TYPE_CHECKING:
     from torch import nn
@@ -65,7 +67,6 @@ class KnownCalls:
         """True if rehearsed steps differed in what backward read; True if it built a graph itself in one of them."""
         self._passes: set[tuple[int, bool]] = set()
         """Numbers of the model's outputs at which backward passes have begun, each with True if it built a graph."""
-        self._begins = cache(partial(partial, self._pass_begins))
         self._forms: set[Form] = set()
         self._has_met = False
         """True once `see` was told of a call that is like a rehearsed one."""
@@ -158,7 +159,7 @@ class KnownCalls:
             outputs = result if isinstance(result, tuple | list) else ()
         for number, output in enumerate(outputs):
             if isinstance(output, Tensor) and output.grad_fn is not None:
-                output.grad_fn.register_prehook(self._begins(number))
+                output.grad_fn.register_prehook(partial(self._pass_begins, number))
 
     def _pass_begins(self, number: int, _: Any) -> None:
         builds_graph = torch.is_grad_enabled()
@@ -179,12 +180,12 @@ class KnownCalls:
 
     def put_in_words(self) -> str:
         """Return the numbers of calls in this step and in the rehearsed ones as a clause of a sentence."""
-        planned = "1 call" if self.n_planned == 1 else f"{self.n_planned} calls"
-        return f"this step has {self.n} calls of the model, and the plan is for steps with {planned}"
+        now, planned = format_count(self.n, "call"), format_count(self.n_planned, "call")
+        return f"this step has {now} of the model, and the plan is for steps with {planned}"
 
     def _put_in_words(self, form: Form, *, is_known: bool) -> str:
         if is_known:
-            return f"this step has {self.n_seen} calls of the model"
+            return f"this step has {format_count(self.n_seen, 'call')} of the model"
         grads, flags = form
         if any(flags == known for _, known in self._forms):
             which = "an argument that requires a gradient" if any(grads) else "arguments that require no gradient"

@@ -44,8 +44,8 @@ class OperandLookup:
 
     @property
     def edges(self) -> tuple[tuple[Node | None, int], ...]:
-        """Return the node's input edges, read once because torch builds the list anew at each access."""
-        if self._edges is None:
+        """Return the node's input edges."""
+        if self._edges is None:  # torch makes the list at each access
             self._edges = self.node.next_functions
         return self._edges
 

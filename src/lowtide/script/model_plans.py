@@ -459,7 +459,7 @@ class ModelPlans:
         applied = self._in_force.held()
         n_updates, with_coming = self.later.n_updates, self.counts_coming
         self.unlike.begin(applied, model, (args, kwargs), what, n_updates=n_updates, with_coming=with_coming)
-        if self.unlike.are_many(self.later.n_updates):
+        if self.unlike.end_count_if_many(self.later.n_updates):
             self.changed("model", "is often called unlike in the rehearsed steps")
 
     def _on_between_begin(self, model: nn.Module) -> None:
@@ -492,7 +492,7 @@ class ModelPlans:
         """Report the measured peak of a step unlike the rehearsed ones, if no such step had a larger one."""
         assert self.plan is not None
         over_bytes = measured_bytes - self.plan.budget_bytes
-        if not self.unlike.is_most(measured_bytes):
+        if not self.unlike.record_peak(measured_bytes):
             return
         if over_bytes <= 0:
             self._say(f"measured {format_bytes(measured_bytes)} peak in such a step: within the budget")

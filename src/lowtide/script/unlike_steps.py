@@ -113,13 +113,13 @@ class UnlikeSteps:
                 "the last one before the next, or give a budget with room for both"
             )
 
-    def is_most(self, measured_bytes: int) -> bool:
+    def record_peak(self, measured_bytes: int) -> bool:
         """Record the peak of a step unlike the rehearsed ones; return True if it is the largest so far."""
         is_most = measured_bytes > self._most_bytes
         self._most_bytes = max(self._most_bytes, measured_bytes)
         return is_most
 
-    def are_many(self, n_updates: int) -> bool:
+    def end_count_if_many(self, n_updates: int) -> bool:
         """Return True if enough steps unlike the rehearsed ones were counted to rehearse again; then count from zero
         again.
         """

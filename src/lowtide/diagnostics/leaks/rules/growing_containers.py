@@ -32,7 +32,7 @@ def _accumulates(item: RetainedObject) -> bool:
     fix="store numbers in `{name}`: `.item()` (`.detach()` frees the graph, but not the value itself)",
 )
 class ListOfGraphs(Rule):
-    """Rule for a container that collects tensors with graphs over several steps.
+    """Rule for containers of tensors whose graphs are from several steps.
 
     A list that is made anew in each step does not match, because it never has two graphs from one call site.
     """
