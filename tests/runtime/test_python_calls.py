@@ -77,7 +77,7 @@ def test_a_module_call() -> None:
 
 
 def test_a_replayed_call() -> None:
-    most = 88 if saved_values.native is None else 44
+    most = 88 if saved_values.native is None else 43
     assert per_slot(Calls(Short), {}, [f"parts.{n}#0" for n in range(COUNT)]) <= most
 
 

@@ -5,7 +5,6 @@
 // functionToPyObject, Node::metadata (a PyAnomalyMetadata), get_current_graph_task_id.
 #include <Python.h>
 #include <structmember.h>
-#include <ATen/CPUGeneratorImpl.h>
 #include <ATen/Context.h>
 #include <ATen/SequenceNumber.h>
 #include <ATen/autocast_mode.h>
@@ -21,10 +20,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <atomic>
-#include <cstring>
 #include <memory>
-#include <mutex>
-#include <optional>
 #include <vector>
 
 namespace {
@@ -963,31 +959,6 @@ PyObject* modes(PyObject*, PyObject* kinds) {
   END_HANDLE_TH_ERRORS
 }
 
-// State of torch's generator on the CPU as bytes: equal, and the same object, until a number is drawn
-PyObject* cpu_generator(PyObject*, PyObject*) {
-  HANDLE_TH_ERRORS
-  static PyObject* latest = nullptr;
-  struct {
-    uint64_t seed;
-    int64_t left, next, is_seeded, has_float, has_double;
-    double normal_float, normal_double;
-    decltype(at::mt19937_data_pod::state_) numbers;
-  } now;
-  auto* generator = at::check_generator<at::CPUGeneratorImpl>(at::detail::getDefaultCPUGenerator());
-  {
-    std::lock_guard<std::mutex> lock(generator->mutex_);
-    at::mt19937_data_pod engine = generator->engine().data();
-    std::optional<float> of_float = generator->next_float_normal_sample();
-    std::optional<double> of_double = generator->next_double_normal_sample();
-    now = {engine.seed_, engine.left_, engine.next_, engine.seeded_, of_float.has_value(), of_double.has_value(),
-           of_float.value_or(0), of_double.value_or(0), engine.state_};
-  }
-  if (latest == nullptr || std::memcmp(PyBytes_AS_STRING(latest), &now, sizeof(now)))
-    set(latest, checked(PyBytes_FromStringAndSize(reinterpret_cast<const char*>(&now), sizeof(now))).release());
-  return Py_NewRef(latest);
-  END_HANDLE_TH_ERRORS
-}
-
 // --- kernels before torch's: `Gate` of privateuse1.py. Its dispatch keys are OVERRIDE_KEY and GATED_KEY there
 
 constexpr c10::DispatchKey OVERRIDE_KEY = c10::DispatchKey::TESTING_ONLY_GenericMode;
@@ -1086,7 +1057,6 @@ PyMethodDef functions[] = {
     {"unpack", unpack, METH_O, nullptr},
     {"binds", binds, METH_VARARGS, nullptr},
     {"modes", modes, METH_O, nullptr},
-    {"cpu_generator", cpu_generator, METH_NOARGS, nullptr},
     {"kept", kept_in_common, METH_O, nullptr},
     {"lend", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(lend)), METH_VARARGS | METH_KEYWORDS, nullptr},
     {nullptr}};

@@ -10,27 +10,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide.runtime import host_rng
-from lowtide.runtime.saved_values import native
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
-_cpu_generator: Callable[[], bytes] | None = None if native is None else native.cpu_generator
-"""Function that returns the state of torch's generator on the CPU, for comparison only: the same object until a number
-is drawn. None without the compiled hooks: in Python reading the state takes as long as setting it.
-"""
-
-
 class RandomStates:
     """States of torch's generators on the CPU and on GPUs, of generators passed to a call, of Python and of NumPy."""
 
-    __slots__ = ("_cpu", "_cpu_bytes", "_generators", "_gpus", "_host_memory", "_numpy", "_python")
+    __slots__ = ("_cpu", "_generators", "_gpus", "_host_memory", "_numpy", "_python")
 
     def __init__(self, gpus: Collection[torch.device], generators: Collection[torch.Generator]) -> None:
         """Capture the present states: of the CPU's generator, `gpus`, `generators`, Python and NumPy."""
         self._cpu = torch.default_generator.get_state()
-        self._cpu_bytes = None if _cpu_generator is None else _cpu_generator()
         self._gpus = [(gpu, torch.get_device_module(gpu).get_rng_state(gpu)) for gpu in gpus] if gpus else []
         self._generators = [(g, g.get_state()) for g in generators] if generators else []
         self._python: tuple[Any, ...] | None
@@ -59,11 +51,8 @@ class RandomStates:
     def restore(self, undo: list[Callable[[], object]]) -> None:
         """Set all generators to these states; add functions that bring back the present states to `undo`."""
         own = torch.default_generator  # torch.set_rng_state without calls of Python functions
-        if _cpu_generator is not None and _cpu_generator() == self._cpu_bytes:
-            undo.append(self._restore_drawn)
-        else:
-            undo.append(partial(own.set_state, own.get_state()))
-            own.set_state(self._cpu)
+        undo.append(partial(own.set_state, own.get_state()))
+        own.set_state(self._cpu)
         for gpu, state in self._gpus:
             device = torch.get_device_module(gpu)
             undo.append(partial(device.set_rng_state, device.get_rng_state(gpu), gpu))
@@ -77,11 +66,6 @@ class RandomStates:
         if self._numpy is not None:
             undo.append(partial(host_rng.set_numpy_state, host_rng.read_numpy_state()))
             host_rng.set_numpy_state(self._numpy)
-
-    def _restore_drawn(self) -> None:
-        """Set torch's generator on the CPU to its state at the call, if numbers have been drawn since."""
-        if _cpu_generator is None or _cpu_generator() != self._cpu_bytes:
-            torch.default_generator.set_state(self._cpu)
 
 
 def with_generators(devices: Iterable[torch.device]) -> frozenset[torch.device]:
