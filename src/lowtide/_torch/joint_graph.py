@@ -262,7 +262,7 @@ def _build_joint_graph(gm: fx.GraphModule, info: Any, num_fwd_outputs: int) -> J
     """Indices of symbolic sizes and of values computed from them."""
     digest = hashlib.blake2b(digest_size=8)
     after_tangents = _find_backward_nodes(gm, info, partitioners)
-    before_convolutions = _before_convolutions(gm, after_tangents)
+    before_convolutions = _find_before_convolutions(gm, after_tangents)
     for node in gm.graph.nodes:
         if node.op == "output":
             continue
@@ -314,7 +314,7 @@ def _find_backward_nodes(gm: fx.GraphModule, info: Any, partitioners: Any) -> Co
     return nodes
 
 
-def _before_convolutions(gm: fx.GraphModule, after_tangents: Collection[fx.Node]) -> Collection[fx.Node]:
+def _find_before_convolutions(gm: fx.GraphModule, after_tangents: Collection[fx.Node]) -> Collection[fx.Node]:
     """Return the convolutions of forward, and the nodes from which they are computed.
 
     Inductor stores their values in the channels-last format (torch 2.13, `find_nodes_prefer_channels_last` in

@@ -14,7 +14,7 @@ from lowtide.profiler.preconditions import check_can_rehearse
 from lowtide.profiler.trace import address
 from lowtide.profiler.trace_marks import TRACE, OptimizerState
 from lowtide.runtime.fingerprint import check_made_for, find_device
-from lowtide.runtime.live_optimizers import Optimizers, optimizer_state
+from lowtide.runtime.live_optimizers import Optimizers, list_optimizer_state
 from lowtide.runtime.planned_engine import PlannedEngine
 from lowtide.state.step_arguments import accept_batch
 from lowtide.state.step_snapshot import StepSnapshot
@@ -75,6 +75,6 @@ def timeline(
             trace = LabelledTrace(PlannedEngine(model, *([] if plan is None else [plan])), recorder.mark)
             with trace.running():
                 step(batch)
-            state = map(address, optimizer_state(unchanged.optimizers))
+            state = map(address, list_optimizer_state(unchanged.optimizers))
             recorder.mark(TRACE, OptimizerState(tuple(state)))
     return Timeline(recorder.stream, labels(recorder.stream, trace))

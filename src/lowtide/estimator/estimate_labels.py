@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from lowtide._torch.tensors import get_storage_id
 from lowtide.profiler.block_labels import LabelledTrace, labels
 from lowtide.profiler.trace_marks import OptimizerState, Packed, Released
-from lowtide.runtime.live_optimizers import optimizer_state
+from lowtide.runtime.live_optimizers import list_optimizer_state
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -38,4 +38,4 @@ class EstimateTrace(LabelledTrace):
 
     def state(self, optimizers: Iterable[Optimizer]) -> None:
         """Record, after the step, which blocks are optimizer state."""
-        self.mark(OptimizerState(tuple(map(self._address, optimizer_state(optimizers)))))
+        self.mark(OptimizerState(tuple(map(self._address, list_optimizer_state(optimizers)))))

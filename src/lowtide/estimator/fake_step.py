@@ -32,7 +32,7 @@ from lowtide.memory.events import EventStream
 from lowtide.planner.records import Plan, Static
 from lowtide.runtime.batch_tensors import collect_tensors
 from lowtide.runtime.fingerprint import check_made_for
-from lowtide.runtime.live_optimizers import optimizer_state
+from lowtide.runtime.live_optimizers import list_optimizer_state
 from lowtide.runtime.planned_engine import PlannedEngine
 from lowtide.state.observed_changes import describe_unrestored
 
@@ -171,7 +171,7 @@ def measure_static(
         buffers=add(b for module in modules for b in module.buffers(recurse=False)),
         inputs=add(collect_tensors(batch)),
         gradients=add((*(p.grad for p in parameters if p.is_leaf), *buckets)),
-        optimizer=add(optimizer_state(optimizers)),
+        optimizer=add(list_optimizer_state(optimizers)),
     )
     return static, frozenset(block for number in numbers if (block := tracker.ledger.block(number)) is not None)
 

@@ -56,7 +56,7 @@ def predict_missing_history_bytes(optimizer: torch.optim.LBFGS) -> int:
     return max(0, most - sum(own.values()))
 
 
-def coming_history(optimizers: Iterable[Optimizer]) -> tuple[int, str]:
+def predict_coming_history(optimizers: Iterable[Optimizer]) -> tuple[int, str]:
     """Return the bytes that the L-BFGS optimizers among these will need beyond those they hold, and a note on them."""
     growing = [o for o in optimizers if isinstance(o, torch.optim.LBFGS)]
     coming_bytes = sum(map(predict_missing_history_bytes, growing))

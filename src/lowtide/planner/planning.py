@@ -119,7 +119,7 @@ def plan(
         predicted=with_lever_costs(profile, predicted),
         plain=unplanned,
         step_ms=profile.step_ms,
-        bound_ms=bound_ms + _levers_ms(profile),
+        bound_ms=bound_ms + _sum_levers_ms(profile),
         levers=profile.levers,
         input_shapes=profile.input_shapes,
         fallback=None
@@ -195,10 +195,10 @@ def predict_unplanned_step(profile: Profile) -> Prediction:
 
 def with_lever_costs(profile: Profile, prediction: Prediction) -> Prediction:
     """Return `prediction` with the extra time of the profile's levers, which are on whatever is decided."""
-    return replace(prediction, extra_ms=prediction.extra_ms + _levers_ms(profile))
+    return replace(prediction, extra_ms=prediction.extra_ms + _sum_levers_ms(profile))
 
 
-def _levers_ms(profile: Profile) -> float:
+def _sum_levers_ms(profile: Profile) -> float:
     return sum(lever.extra_ms for lever in profile.levers)
 
 

@@ -86,7 +86,7 @@ def _step_of(
         outputs = [tensor for tensor in collect_tensors(result) if tensor.requires_grad]
         heads = [tensor for tensor in outputs if tensor.numel() == 1] or outputs
         losses = [cast("torch.Tensor", _Loss.apply(head)) for head in heads]  # type: ignore[no-untyped-call]
-        result = [*map(_digest_of, collect_tensors(result))] if held is None else _some(outputs, held.copy())
+        result = [*map(_digest_output, collect_tensors(result))] if held is None else _some(outputs, held.copy())
         del outputs, heads
         if losses:
             torch.autograd.backward(losses)
@@ -111,7 +111,7 @@ class _Loss(torch.autograd.Function):
         return torch.cos(head)
 
 
-def _digest_of(output: torch.Tensor) -> torch.Tensor:
+def _digest_output(output: torch.Tensor) -> torch.Tensor:
     return torch.tensor(list(digest(output).encode()), dtype=torch.uint8)
 
 

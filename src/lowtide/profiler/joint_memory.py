@@ -107,7 +107,7 @@ def read_scratch_bytes(
         for value in _lowered(joint, order, ()):
             if joint.nodes[value].kind == "extern" and joint.nodes[value].is_half:
                 of_kernel.setdefault(_kernel(joint, value), []).append(value)
-        sizes = _scratch_sizes(events)
+        sizes = _list_scratch_sizes(events)
         for kernel, values in of_kernel.items():
             if len(values) == len(sizes.get(kernel, ())):
                 scratch |= dict(zip(values, sizes[kernel], strict=True))
@@ -126,7 +126,7 @@ def _kernel(joint: JointGraph, value: int) -> _Kernel:
     return operator
 
 
-def _scratch_sizes(events: Sequence[Event]) -> dict[_Kernel, list[int]]:
+def _list_scratch_sizes(events: Sequence[Event]) -> dict[_Kernel, list[int]]:
     """Return the bytes of blocks that are freed right after their allocation, by kernel: one number for each matrix
     product, and one for each block of other kernels.
     """

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lowtide.memory.lbfgs_history import coming_history
+from lowtide.memory.lbfgs_history import predict_coming_history
 from lowtide.memory.memory_timeline import Timeline
 from lowtide.planner.records import LEFT_ALONE
 from lowtide.profiler.checkpointed_blocks import CheckpointedCalls
@@ -45,7 +45,7 @@ from lowtide.profiler.training_step import (
 )
 from lowtide.profiler.trial_updates import Update
 from lowtide.runtime.fingerprint import find_device, fingerprint
-from lowtide.runtime.live_optimizers import find_optimizers, missing_state_bytes, state_bytes
+from lowtide.runtime.live_optimizers import count_missing_state, find_optimizers, state_bytes
 from lowtide.runtime.static_memory import static_bytes
 from lowtide.state.process_group import check_sharding, n_with_new_buckets
 from lowtide.units import format_bytes
@@ -328,11 +328,11 @@ class OnlineProfiler:
     def _with_state(self, profile: Profile) -> Profile:
         """Return `profile` with the optimizer state that steps of other kinds have made, or may make."""
         place = find_device(self.model)
-        coming_bytes, note = coming_history(known := find_optimizers(self.model))
+        coming_bytes, note = predict_coming_history(known := find_optimizers(self.model))
         if coming_bytes >= NOTEWORTHY * profile.static.total:
             profile = replace(profile, notes=(*profile.notes, note))
         optimizers = [o for o in known if o.state and not isinstance(o, torch.optim.LBFGS)]
-        n, missing_bytes = missing_state_bytes(optimizers, place)
+        n, missing_bytes = count_missing_state(optimizers, place)
         made_bytes = state_bytes(optimizers, place) + missing_bytes - profile.static.optimizer
         if made_bytes <= 0:
             return profile

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from lowtide.planner.budget_frontier import Frontier, Point
-from lowtide.report.text_table import untimed_lines
+from lowtide.report.text_table import format_untimed_lines
 from lowtide.units import format_bytes, format_ratio, format_time
 from lowtide.utils.tables import Styled, Table
 
@@ -31,7 +31,7 @@ def show(frontier: Frontier, others: Sequence[Point] = ()) -> str:
     whole = table(((point.name, point) for point in points), frontier.step_ms)
     if not any(point.name for point in points):
         whole = Table(headings=whole.headings[1:], rows=[row[1:] for row in whole.rows], left=frozenset())
-    return "\n".join([*whole.lines(), *untimed_lines(frontier.step_ms)])
+    return "\n".join([*whole.lines(), *format_untimed_lines(frontier.step_ms)])
 
 
 def format_extra_time(extra_ms: float | None, step_ms: float) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from lowtide.planner.folded_decisions import KINDS, fold, join
 from lowtide.planner.records import Decided, Plan, Profile
 from lowtide.planner.serialization import Record
-from lowtide.report.text_table import decisions, format_added_time, format_lever_lines, made_for, untimed_lines
+from lowtide.report.text_table import decisions, format_added_time, format_lever_lines, format_untimed_lines, made_for
 from lowtide.units import format_bytes, format_change, format_parts, format_ratio
 
 
@@ -29,7 +29,7 @@ def show(plan: Plan) -> str:
             *(f"  {line}" for line in (blocks(plan.fallback) if plan.fallback is not None else ())),
             *implementations(plan),
             *(f"note: {note}" for note in plan.notes),
-            *untimed_lines(plan.step_ms),
+            *format_untimed_lines(plan.step_ms),
         )
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lowtide.planner.planning import find_smallest_peak, get_simulator, predict_in_place_peak
 from lowtide.planner.records import Decisions, Profile
 from lowtide.report.plan_text import extra, implementations
-from lowtide.report.text_table import format_lever_lines, made_for, untimed_lines
+from lowtide.report.text_table import format_lever_lines, format_untimed_lines, made_for
 from lowtide.units import format_bytes, format_parts, format_ratio, format_time
 
 
@@ -42,7 +42,7 @@ def _lines(profile: Profile) -> Iterator[str]:
     yield from format_lever_lines(profile)
     yield from implementations(profile)
     yield from (f"note: {note}" for note in profile.notes)
-    yield from untimed_lines(profile.step_ms)
+    yield from format_untimed_lines(profile.step_ms)
 
 
 def _saved(profile: Profile) -> int:

@@ -10,7 +10,7 @@ from typing import Literal
 from lowtide.report.plan_text import extra
 from lowtide.report.run_record import RunRecord
 from lowtide.report.step_memory import StepMemory
-from lowtide.report.text_table import decisions, format_added_time, listed, made_for, untimed_lines
+from lowtide.report.text_table import decisions, format_added_time, format_untimed_lines, listed, made_for
 from lowtide.units import format_bytes, format_count
 
 Answer = Literal["yes", "no", "open", "plain"]
@@ -43,7 +43,7 @@ def _lines(run: RunRecord) -> Iterator[str]:
         yield f"{finding.code} {finding.name}: {format_bytes(finding.held_bytes)} {finding.unit}".rstrip()
     yield from (f"note: {note}" for note in run.notes)
     if run.plan is not None:
-        yield from untimed_lines(run.plan.step_ms)
+        yield from format_untimed_lines(run.plan.step_ms)
 
 
 def about(run: RunRecord) -> str:

@@ -39,7 +39,7 @@ def format_added_time(extra_ms: float, step_ms: float) -> str:
     return f"+{format_time(extra_ms)} a step{share}"
 
 
-def untimed_lines(step_ms: float) -> list[str]:
+def format_untimed_lines(step_ms: float) -> list[str]:
     """Return a note on how to get shares of extra time; no line if the plain step was timed, in `step_ms`."""
     return [] if step_ms else [_UNTIMED]
 

@@ -20,11 +20,11 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def list_shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
-    """Return the shapes of a call's tensors, as `shapes_among` does."""
-    return shapes_among(collect_call_tensors(args, kwargs))
+    """Return the shapes of a call's tensors, as `list_tensor_shapes` does."""
+    return list_tensor_shapes(collect_call_tensors(args, kwargs))
 
 
-def shapes_among(tensors: list[Tensor]) -> Shapes:
+def list_tensor_shapes(tensors: list[Tensor]) -> Shapes:
     """Return the shapes of tensors, except 0-dimensional tensors (such as a token count) and nested ones."""
     if any(map(_IS_NESTED, tensors)):  # sizes of a nested tensor are no integers, or can't be read
         tensors = [tensor for tensor in tensors if not tensor.is_nested]

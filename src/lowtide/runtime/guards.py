@@ -17,7 +17,7 @@ from lowtide._torch.optim import list_parameters
 from lowtide.runtime.batch_tensors import put_in_words
 from lowtide.runtime.call_arguments import collect_call_tensors
 from lowtide.runtime.call_interceptor import OuterInterceptor, pass_on
-from lowtide.runtime.call_shapes import Shapes, elements, no_larger, parse_shapes, shapes_among
+from lowtide.runtime.call_shapes import Shapes, elements, list_tensor_shapes, no_larger, parse_shapes
 from lowtide.runtime.composite_model import find_name
 from lowtide.runtime.fingerprint import find_device
 from lowtide.runtime.known_calls import KnownCalls
@@ -90,7 +90,7 @@ class PlanGuard:
         if self._is_over:
             return
         tensors = collect_call_tensors(args, kwargs)
-        shapes = shapes_among(tensors)
+        shapes = list_tensor_shapes(tensors)
         if self._calls.n_planned:
             self._calls.see(self._model, tensors, args, kwargs, part)
         if shapes not in self._fitting and not self._fits(shapes):

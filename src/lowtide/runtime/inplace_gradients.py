@@ -7,7 +7,7 @@ operators of backward. Such a kernel lets torch's write its result over the inco
 
 - the caller is autograd's own node, whose formula reads the gradient once (`Operator.node`);
 - nothing else refers to the gradient, nor to its memory. References of Python and of C++ are counted, and must be as
-  many as in a trial call without other references (`_counts_alone`). A gradient that went through a view of the node's
+  many as in a trial call without other references (`_count_alone`). A gradient that went through a view of the node's
   output, as in `log_softmax(x, -1).view(-1, n)`, is a view itself, whose base must be free of other references too;
 - torch owns the memory, all of it belongs to the gradient, and no other process shares it;
 - the result has the size and layout of the gradient.
@@ -144,7 +144,7 @@ class InPlacePermission(Removable):
         if not self._has_written or self._n_running:
             return
         self._has_written = False
-        passed = _graphs_behind(roots) if len(self._graphs) > 1 else []
+        passed = _find_graphs_behind(roots) if len(self._graphs) > 1 else []
         if passed:
             self._graphs = [graph for graph in self._graphs if graph() not in passed]
         else:
@@ -206,10 +206,10 @@ class _Graph:
 
 
 _MOST_NODES: Final = 1000
-"""Largest number of nodes between a loss and the outputs that it was computed from that `_graphs_behind` visits."""
+"""Largest number of nodes from a loss to the outputs it was computed from that `_find_graphs_behind` visits."""
 
 
-def _graphs_behind(roots: Iterable[Any]) -> list[_Graph]:
+def _find_graphs_behind(roots: Iterable[Any]) -> list[_Graph]:
     """Return the graphs of the runs whose outputs the tensors `roots` were computed from, as far as they are found."""
     graphs: list[_Graph] = []
     visited: set[Node] = set()
@@ -435,14 +435,14 @@ def available(device: str) -> Mapping[str, frozenset[tuple[int, ...]]]:
                     # the kernel belongs to other code, which has precedence
                     if is_replaced(operator.name, device.upper()):
                         continue
-                    if alone := _counts_alone(operator, device):
+                    if alone := _count_alone(operator, device):
                         counts[operator.node] = alone
             _COUNTS[device] = counts
             _register_wanted()
         return _COUNTS[device]
 
 
-def _counts_alone(operator: Operator, device: str) -> frozenset[tuple[int, ...]]:
+def _count_alone(operator: Operator, device: str) -> frozenset[tuple[int, ...]]:
     """Return the reference counts of a gradient that only the operator's node refers to, and of such a view.
 
     Counts that are the same if other code refers to the gradient, or to the view's base, are left out.

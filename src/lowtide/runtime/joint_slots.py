@@ -107,7 +107,7 @@ class JointSlots:
         upstream = {root: self._upstream(root, held) for root in sorted(roots)}
         saved = set(upstream.values()) - plain
         saved |= {node for node in upstream.values() if nodes[node].kind != "input"}
-        saved |= self._smaller_sources(saved - held)
+        saved |= self._find_smaller_sources(saved - held)
         random = {i for i, n in enumerate(nodes) if n.is_random and n.bytes and not n.is_backward}
         reduced = {
             i
@@ -196,7 +196,7 @@ class JointSlots:
                 source = root
         return source
 
-    def _smaller_sources(self, slots: Collection[int]) -> set[int]:
+    def _find_smaller_sources(self, slots: Collection[int]) -> set[int]:
         """Return the 16-bit results of extern kernels that are smaller than a slot computed from them without others.
 
         Under autocast a normalised tensor of 32 bits is computed from products of 16 bits. Small 32-bit products, such

@@ -65,11 +65,11 @@ def state_bytes(optimizers: Iterable[Optimizer], device: torch.device) -> int:
     optimizers = [*optimizers]
     updated = [tensor for o in optimizers for p in list_parameters(o) for tensor in (p, p.grad) if tensor is not None]
     counted = _storages(updated, device)
-    state = _storages(optimizer_state(optimizers), device)
+    state = _storages(list_optimizer_state(optimizers), device)
     return sum(n_bytes for address, n_bytes in state.items() if address not in counted)
 
 
-def missing_state_bytes(optimizers: Iterable[Optimizer], device: torch.device) -> tuple[int, int]:
+def count_missing_state(optimizers: Iterable[Optimizer], device: torch.device) -> tuple[int, int]:
     """Count the parameters on `device` that an optimizer has not updated so far, although it has updated others of
     their group; return their number, and the bytes of state on `device` to expect for them.
 
@@ -86,11 +86,11 @@ def missing_state_bytes(optimizers: Iterable[Optimizer], device: torch.device) -
             for p in group["params"]:
                 if p.requires_grad and p.device == device and not optimizer.state.get(p):
                     n += 1
-                    total += sum(_scaled_bytes(entry, known[0], p) for entry in known[1] if entry.device == device)
+                    total += sum(_scale_bytes(entry, known[0], p) for entry in known[1] if entry.device == device)
     return n, total
 
 
-def _scaled_bytes(entry: Tensor, known: Tensor, other: Tensor) -> int:
+def _scale_bytes(entry: Tensor, known: Tensor, other: Tensor) -> int:
     """Return the bytes that a state tensor of the parameter `other` would have, judged by `entry`, a state tensor of
     `known`. A tensor shaped like its parameter grows with it.
     """
@@ -103,6 +103,6 @@ def _storages(tensors: Iterable[Tensor], device: torch.device) -> dict[int, int]
     return {storage.data_ptr(): storage.nbytes() for storage in (part.untyped_storage() for part in parts)}
 
 
-def optimizer_state(optimizers: Iterable[Optimizer]) -> list[Tensor]:
+def list_optimizer_state(optimizers: Iterable[Optimizer]) -> list[Tensor]:
     """Return the tensors in the optimizers' state."""
     return [tensor for o in optimizers for entry in o.state.values() for tensor in collect_tensors(entry)]

@@ -17,7 +17,7 @@ from lowtide.memory import lbfgs_history as histories
 from lowtide.planner.records import Static
 from lowtide.runtime.batch_tensors import collect_tensors
 from lowtide.runtime.fingerprint import find_device
-from lowtide.runtime.live_optimizers import optimizer_state
+from lowtide.runtime.live_optimizers import list_optimizer_state
 from lowtide.utils.live_objects import live_objects
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def static_bytes(
     gradients = add(p.grad for p in trained if p.is_leaf) + sum(
         _count_bucket_bytes(wrapper) for wrapper in wrappers if find_device(wrapper) == there
     )
-    state = add(optimizer_state(optimizers))
+    state = add(list_optimizer_state(optimizers))
     growing = [o for o in optimizers if isinstance(o, torch.optim.LBFGS)]
     state += sum(add(histories.list_tensors(o)) for o in growing)
     state += sum(map(histories.predict_missing_history_bytes, growing)) if with_coming else 0

@@ -19,7 +19,7 @@ from lowtide.api.compiled_fit import COMPILED_REPAIRS, as_measured
 from lowtide.api.differing_bits import REFUSED, with_kept
 from lowtide.api.plan_attempts import FORECAST_PEAK, REPAIRS, describe_more_in_memory, plan_by_forecast, with_excess
 from lowtide.errors import Infeasible, LowtideError
-from lowtide.memory.lbfgs_history import coming_history
+from lowtide.memory.lbfgs_history import predict_coming_history
 from lowtide.planner import plan
 from lowtide.planner.planning import find_smallest_plan, forecast_peak
 from lowtide.profiler.compiled_bits import compiled_bits
@@ -148,7 +148,7 @@ class ModelPlans:
                 first = plan_by_forecast(profile, budget) if profile.graphs else plan(profile, budget)
         except Infeasible as why:
             first = replace(find_smallest_plan(profile), budget_bytes=why.budget_bytes)
-            history_bytes, note = coming_history(find_optimizers(model))
+            history_bytes, note = predict_coming_history(find_optimizers(model))
             if history_bytes and first.predicted.peak_bytes - history_bytes <= why.budget_bytes:
                 self.counts_coming = False
                 static = replace(profile.static, optimizer=profile.static.optimizer - history_bytes)

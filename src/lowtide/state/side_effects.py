@@ -110,7 +110,7 @@ def _comparable(obj: Any) -> Any:
     It keeps alive the objects that it compares by identity, because their ids would otherwise be reused.
     """
     if isinstance(obj, Tensor):
-        return None if obj.is_inference() else obj._version, _digest_of(obj)
+        return None if obj.is_inference() else obj._version, _digest_output(obj)
     if isinstance(obj, np.ndarray):
         return _ByIdentity(tuple(list_objects(obj, CodeState.largest))) if obj.dtype == object else _checksum(obj)
     if isinstance(obj, BUFFERS):
@@ -159,7 +159,7 @@ class _ByIdentity:
     __hash__ = None  # type: ignore[assignment]
 
 
-def _digest_of(tensor: Tensor) -> int | None:
+def _digest_output(tensor: Tensor) -> int | None:
     """Return a digest of a small CPU tensor without a graph; None for any other tensor.
 
     A digest shows writes to the tensor's `.data`, which change no version.

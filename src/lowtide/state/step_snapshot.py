@@ -20,7 +20,7 @@ from lowtide.runtime.batch_tensors import collect_tensors
 from lowtide.runtime.fingerprint import find_device
 from lowtide.runtime.host_rng import read_numpy_state, read_python_state, set_numpy_state
 from lowtide.runtime.inplace_gradients import InPlacePermission
-from lowtide.runtime.live_optimizers import Optimizers, listed, optimizer_state
+from lowtide.runtime.live_optimizers import Optimizers, list_optimizer_state, listed
 from lowtide.runtime.offload import bytes_of
 from lowtide.state.bitwise import has_same_contents
 from lowtide.state.containers import make_container_restorer
@@ -117,7 +117,7 @@ class StepSnapshot:
         Tensors shaped like a parameter, such as averages of weights, are copied; others only within the limit on copied
         bytes. Changes to tensors that are not copied are reported by name.
         """
-        states = {*map(id, optimizer_state(self._reachable.reached_optimizers))}
+        states = {*map(id, list_optimizer_state(self._reachable.reached_optimizers))}
         shapes = {parameter.shape for parameter in parameters} | {torch.Size([sum(p.numel() for p in parameters)])}
         copied: list[_TensorContents | _Storage] = []
         seen: set[int] = set()

@@ -23,7 +23,7 @@ from lowtide.diagnostics.oom.facts import Facts, Place
 from lowtide.diagnostics.oom.live_graphs import LiveGraph, build_graph_behind, find_tensors_with_graphs, separate_graphs
 from lowtide.diagnostics.oom.message import Holder
 from lowtide.runtime.batch_tensors import collect_tensors
-from lowtide.runtime.live_optimizers import optimizer_state
+from lowtide.runtime.live_optimizers import list_optimizer_state
 from lowtide.runtime.planned_engine import planned_engine
 
 _MOST_HOLDERS = 8
@@ -166,7 +166,7 @@ def _holders(graphs: list[LiveGraph], model: nn.Module | None, optimizer: Optimi
         count("gradients", [p.grad for p in model.parameters() if p.grad is not None])
         count("buffers", list(model.buffers()))
     if optimizer is not None:
-        count("optimizer state", optimizer_state([optimizer]))
+        count("optimizer state", list_optimizer_state([optimizer]))
     roots = [root for graph in graphs for root in graph.roots]
     for node in build_graph_behind(roots, model).nodes if roots else ():
         where = node.module or node.name
