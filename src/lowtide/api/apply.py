@@ -37,7 +37,7 @@ plan.
 
 
 def find_plan_holders(module: nn.Module) -> Iterator[object]:
-    """Yield the object of each plan in force on `module`, such as an Applied."""
+    """Yield the object that holds each plan in force on `module`, such as an Applied."""
     yield from owners(module)
     if module in _traced:
         yield _traced[module]
@@ -69,8 +69,8 @@ class Applied(Removable, Displayed):
         """Put `plans` in force on `model`: one plan for each batch size, the smallest first.
 
         `say` is called with each message to the user. PlanGuard calls `outgrown` for a batch larger than planned, and
-        `changed` for a changed model; if they return True, no message follows. `calls` are the rehearsed calls of the
-        model, from which a step of another kind is recognized.
+        `changed` for a changed model; if they return True, no message follows. `calls` are the module calls of the
+        rehearsed steps; a step that makes other calls is recognized as a step of another kind.
         """
         self.plan = plan = plans[-1]
         self.holder: Removable = self
@@ -88,7 +88,7 @@ class Applied(Removable, Displayed):
             with contextlib.ExitStack() as undo:
                 undo.callback(enable_plan_levers(plan, model, optimizer).remove)
                 if plan.predicted != plan.plain:
-                    undo.callback(self._partitioned(model, say))
+                    undo.callback(self._install_partitioner(model, say))
                 if has_compiled_modules(model):
                     undo.callback(PlanGuard(model, plan, say, self, outgrown, changed).remove)
                 else:  # compiled functions trace the model's calls, so no wrapper may surround them
@@ -101,15 +101,15 @@ class Applied(Removable, Displayed):
         messages = self._engine.messages
         messages.tell, messages.is_taken = say, lambda: changed("step", "")
         with contextlib.ExitStack() as undo:
-            give_back = weakref.finalize(self._engine, delay_interrupts())  # a plan may last as long as its model
-            give_back.atexit = False
-            undo.callback(give_back)
+            end_delay = weakref.finalize(self._engine, delay_interrupts())  # a plan may last as long as its model
+            end_delay.atexit = False
+            undo.callback(end_delay)
             if calls is not None:
                 self._engine.calls = calls
             # inside the levers, as the rehearsal was
-            lookout = PlanGuard(model, plan, say, self, outgrown, changed, calls)
-            undo.callback(lookout.remove)
-            self._engine.of_a_part = lookout.look
+            guard = PlanGuard(model, plan, say, self, outgrown, changed, calls)
+            undo.callback(guard.remove)
+            self._engine.of_a_part = guard.look
             undo.callback(enable_plan_levers(plan, model, optimizer).remove)
             undo.callback(watch_state_growth(model, plan, say, has_more_state).remove)
             if self._engine.does_anything:
@@ -120,22 +120,22 @@ class Applied(Removable, Displayed):
 
     @property
     def drifted(self) -> frozenset[str]:
-        """Addresses of saved tensors that differed from the rehearsal and were kept, and hashes of compiled graphs that
-        the plan does not cover.
+        """Addresses of saved tensors, such as `h.0.mlp#0:1`, that were kept because they differed from the rehearsed
+        ones; and hashes of compiled graphs that the plan does not cover.
         """
         return frozenset(self._engine.packer.drifted) | self._unknown
 
     def checked(self) -> AbstractContextManager[ReplayChecker]:
-        """Return a context manager that compares each tensor that backward reads in one step with the saved one.
+        """Return a context manager that checks the recomputed tensors of one step.
 
-        It raises ReplayMismatch if a tensor differs in any bit from the tensor that forward saved.
+        It raises ReplayMismatch if a tensor that backward reads differs in any bit from the tensor that forward saved.
         """
         return ReplayChecker(self._engine).running()
 
     def save_most(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Run calls with arguments of this size, or larger, under the plan with the smallest peak from now on.
 
-        Returns False if such calls already do.
+        Returns False if such calls already ran under that plan.
         """
         return self._engine.save_most(args, kwargs)
 
@@ -147,10 +147,10 @@ class Applied(Removable, Displayed):
         """Register `remove`, a function to call just before the plan is removed."""
         self._undo.callback(remove)
 
-    def _partitioned(self, model: nn.Module, say: Callable[[str], None]) -> Callable[[], None]:
-        """Make inductor choose the saved tensors of compiled graphs by the plan; return a function that ends this.
+    def _install_partitioner(self, model: nn.Module, say: Callable[[str], None]) -> Callable[[], None]:
+        """Make inductor choose the saved tensors of compiled graphs by the plan; return a function that undoes this.
 
-        It also ends when `model` is freed. `say` is called with warnings on graphs that the plan does not cover.
+        Freeing `model` undoes it, too. `say` is called with warnings on graphs that the plan does not cover.
         """
         from lowtide.runtime.compiled_plan import PlanPartitioner  # imports inductor, which takes seconds
 
@@ -196,9 +196,9 @@ class Applied(Removable, Displayed):
         self._undo.close()
 
 
-def warn(what: str) -> None:
-    """Issue `what` as a Python warning about a plan in force; the default of `say`."""
-    warnings.warn(what, stacklevel=2)
+def warn(message: str) -> None:
+    """Issue `message` as a Python warning; the default for `say`, the argument of `apply`."""
+    warnings.warn(message, stacklevel=2)
 
 
 @remove_if_interrupted

@@ -24,13 +24,13 @@ from lowtide.utils.amounts import BudgetFor
 FORECAST = "before it was compiled"
 """Beginning of the note on the forecast of a compiled plan's peak."""
 SCHEDULED = 4
-"""Largest number of plans for compiled code that are measured without kernels."""
+"""Largest number of plans for compiled code that are measured without compiling kernels."""
 COMPILED_REPAIRS = 3
 """Largest number of compiled plans that are tried for a budget."""
 UNUSED = 0.02
 """Share of a budget that a compiled plan may leave unused before a cheaper plan is tried."""
 CLOSE = 0.02
-"""Share by which a measured peak may exceed the budget so that plans with larger forecasts are tried, too."""
+"""If a measured peak exceeds the budget by at most this share of it, plans with larger forecasts are tried, too."""
 
 
 def fit_compiled(site: StepContext, choice: Choice, plan: Plan, budget_for: BudgetFor) -> tuple[Plan, Verdict]:
@@ -41,9 +41,9 @@ def fit_compiled(site: StepContext, choice: Choice, plan: Plan, budget_for: Budg
     and further plans keep these values. Raises Infeasible, with the smallest measured peak, if no plan fits, and
     RehearsalError if bits differ under every plan.
     """
-    plan, kept = _scheduled(site, choice, replace(plan, budget_for=budget_for)), tuple[str, ...]()
+    plan, kept = _measure_without_kernels(site, choice, replace(plan, budget_for=budget_for)), tuple[str, ...]()
     while True:
-        best, proofs = _proven(site, choice, plan)
+        best, proofs = _compile_and_measure(site, choice, plan)
         last, verdict = proofs[-1]
         if verdict.identical or (best is not None and best.predicted.peak_bytes <= plan.budget_bytes):
             break
@@ -53,7 +53,7 @@ def fit_compiled(site: StepContext, choice: Choice, plan: Plan, budget_for: Budg
         choice = replace(choice, profile=with_kept(choice.profile, kept))
         try:
             plan = replace(plan_for(choice, plan.budget_bytes, plan.budget_bytes, offload=False), budget_for=budget_for)
-            plan = _scheduled(site, choice, plan)
+            plan = _measure_without_kernels(site, choice, plan)
         except Infeasible as why:
             raise RehearsalError(_explain_compiled_difference(site, last, why.smallest_peak_bytes)) from why
     assert best is not None  # bits were those of the plain step
@@ -66,9 +66,12 @@ def fit_compiled(site: StepContext, choice: Choice, plan: Plan, budget_for: Budg
     return best, next(proof for tried, proof in proofs if tried.decisions == best.decisions)
 
 
-def _proven(site: StepContext, choice: Choice, plan: Plan) -> tuple[Plan | None, list[tuple[Plan, Verdict]]]:
-    """Compile and measure a few plans; return the best plan with the plain step's bits, and all compiled plans with
-    verdicts.
+def _compile_and_measure(
+    site: StepContext, choice: Choice, plan: Plan
+) -> tuple[Plan | None, list[tuple[Plan, Verdict]]]:
+    """Compile and measure a few plans, `plan` first; return the best plan, and every compiled plan with its verdict.
+
+    The best plan is None if results differ in bits from the plain step's under every plan.
     """
     proofs: list[tuple[Plan, Verdict]] = []
 
@@ -81,7 +84,7 @@ def _proven(site: StepContext, choice: Choice, plan: Plan) -> tuple[Plan | None,
     return best, proofs
 
 
-def _scheduled(site: StepContext, choice: Choice, plan: Plan) -> Plan:
+def _measure_without_kernels(site: StepContext, choice: Choice, plan: Plan) -> Plan:
     """Measure a few plans, `plan` first, without compiling kernels, and return the cheapest within the budget.
 
     This works only on a CPU and for a budget of requested bytes; otherwise `plan` is returned. Raises Infeasible if no
@@ -99,9 +102,7 @@ def _scheduled(site: StepContext, choice: Choice, plan: Plan) -> Plan:
 
 
 def _is_identical(site: StepContext, plan: Plan, addresses: Collection[str]) -> bool:
-    """Return True if results are the plain step's, bit for bit, when the plan recomputes only the values at
-    `addresses`.
-    """
+    """Return True if the step has the plain step's bits when the plan recomputes only the values at `addresses`."""
     return prove(site, replace(plan, recompute={at: plan.recompute[at] for at in addresses})).identical
 
 
@@ -131,7 +132,7 @@ def find_cheapest_within(
         unused = 1 - peak_bytes / budget_bytes
         if len(tried) == most or 0 <= unused <= UNUSED or (unused >= 0 and plan.budget_for == "reserved"):
             break
-        candidates = _candidates(choice.profile, plan, peak_bytes, best, is_last=len(tried) == most - 1)
+        candidates = _propose_plans(choice.profile, plan, peak_bytes, best, is_last=len(tried) == most - 1)
         following = next((candidate for candidate in candidates if candidate.decisions not in tried), None)
         if following is None or _rank(best) < (False, following.predicted.extra_ms):
             break
@@ -139,7 +140,7 @@ def find_cheapest_within(
     return len(tried), best
 
 
-def _candidates(profile: Profile, plan: Plan, peak_bytes: int, best: Plan, *, is_last: bool) -> Iterator[Plan]:
+def _propose_plans(profile: Profile, plan: Plan, peak_bytes: int, best: Plan, *, is_last: bool) -> Iterator[Plan]:
     """Yield plans to measure next, after `plan` was measured at `peak_bytes`; `best` is the best plan measured so far.
 
     With `is_last`, only one more plan can be measured: if all plans so far are over the budget, it must be the plan

@@ -28,8 +28,8 @@ def find_differing_addresses(
 
     Args:
         addresses: Addresses that change bits if all of them are recomputed, in the order of the graph.
-        is_identical: Function that runs the step with only these addresses recomputed, and returns True if the results'
-            bits are those of the plain step.
+        is_identical: Function that runs the step with only the given addresses recomputed, and returns True if the
+            results have the plain step's bits.
         trials: Largest number of calls of `is_identical`.
     """
     suspects = tuple(addresses)

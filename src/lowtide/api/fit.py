@@ -80,8 +80,8 @@ def fit(
 
     Args:
         model: The model, on its device.
-        step: Runs forward and backward of `model`, and optionally the optimizer. It takes the batch, or as many
-            arguments as a batch that is a tuple or list has.
+        step: Runs forward and backward of `model`, and optionally the optimizer. It is called with the batch, or with
+            the items of a tuple or list as separate arguments.
         batch: The largest batch of the loop, in any nesting of containers.
         budget: Bytes, `"8GiB"`, `"500MB"`, or `"60%"` of the plain step's peak; on a GPU also `"90% of gpu"`, or
             `"auto"`: the memory that is free there less a margin for fragmentation. The budget is for all memory of the
@@ -202,7 +202,7 @@ def _fit(
     inside = bool(profile.graphs)
     site = StepContext(model, step, batch, optimizer, in_place=profile.allows_in_place, inside_blocks=inside)
     if not inside:
-        return _fit_measured(site, *_first(site, profile, budget, levers, offload), offload, budget_for)
+        return _fit_measured(site, *_make_first_plan(site, profile, budget, levers, offload), offload, budget_for)
     whole = partial(rehearse, model, step, batch, optimizer=optimizer, in_place=in_place, inside_blocks=False)
     return _fit_blocks(site, profile, budget, levers, budget_for, whole if may_replay else None)
 
@@ -222,7 +222,7 @@ def _fit_blocks(
     """
     whole = None
     try:
-        choice, plan = _first(site, profile, budget, levers, offload=False)
+        choice, plan = _make_first_plan(site, profile, budget, levers, offload=False)
         if rehearse_whole is not None and plan.predicted.extra_flops:
             whole = rehearse_whole()
         if whole is None or not _is_cheaper_replayed(whole, plan):
@@ -238,7 +238,7 @@ def _fit_blocks(
         whole = rehearse_whole()
     whole = replace(whole, notes=(*whole.notes, note))
     site = replace(site, in_place=whole.allows_in_place, inside_blocks=False)
-    return _fit_measured(site, *_first(site, whole, budget, levers, offload=False), False, budget_for)
+    return _fit_measured(site, *_make_first_plan(site, whole, budget, levers, offload=False), False, budget_for)
 
 
 def _fit_measured(site: StepContext, choice: Choice, plan: Plan, offload: bool, budget_for: BudgetFor) -> Fitted:
@@ -282,7 +282,7 @@ def _is_cheaper_replayed(whole: Profile, inside: Plan) -> bool:
         return False
 
 
-def _first(
+def _make_first_plan(
     site: StepContext, profile: Profile, budget: int | str, levers: Collection[str], offload: bool
 ) -> tuple[Choice, Plan]:
     """Choose the levers that help, and make the first plan. Raises Infeasible, naming further levers that may help."""
@@ -294,7 +294,7 @@ def _first(
         choice = Choice(profile, plain)
     else:
         choice = choose(site, profile, plain, budget_bytes, levers)
-        if noticed := _noticed(site, choice.profile):
+        if noticed := _find_inexact_levers(site, choice.profile):
             without = choose(site, profile, plain, budget_bytes, [name for name in levers if name not in noticed])
             choice = replace(without, notes={**without.notes, **noticed})
     try:
@@ -310,11 +310,11 @@ def _first(
         ) from None
 
 
-def _noticed(site: StepContext, profile: Profile) -> dict[str, str]:
-    """Check the exact levers of `profile` in one run; if the step's bits differ, return a note for each, by its name.
+def _find_inexact_levers(site: StepContext, profile: Profile) -> dict[str, str]:
+    """Run the step with the exact levers of `profile`; if its bits differ, return a note for each lever, by its name.
 
-    Exact levers change bits in steps that depend on what the lever does, for example by reading gradients that a lever
-    has freed. Default levers are not checked. Return an empty dict if all bits are equal.
+    A lever that is exact for most steps can change the bits of some, such as a step that reads gradients after the
+    lever has freed them. Default levers are not checked. Returns an empty dict if all bits are equal.
     """
     exact = [lever.name for lever in profile.levers if lever.exact and lever.name not in DEFAULT]
     if not exact:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Fitted(Removable, Displayed):
-    """A model whose step fits: the plan in force, and its proof.
+    """A plan in force on a model, and the proof that the model's step keeps to its budget.
 
     `print` shows both. `remove()`, or the end of a `with` block, restores the model.
     """
@@ -45,7 +45,7 @@ class Fitted(Removable, Displayed):
         )
 
     def __repr__(self) -> str:
-        peak, proven = _peak(self.plan, self.verdict), "proven" if self.verdict.proven else "NOT proven"
+        peak, proven = _format_peak(self.plan, self.verdict), "proven" if self.verdict.proven else "NOT proven"
         return format_repr(type(self).__name__, f"{self.plan.fingerprint.model}: {peak}, {proven}")
 
     def to_record(self, command: str = "") -> RunRecord:
@@ -60,7 +60,7 @@ class Fitted(Removable, Displayed):
     def __str__(self) -> str:
         plan, verdict = self.plan, self.verdict
         return self._with_proof(
-            [f"{_peak(plan, verdict)}{_time(plan, verdict)}", decisions(plan), *format_lever_lines(plan)]
+            [f"{_format_peak(plan, verdict)}{_format_time(plan, verdict)}", decisions(plan), *format_lever_lines(plan)]
         )
 
     def _with_proof(self, lines: list[str]) -> str:
@@ -71,39 +71,37 @@ class Fitted(Removable, Displayed):
 
 
 class FittedSizes(Fitted):
-    """A model whose steps fit at every batch size: a plan for each bucket of sizes.
+    """Plans in force on a model, one for each range of batch sizes (bucket), with their proofs.
 
-    Its `plan`, `profile` and `verdict` are those of the largest bucket.
+    `plan`, `profile` and `verdict` are those of the bucket with the largest sizes.
     """
 
     def __init__(self, model: nn.Module, buckets: list[Bucket]) -> None:
         last = buckets[-1]
         super().__init__(Switched(SwitchingEngine(model, buckets)), last.profile, last.plan, last.verdict)
         self.buckets = tuple(buckets)
-        """Buckets, smallest first."""
+        """Buckets, smallest sizes first."""
 
     def __str__(self) -> str:
         return self._with_proof([_format_in_a_line(bucket) for bucket in self.buckets])
 
 
 def _format_in_a_line(bucket: Bucket) -> str:
-    """Format a bucket and its plan: `up to [8, 128]: 612 -> 480 MiB peak (budget 480 MiB), 212 ms -> 223 ms a step
-    ...`.
-    """
+    """Format a bucket and its plan, such as `up to [8, 128]: 612 -> 480 MiB peak (budget 480 MiB), 212 ms -> ...`."""
     plan, verdict = bucket.plan, bucket.verdict
-    time = _time(plan, verdict) if plan.decisions != Decisions() else ""
-    return f"up to {bucket.size}: {_peak(plan, verdict)}{time}; {decisions(plan)}"
+    time = _format_time(plan, verdict) if plan.decisions != Decisions() else ""
+    return f"up to {bucket.size}: {_format_peak(plan, verdict)}{time}; {decisions(plan)}"
 
 
-def _peak(plan: Plan, verdict: Verdict) -> str:
-    """Format the peak: `14.9 -> 7.8 GiB peak (budget 8 GiB)`."""
+def _format_peak(plan: Plan, verdict: Verdict) -> str:
+    """Format the peak, such as `14.9 -> 7.8 GiB peak (budget 8 GiB)`."""
     budget = f"(budget {format_bytes(plan.budget_bytes)})"
     if verdict.budget_for == "reserved":  # only the requested bytes of the plain step are known
         return f"{format_bytes(verdict.measured_peak_bytes)} peak reserved {budget}"
     return f"{format_change(plan.plain.peak_bytes, verdict.measured_peak_bytes)} peak {budget}"
 
 
-def _time(plan: Plan, verdict: Verdict) -> str:
-    """Format times: `, 212 ms -> 223 ms a step measured, +4.1 % time predicted, bound +3.8 %`."""
+def _format_time(plan: Plan, verdict: Verdict) -> str:
+    """Format times, such as `, 212 ms -> 223 ms a step measured, +4.1 % time predicted, bound +3.8 %`."""
     before = "" if verdict.plain_ms is None else f"{format_time(verdict.plain_ms)} -> "
     return f", {before}{format_time(verdict.planned_ms)} a step measured{format_extra_time(plan)}"

@@ -42,7 +42,7 @@ def plan_for(choice: Choice, aim_bytes: int, budget_bytes: int, offload: bool) -
 
 
 def with_choice(choice: Choice, plan: Plan, budget_bytes: int) -> Plan:
-    """Return `plan` with `budget_bytes` as its budget, the step without levers as its plain step, and the notes on
+    """Return a copy of `plan` with the given budget and with the notes on levers, for which `plain` is the step without
     levers.
     """
     return replace(plan, budget_bytes=budget_bytes, plain=choice.plain, notes=(*plan.notes, *choice.notes.values()))
@@ -63,9 +63,7 @@ def plan_by_forecast(profile: Profile, budget: int | str) -> Plan:
 
 
 def with_excess(profile: Profile, excess_bytes: int) -> Profile:
-    """Return `profile` with all peaks raised by `excess_bytes`: a measured peak less its forecast, which may be
-    negative.
-    """
+    """Return `profile` with all peaks raised by `excess_bytes`, a measured peak less its forecast (maybe negative)."""
     return replace(profile, static=replace(profile.static, margin=profile.static.margin + excess_bytes))
 
 
@@ -122,8 +120,6 @@ def describe_more_in_memory(added_bytes: int) -> str:
 
 
 def list_differences(verdict: Verdict) -> str:
-    """List, as text, the kinds of results that differ in bits: each with the number of its results and the first one's
-    name.
-    """
+    """Format the kinds of results that differ in bits, such as `gradients (12, first fc1.weight), buffers (1, ...)`."""
     differing = verdict.comparable_differences.items()
     return ", ".join(f"{kind} ({len(names)}, first {names[0]})" for kind, names in differing)

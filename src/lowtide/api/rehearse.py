@@ -45,8 +45,8 @@ def rehearse(
 
     Args:
         model: The model, on its device.
-        step: Runs forward and backward of `model`, and optionally the optimizer. It takes the batch, or as many
-            arguments as a batch that is a tuple or list has.
+        step: Runs forward and backward of `model`, and optionally the optimizer. It is called with the batch, or with
+            the items of a tuple or list as separate arguments.
         batch: The batch, in any nesting of containers.
         optimizer: Needed only if it has stepped on parameters outside `model` before. Optimizers that `step` calls are
             detected. Optimizers of `model` that `step` does not call are stepped after it, so that the memory of their

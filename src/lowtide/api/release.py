@@ -262,6 +262,6 @@ def _is_reached(node: Node) -> bool:
 
 
 def _find_leaves_behind(node: Node) -> list[Tensor]:
-    """Return the leaf tensors whose gradients the graph behind `node` accumulates."""
+    """Return the leaf tensors into whose `.grad` a backward pass that starts at `node` accumulates."""
     variables = (getattr(behind, "variable", None) for behind in collect_nodes([node]))
     return [leaf for leaf in variables if isinstance(leaf, Tensor)]

@@ -38,8 +38,8 @@ def timeline(
 
     Args:
         model: The model, on its device.
-        step: Runs forward and backward of `model`, and optionally the optimizer. It takes the batch, or as many
-            arguments as a batch that is a tuple or list has.
+        step: Runs forward and backward of `model`, and optionally the optimizer. It is called with the batch, or with
+            the items of a tuple or list as separate arguments.
         batch: The batch, in any nesting of containers.
         plan: The plan to run the step under; None for the plain step.
         optimizer: The optimizer, or a list of them; needed if one of the plan's levers changes it.
@@ -68,13 +68,13 @@ def timeline(
     if plan is not None:
         Plan.expect(plan, "timeline")
         check_made_for(plan.fingerprint, model)
-    with StepSnapshot(model, batch, optimizer, step) as unchanged, enable_plan_levers(plan, model, optimizer):
-        step = unchanged.run
+    with StepSnapshot(model, batch, optimizer, step) as snapshot, enable_plan_levers(plan, model, optimizer):
+        step = snapshot.run
         step(batch)
         with make_recorder(find_device(model)) as recorder:
             trace = LabelledTrace(PlannedEngine(model, *([] if plan is None else [plan])), recorder.mark)
             with trace.running():
                 step(batch)
-            state = map(address, list_optimizer_state(unchanged.optimizers))
+            state = map(address, list_optimizer_state(snapshot.optimizers))
             recorder.mark(TRACE, OptimizerState(tuple(state)))
     return Timeline(recorder.stream, labels(recorder.stream, trace))

@@ -64,24 +64,25 @@ class Verdict(Record):
 
     Kinds are random numbers, and those that the step has produced or changed: loss (the step's return value),
     gradients, parameters, buffers, optimizer state and counters (integers and strings that Python holds). None if the
-    plain step does not fit: then the audit of each recipe is the proof.
+    plain step does not fit in memory; then the proof is that the rehearsal compared recomputed tensors with the
+    originals.
     """
     levers: tuple[str, ...] = ()
     """Levers of the plan that are not exact. `differences` then compares with the step that has these levers alone."""
     relative_differences: dict[str, float] | None = None
     """With inexact levers, the distance of loss, gradients and parameters from the plain step's: the Euclidean norm of
-    all differences of a kind, over the norm of the plain step's values. None without such levers, or if the plain step
-    does not fit.
+    all differences of a kind, divided by the norm of the plain step's values. None without such levers, or if the plain
+    step does not fit in memory.
     """
     nondeterministic: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Names from `differences`, by kind, that can't be compared: their bits also differ between plain steps from the
-    same state, or are computed from such results. Some CUDA kernels add up in any order. The audit compared recomputed
-    values.
+    same state, or are computed from such results. The cause may be a CUDA kernel that adds up in an order that varies
+    between runs.
     """
     audited: bool = True
-    """False if the plan is for compiled code, which has no recipes to compare with original tensors."""
+    """True if the rehearsal compared each recomputed tensor with the original; False for a plan for compiled code."""
     drifted: tuple[str, ...] = ()
-    """Addresses of saved tensors that differed from the plan's expectation, and were kept."""
+    """Addresses of saved tensors, such as `h.0.mlp#0:1`, that were kept because they differed from the rehearsal's."""
     changes: tuple[str, ...] = ()
     """Changes made by the verifying steps that can't be restored, such as the position of an iterator."""
 
@@ -91,7 +92,7 @@ class Verdict(Record):
 
     @property
     def measured_extra(self) -> float | None:
-        """Extra time of the planned step, as a fraction of the plain step's; None if the plain step does not fit."""
+        """Extra time of the planned step, as a fraction of the plain step's time; None if that was not measured."""
         return self.planned_ms / self.plain_ms - 1 if self.plain_ms else None
 
     @property
@@ -109,19 +110,19 @@ class Verdict(Record):
 
     @property
     def comparable_differences(self) -> dict[str, tuple[str, ...]]:
-        """Names of results whose bits differ, by kind, without results that differ between plain steps, too."""
+        """Names of results whose bits differ from the plain step's, by kind, except those in `nondeterministic`."""
         return without(self.differences or {}, self.nondeterministic)
 
     @property
     def proven(self) -> bool:
         """Return True if a result of the step was compared with the plain step, and all compared results are the same.
 
-        If the plain step does not fit, the audit is the proof.
+        If the plain step does not fit in memory, return `audited`.
         """
         return self.audited if self.differences is None else bool(self.identical and {*self._same} - {DRAWN})
 
     def to_proof(self) -> Proof:
-        """Return this verdict as the proof in a report."""
+        """Return the proof that a report shows: peak, times, and the text of the comparison with the plain step."""
         return Proof(
             measured_peak_bytes=self.measured_peak_bytes,
             is_within_budget=self.within_budget,
@@ -133,12 +134,12 @@ class Verdict(Record):
 
     @property
     def _same(self) -> list[str]:
-        """Kinds of results that are deterministic; all were compared, and are the same if `differing` is empty."""
+        """Kinds of results that do not vary between plain steps, so that they can be compared."""
         return [kind for kind in self.differences or {} if kind not in self.nondeterministic]
 
     @property
     def proof(self) -> str:
-        """Text that states the result of the comparison with the plain step, and state that was not restored."""
+        """The result of the comparison with the plain step, as text, and the state that could not be restored."""
         return f"{self._compared}; {describe_unrestored(self.changes)}" if self.changes else self._compared
 
     @property
@@ -206,8 +207,8 @@ def verify(
 
     Args:
         model: The model, without a plan applied.
-        step: Runs forward and backward of `model`, and optionally the optimizer. It takes the batch, or as many
-            arguments as a batch that is a tuple or list has.
+        step: Runs forward and backward of `model`, and optionally the optimizer. It is called with the batch, or with
+            the items of a tuple or list as separate arguments.
         batch: The batch that the plan was made for.
         plan: The plan to verify.
         optimizer: The optimizer, or a list of them; needed if one of the plan's levers changes it.
@@ -266,25 +267,25 @@ def compare_with_plain(
     name = type(model).__name__
     with (
         Stage(f"verifying the plan for {name}", total=_RUNS + plan.draws) as stage,
-        StepSnapshot(model, batch, optimizer, step) as unchanged,
-        Updates(unchanged, model, optimizer) as updates,
+        StepSnapshot(model, batch, optimizer, step) as snapshot,
+        Updates(snapshot, model, optimizer) as updates,
     ):
         step = updates.step
-        outcome = partial(Outcome.of, model, counts=unchanged.counts)
+        outcome = partial(Outcome.of, model, counts=snapshot.counts)
         untouched = outcome(lambda _: None, batch)
-        planned = _run_planned(model, updates, batch, plan, optimizer, unchanged, copies=copies)
-        unchanged.restore(empties_caches=True)
+        planned = _run_planned(model, updates, batch, plan, optimizer, snapshot, copies=copies)
+        snapshot.restore(empties_caches=True)
         advance()
-        plain, plain_ms = _run_plain(model, step, batch, unchanged, copies=copies)
+        plain, plain_ms = _run_plain(model, step, batch, snapshot, copies=copies)
         expected = plain
         if inexact:
-            unchanged.restore(empties_caches=True)
+            snapshot.restore(empties_caches=True)
             with enable(model, inexact, optimizer):
-                expected, _ = _run_plain(model, step, batch, unchanged)
-        differences = None if expected is None else _differences(plan, untouched, planned.outcome, expected)
+                expected, _ = _run_plain(model, step, batch, snapshot)
+        differences = None if expected is None else _find_differences(plan, untouched, planned.outcome, expected)
 
         def repeat_expected() -> Outcome:
-            unchanged.restore(empties_caches=True)
+            snapshot.restore(empties_caches=True)
             with enable(model, inexact, optimizer):
                 return outcome(step, batch)
 
@@ -307,7 +308,7 @@ def compare_with_plain(
         nondeterministic=nondeterministic,
         audited=not plan.graphs,
         drifted=planned.drifted,
-        changes=unchanged.changes,
+        changes=snapshot.changes,
     )
 
 
@@ -321,8 +322,8 @@ def measure_scheduled_peak(
     decided before kernels are compiled. The code computes zeros, which may make a step raise. All state is restored.
     """
     with (
-        StepSnapshot(model, batch, optimizer, step) as unchanged,
-        Updates(unchanged, model, optimizer) as updates,
+        StepSnapshot(model, batch, optimizer, step) as snapshot,
+        Updates(snapshot, model, optimizer) as updates,
         kernels_left_out(),
         always_partitioned(),
         apply(model, plan, optimizer=optimizer, say=lambda what: None),
@@ -330,14 +331,14 @@ def measure_scheduled_peak(
         try:
             updates.run(batch)
             updates.undo()
-            unchanged.restore_for_rerun()
-            return recorded_peak(model, updates, batch, unchanged)
+            snapshot.restore_for_rerun()
+            return recorded_peak(model, updates, batch, snapshot)
         except Exception:  # the caller compiles the kernels then
             return None
 
 
 class _PlannedRun(NamedTuple):
-    """Measurements of the steps that a verification runs under the plan: results, peak, time and kept tensors."""
+    """Measurements of the steps that a verification runs under the plan; `drifted` is as in Verdict."""
 
     outcome: Outcome
     peak_bytes: int
@@ -351,43 +352,43 @@ def _run_planned(
     batch: Any,
     plan: Plan,
     optimizer: Optimizers,
-    unchanged: StepSnapshot,
+    snapshot: StepSnapshot,
     *,
     copies: bool,
 ) -> _PlannedRun:
-    """Run steps under the plan: one to compare its results, others to measure the peak, and one to time."""
+    """Run steps under the plan: one to compare its results, others to measure the peak, and one to measure the time."""
     with apply(model, plan, optimizer=optimizer) as applied:
-        outcome = Outcome.of(model, updates.step, batch, copies=copies, counts=unchanged.counts)
+        outcome = Outcome.of(model, updates.step, batch, copies=copies, counts=snapshot.counts)
         advance()
         updates.follow()
         updates.undo()
-        peaks = _measure_peaks(model, updates, batch, unchanged, plan)
-        unchanged.restore_for_rerun()
-        ms = _timed(model, updates.step, batch)  # not recorded, like the plain step: recording takes time
+        peaks = _measure_peaks(model, updates, batch, snapshot, plan)
+        snapshot.restore_for_rerun()
+        ms = _time_step(model, updates.step, batch)  # not recorded, like the plain step: recording takes time
     return _PlannedRun(outcome, max(peaks), ms, tuple(sorted(applied.drifted)))
 
 
 def _run_plain(
-    model: nn.Module, step: Callable[[Any], Any], batch: Any, unchanged: StepSnapshot, *, copies: bool = False
+    model: nn.Module, step: Callable[[Any], Any], batch: Any, snapshot: StepSnapshot, *, copies: bool = False
 ) -> tuple[Outcome | None, float | None]:
     """Return the outcome of a step without the plan, and the time of another such step in ms; None, None if out of
     memory.
     """
     try:
-        outcome = Outcome.of(model, step, batch, copies=copies, counts=unchanged.counts)
-        unchanged.restore_for_rerun()
-        return outcome, _timed(model, step, batch)
+        outcome = Outcome.of(model, step, batch, copies=copies, counts=snapshot.counts)
+        snapshot.restore_for_rerun()
+        return outcome, _time_step(model, step, batch)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
     return None, None
 
 
-def _measure_peaks(model: nn.Module, updates: Updates, batch: Any, unchanged: StepSnapshot, plan: Plan) -> list[int]:
+def _measure_peaks(model: nn.Module, updates: Updates, batch: Any, snapshot: StepSnapshot, plan: Plan) -> list[int]:
     """Measure the peaks of further steps under the plan in force: several steps if random numbers decide the work."""
     sent = n_sent()
-    unchanged.restore_for_rerun()
-    measured = partial(recorded_peak, model, updates, batch, unchanged, plan.budget_for)
+    snapshot.restore_for_rerun()
+    measured = partial(recorded_peak, model, updates, batch, snapshot, plan.budget_for)
     peaks = [measured() for _ in range(1 + plan.draws)]
     if plan.draws:
         peaks += measure_peaks_with_all_blocks(measured)
@@ -395,8 +396,10 @@ def _measure_peaks(model: nn.Module, updates: Updates, batch: Any, unchanged: St
     return peaks
 
 
-def _differences(plan: Plan, untouched: Outcome, planned: Outcome, expected: Outcome) -> dict[str, tuple[str, ...]]:
-    """Return, for each kind of result that is compared, the names whose bits differ between `planned` and `expected`.
+def _find_differences(
+    plan: Plan, untouched: Outcome, planned: Outcome, expected: Outcome
+) -> dict[str, tuple[str, ...]]:
+    """Return the names of the results whose bits differ between `planned` and `expected`, by kind of result.
 
     A kind is compared if one of the two steps has produced or changed a result of it, and no lever of the plan makes it
     unavailable. `untouched` is the outcome before any step.
@@ -406,8 +409,8 @@ def _differences(plan: Plan, untouched: Outcome, planned: Outcome, expected: Out
     return {kind: names for kind, names in expected.differences(planned).items() if kind in made - hidden}
 
 
-def _timed(model: nn.Module, step: Callable[[Any], Any], batch: Any) -> float:
-    place = find_device(model)
-    began = now_ms(place)
+def _time_step(model: nn.Module, step: Callable[[Any], Any], batch: Any) -> float:
+    device = find_device(model)
+    began = now_ms(device)
     step(batch)
-    return now_ms(place) - began
+    return now_ms(device) - began

@@ -45,7 +45,7 @@ DEFAULT = ("outputs",)
 
 
 class LeverStack(Removable):
-    """Several active levers. `remove()` turns them off."""
+    """Levers (changes of the training step that save memory) that are on together. `remove()` turns them off."""
 
     def __init__(self, undo: contextlib.ExitStack, on: tuple[ActiveLever, ...]) -> None:
         self._undo, self._levers = undo, on
@@ -64,10 +64,10 @@ class LeverStack(Removable):
 
 
 def enable(model: nn.Module, levers: Iterable[AppliedLever], optimizer: Optimizers) -> LeverStack:
-    """Enable `levers`, the first one innermost.
+    """Turn on `levers` in their order; hooks of a later lever run around those of an earlier one.
 
-    A lever that changes the optimizer needs exactly one optimizer. If a lever can't be enabled, all stay off, and
-    LeverNotApplicable is raised.
+    A lever that changes the optimizer needs exactly one optimizer. Raises LeverNotApplicable if a lever can't be turned
+    on; then all stay off.
     """
     optimizers = listed(optimizer)
     only_optimizer = optimizers[0] if len(optimizers) == 1 else None
@@ -81,7 +81,7 @@ def enable(model: nn.Module, levers: Iterable[AppliedLever], optimizer: Optimize
 
 
 def enable_plan_levers(plan: Plan | None, model: nn.Module, optimizer: Optimizers) -> LeverStack:
-    """Enable the levers of `plan`, or none if it is None. Raises LowtideError if a lever can't be enabled."""
+    """Turn on the levers of `plan`; none if `plan` is None. Raises LowtideError if a lever can't be turned on."""
     try:
         return enable(model, () if plan is None else plan.levers, optimizer)
     except LeverNotApplicable as why:

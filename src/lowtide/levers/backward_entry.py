@@ -27,22 +27,20 @@ if TYPE_CHECKING:
     from torch import nn
 
 OnEntry = Callable[[Sequence[GradientEdge], Sequence[Tensor]], None]
-"""Function that is called with the outputs that get a gradient, and these gradients, before backward enters the
-model.
-"""
+"""Function that is called before backward enters the model, with the edges of its outputs and their gradients."""
 
 _PARAMETERS: set[int] = set()
 
 
 def runs_twice(parameter: Tensor) -> bool:
-    """Return True if backward will run twice, to clip by a common norm, through operators that use `parameter` now."""
+    """Return True if backward runs twice through operators on `parameter`, first to compute the norm for clipping."""
     return id(parameter) in _PARAMETERS and not is_gathering(parameter)
 
 
 class BackwardEntry:
-    """Hook on a model whose method `on_entry` runs when backward reaches the outputs of a call of the model.
+    """Hook on a model that calls `on_entry` when backward reaches the outputs of a call of the model.
 
-    `on_entry` gets the autograd edges of these outputs and the gradients that have arrived for them.
+    `on_entry` is called with the autograd edges of these outputs and the gradients that have arrived for them.
     """
 
     def __init__(self, model: nn.Module, on_entry: OnEntry) -> None:
@@ -114,7 +112,7 @@ def _items(output: Any) -> list[tuple[Any, Any]]:
 
 
 def replace_tensors(output: Any, replacements: dict[int, Tensor]) -> Any:
-    """Return `output` with the tensors whose ids are in `replacements` replaced."""
+    """Replace tensors in a model's output; `replacements` maps the `id` of each replaced tensor to the new tensor."""
     if isinstance(output, Tensor):
         return replacements.get(id(output), output)
     items = {key: replace_tensors(item, replacements) for key, item in _items(output)}

@@ -37,7 +37,7 @@ class LossHead(Lever):
 
     def settings(self, site: StepContext) -> Settings:
         """Return an empty dict. Raises LeverNotApplicable for a model without an output layer over a vocabulary."""
-        _layer(site.model)
+        _find_output_layer(site.model)
         return {}
 
     def estimate_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
@@ -45,7 +45,7 @@ class LossHead(Lever):
         vocabulary.
         """
         try:
-            _layer(site.model)
+            _find_output_layer(site.model)
         except LeverNotApplicable:
             return 0
         head = parts.get("loss head", 0)
@@ -53,7 +53,7 @@ class LossHead(Lever):
 
     def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _Active:
         """Make the model's output layer return deferred logits, which are not computed, in training."""
-        return _Active(_layer(model))
+        return _Active(_find_output_layer(model))
 
 
 class _Active:
@@ -83,7 +83,7 @@ class _Active:
         self._interceptor.remove()
 
 
-def _layer(model: nn.Module) -> nn.Linear:
+def _find_output_layer(model: nn.Module) -> nn.Linear:
     """Return the output layer that a model of transformers names.
 
     Raises LeverNotApplicable if the model names none, and if torch is older than 2.13.

@@ -56,13 +56,16 @@ class Logits(Tensor):
         return logits
 
     def rows(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Logits:
-        """Return deferred logits changed by `change`, such as a cut of rows, which must keep the last dimension."""
+        """Return deferred logits to which `change` is applied: a function that keeps the last dimension, as a slice of
+        rows does.
+        """
         return Logits.of(self.head, change(self.hidden), lambda: change(self.get()), dtype or self.dtype)
 
     def get(self) -> Tensor:
-        """Return the computed logits; they are computed at the first call, separately with and without a graph.
+        """Return the computed logits.
 
-        Raises LowtideError if the hidden states or the layer's weight have been written to since.
+        The first call with gradients enabled computes them with a graph, the first call without gradients computes them
+        once more. Raises LowtideError if the hidden states or the layer's weight have been written to since forward.
         """
         wants_graph = torch.is_grad_enabled()
         if wants_graph not in self.computed:
@@ -81,7 +84,7 @@ class Logits(Tensor):
     def __torch_function__(
         cls, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Run `function` on the hidden states if a shortcut exists, else on computed logits."""
+        """Run `function` on the hidden states if `_SHORTCUTS` has a rule for it, else on computed logits."""
         kwargs = dict(kwargs or {})
         if function in _METADATA:
             with without_subclasses():
@@ -105,7 +108,7 @@ def _compute_logits(argument: Any, function: Any) -> Any:
     """Return the arguments of `function` with deferred logits replaced by computed ones."""
     if isinstance(argument, Logits):
         if torch.is_grad_enabled():
-            argument.head.needed_by = argument.head.needed_by or _name(function)
+            argument.head.needed_by = argument.head.needed_by or _format_name(function)
         return argument.get()
     if isinstance(argument, tuple | list):
         return type(argument)(_compute_logits(item, function) for item in argument)
@@ -114,7 +117,7 @@ def _compute_logits(argument: Any, function: Any) -> Any:
     return argument
 
 
-def _name(function: Any) -> str:
+def _format_name(function: Any) -> str:
     name = getattr(function, "__name__", str(function))
     return str(getattr(function.__self__, "__name__", name)) if name == "__get__" else name.strip("_")
 
@@ -186,7 +189,7 @@ def _divide(logits: Logits, divisor: Any, **options: Any) -> Logits | None:
 
 
 def _may_scale(logits: Logits, number: Any) -> bool:
-    """Return True if scaling the hidden states scales the logits: a bias would not be scaled."""
+    """Return True if scaling the hidden states by `number` scales the logits; it does not if the layer has a bias."""
     return isinstance(number, int | float) and logits.head.layer.bias is None
 
 

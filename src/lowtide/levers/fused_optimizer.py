@@ -33,15 +33,16 @@ class FusedOptimizer(Lever):
 
     def settings(self, site: StepContext) -> Settings:
         """Return an empty dict. Raises LeverNotApplicable for an optimizer that is fused already or can't be."""
-        _fusible(site.only_optimizer)
+        _check_fusible(site.only_optimizer)
         return {}
 
     def estimate_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
-        """Estimate the saving if the peak is in the optimizer's step: its temporaries, at most one copy of the
-        parameters.
+        """Estimate the saving in bytes: the temporaries of the optimizer's step, at most one copy of the parameters.
+
+        Returns 0 if the peak is not in the optimizer's step.
         """
         try:
-            _fusible(site.only_optimizer)
+            _check_fusible(site.only_optimizer)
         except LeverNotApplicable:
             return 0
         in_step = not (parts.get("activations") or parts.get("loss head"))
@@ -49,7 +50,7 @@ class FusedOptimizer(Lever):
 
     def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _Active:
         """Make `optimizer` step with its fused kernels."""
-        return _Active(_fusible(optimizer))
+        return _Active(_check_fusible(optimizer))
 
 
 class _Active:
@@ -75,8 +76,8 @@ class _Active:
             _move_steps(self._optimizer, to_device=False)
 
 
-def _fusible(optimizer: Optimizer | None) -> Optimizer:
-    """Return the optimizer if fused kernels can replace its own. Raises LeverNotApplicable otherwise."""
+def _check_fusible(optimizer: Optimizer | None) -> Optimizer:
+    """Return `optimizer`. Raises LeverNotApplicable if torch's fused kernels can't replace its kernels."""
     if optimizer is None:
         raise LeverNotApplicable(ONE_OPTIMIZER)
     groups = optimizer.param_groups
@@ -93,7 +94,7 @@ def _fusible(optimizer: Optimizer | None) -> Optimizer:
 
 
 def _move_steps(optimizer: Optimizer, *, to_device: bool) -> None:
-    """Move step counts: fused kernels keep them on the parameter's device, other kernels on the CPU."""
+    """Move the optimizer's step counts to their parameters' devices, where fused kernels read them, or to the CPU."""
     for parameter, state in optimizer.state.items():
         count = state.get("step")
         if isinstance(count, torch.Tensor):

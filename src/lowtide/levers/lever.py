@@ -25,7 +25,7 @@ class LeverNotApplicable(Exception):
 
 @dataclass(frozen=True, slots=True)
 class StepContext:
-    """A training step of a model, on which levers are enabled."""
+    """A training step, with the model, batch and optimizers that it uses, for which levers are tried."""
 
     model: nn.Module
     step: Callable[[Any], Any]
@@ -33,7 +33,7 @@ class StepContext:
     optimizer: Optimizers
     """Optimizers that step on the model's parameters, if given or detected."""
     in_place: bool = True
-    """True if gradients may be written in place."""
+    """True if backward kernels may overwrite an incoming gradient with their result."""
     inside_blocks: bool = True
     """True if plans may choose the saved tensors of blocks that inductor compiles."""
 
@@ -62,11 +62,11 @@ class Lever(Protocol):
 
     name: ClassVar[str]
     what: ClassVar[str]
-    """The lever's effect, in words that follow its name."""
+    """Description of the lever's effect, printed after its name."""
     exact: ClassVar[bool]
     """True if loss, gradients, parameters and optimizer state keep their bits."""
     unavailable_results: ClassVar[frozenset[str]]
-    """Kinds of results, such as `gradients`, that a step with the lever doesn't leave behind to be compared."""
+    """Kinds of results, such as `gradients`, that don't exist after a step with the lever, and so can't be compared."""
     wants_optimizer: ClassVar[bool]
     """True if the lever changes the optimizer."""
     free: ClassVar[bool]
@@ -87,7 +87,7 @@ class Lever(Protocol):
         return self.free
 
     def put_in_words(self, settings: Settings) -> str:
-        """Describe the lever's effect with these settings; the text follows the lever's name."""
+        """Return a description of the lever's effect with these settings, printed after its name."""
         return self.what
 
     def settings(self, site: StepContext) -> Settings:

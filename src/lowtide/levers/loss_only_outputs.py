@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class Outputs(Lever):
-    """The lever `outputs`: model outputs with the loss alone."""
+    """The lever `outputs`, which makes the model return its loss alone."""
 
     name: ClassVar[str] = "outputs"
     what: ClassVar[str] = "of the model's outputs only the loss is returned"
@@ -50,7 +50,7 @@ class Outputs(Lever):
             raise LeverNotApplicable("the model gives no outputs of transformers")
         if why := find_reason_to_read(site.step, fields):
             raise LeverNotApplicable(f"{why}: only a step that reads nothing but the loss can do without the rest")
-        _check_use(site)
+        _check_outputs_held(site)
         return {}
 
     def estimate_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
@@ -88,15 +88,14 @@ class _Active:
         self._interceptor.remove()
 
 
-def _check_use(site: StepContext) -> None:
-    """Raise LeverNotApplicable if no outputs of the model are alive when backward begins, or if the step returns
-    outputs.
+def _check_outputs_held(site: StepContext) -> None:
+    """Check that the step holds the model's outputs when backward begins, and does not return them.
 
-    Runs the step once, if it fits in memory.
+    Runs the step once, if it fits in memory. Raises LeverNotApplicable if the check fails.
     """
     held: list[bool] = []
 
-    def around(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def intercept(inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         output = inner(*args, **kwargs)
         loss = output.get("loss") if is_model_output(output) else None
         if isinstance(loss, Tensor) and loss.requires_grad:
@@ -105,7 +104,7 @@ def _check_use(site: StepContext) -> None:
         return output
 
     with StepSnapshot(site.model, site.batch, site.optimizer, site.step):
-        front = OuterInterceptor(site.model, around)
+        interceptor = OuterInterceptor(site.model, intercept)
         try:
             result = site.step(site.batch)
         except Exception as error:
@@ -113,7 +112,7 @@ def _check_use(site: StepContext) -> None:
                 raise
             return
         finally:
-            front.remove()
+            interceptor.remove()
         if any(map(is_model_output, tree_leaves(result, is_leaf=is_model_output))):
             raise LeverNotApplicable("the step returns the model's outputs, and its loop may read any of them")
     if not any(held):

@@ -61,7 +61,7 @@ class MicroBatches(Lever):
         Return 0 for models of other packages than transformers.
         """
         try:
-            _check(site.model)
+            _check_model(site.model)
             rows = rows_of(site.batch) if hasattr(site.model, "loss_function") else 1
         except (LeverNotApplicable, LowtideError):
             return 0
@@ -70,7 +70,7 @@ class MicroBatches(Lever):
 
     def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _Active:
         """Make training calls of `model` run in `n` pieces. Raises LeverNotApplicable unless `n` is a whole number."""
-        _check(model)
+        _check_model(model)
         n = settings.get("n", 0.0)
         if not (float(n).is_integer() and n >= 1):
             raise LeverNotApplicable(f"'micro-batches' needs a whole number of pieces, 1 or more; found n={n:g}")
@@ -78,9 +78,9 @@ class MicroBatches(Lever):
 
 
 def find_piece_counts(site: StepContext) -> Iterator[int]:
-    """Yield numbers of pieces for the batch, fewest first, without those that do not make the largest piece smaller.
+    """Yield the numbers of pieces worth trying, fewest first: each makes the largest piece smaller than the one before.
 
-    Raises LeverNotApplicable for a batch without rows.
+    For 5 rows they are 2, 3 and 5. Raises LeverNotApplicable for a batch without rows.
     """
     try:
         rows = rows_of(site.batch)
@@ -117,7 +117,7 @@ class _Active:
                     "micro-batches need a model that gives its loss: pass it the labels. Where the loss is computed "
                     "outside the model, use lowtide.accumulate in the training loop."
                 )
-            if not self._gathered and any(p.dtype == torch.float32 for p in trained) and _is_half_inside(output):
+            if not self._gathered and any(p.dtype == torch.float32 for p in trained) and _has_float16_results(output):
                 raise LowtideError(
                     "micro-batches run backward before a GradScaler has scaled the loss. Use bfloat16 autocast, "
                     "which needs no GradScaler."
@@ -169,8 +169,8 @@ class _GatherFunction(torch.autograd.Function):
         return None, None, *(gradient for _, gradient in gathered)
 
 
-def _is_half_inside(loss: Tensor) -> bool:
-    """Return True if a value between the parameters and `loss` was computed in float16."""
+def _has_float16_results(loss: Tensor) -> bool:
+    """Return True if an intermediate result in the graph of `loss` has dtype float16."""
     return any(
         get_output_metadata(upstream, output).dtype == torch.float16
         for node in find_nodes_behind([loss])
@@ -179,7 +179,7 @@ def _is_half_inside(loss: Tensor) -> bool:
     )
 
 
-def _check(model: nn.Module) -> None:
+def _check_model(model: nn.Module) -> None:
     for path, module in model.named_modules():
         if isinstance(module, BatchNorm) and module.training:
             raise LeverNotApplicable(

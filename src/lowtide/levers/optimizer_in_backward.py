@@ -51,7 +51,7 @@ TOGETHER = "several processes train together, and what the others add to a gradi
 
 
 class StepInBackward(Lever):
-    """The lever `step in backward`: updates while backward runs."""
+    """The lever `step in backward`, which updates each parameter while backward runs."""
 
     name: ClassVar[str] = "step in backward"
     what: ClassVar[str] = "parameters are updated and gradients freed while backward runs"
@@ -67,7 +67,7 @@ class StepInBackward(Lever):
         parameters between backward and step except clipping. If gradients are clipped by their common norm, one more
         step runs to check that the norm can be known in time.
         """
-        optimizer = _steppable(site.only_optimizer)
+        optimizer = _check_steppable(site.only_optimizer)
         observed = observe(site, optimizer)
         if observed.scaled:
             raise LeverNotApplicable("a GradScaler looks at all gradients before each step")
@@ -102,14 +102,14 @@ class StepInBackward(Lever):
     def estimate_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
         """Estimate the saving: the bytes of all gradients at the peak."""
         try:
-            _steppable(site.only_optimizer)
+            _check_steppable(site.only_optimizer)
         except LeverNotApplicable:
             return 0
         return parts.get("gradients", 0)
 
     def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _Active:
         """Make backward passes update the optimizer's parameters."""
-        return _Active(model, _steppable(optimizer), settings)
+        return _Active(model, _check_steppable(optimizer), settings)
 
 
 class _Active:
@@ -202,8 +202,8 @@ class _Active:
             self._hooks.pop().remove()
 
 
-def _steppable(optimizer: Optimizer | None) -> Optimizer:
-    """Return the optimizer if it can step on one parameter at a time. Raises LeverNotApplicable otherwise."""
+def _check_steppable(optimizer: Optimizer | None) -> Optimizer:
+    """Return `optimizer`. Raises LeverNotApplicable if it can't step on one parameter at a time."""
     if several_processes():
         raise LeverNotApplicable(TOGETHER)
     if optimizer is None:
@@ -219,8 +219,9 @@ def _steppable(optimizer: Optimizer | None) -> Optimizer:
 
 
 def _check_two_passes(model: nn.Module, observed: ObservedStep) -> None:
-    """Raise LeverNotApplicable if the step has hooks or partial sums that a second computation of gradients would
-    change.
+    """Check that gradients can be computed twice: no hook sees them, and they are not accumulated over several passes.
+
+    Raises LeverNotApplicable otherwise.
     """
     if observed.backwards > 1:
         raise LeverNotApplicable(

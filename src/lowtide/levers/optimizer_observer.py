@@ -49,7 +49,7 @@ class Clip:
 
     @classmethod
     def from_settings(cls, settings: Settings) -> Self | None:
-        """Return the clipping that a lever's settings name; None if they name none."""
+        """Build the clipping that a lever's settings describe; None if they have no entry for clipping."""
         for kind in (BY_VALUE, BY_NORM, BY_COMMON_NORM):
             if kind in settings:
                 norm_type = settings.get("norm_type", 2.0)
@@ -61,7 +61,7 @@ class Clip:
 
     @property
     def settings(self) -> Settings:
-        """Lever settings that describe this clipping; `from_settings` makes it from them again."""
+        """This clipping as settings of the lever; the inverse of `from_settings`."""
         is_infinite = math.isinf(self.norm_type)  # JSON has no number for infinity
         settings = {self.kind: self.limit, **({} if is_infinite else {"norm_type": self.norm_type})}
         if is_infinite:
@@ -82,7 +82,7 @@ class Clip:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Record of a call of one of torch's clipping functions, with its arguments."""
+    """A call of one of torch's clipping functions, with its arguments."""
 
     kind: str
     limit: float
@@ -184,7 +184,7 @@ def find_changed_setting(before: list[GroupSettings], after: list[GroupSettings]
 
 
 class _Group(dict[str, Any]):
-    """Parameter group that calls `on_set` with the name of each setting assigned to, even if its value stays."""
+    """Parameter group that calls `on_set` with the name of each assigned setting, even if its value stays the same."""
 
     on_set: Callable[[str], None]
 
@@ -241,11 +241,11 @@ _HOOKING = frozenset({"register_hook", "register_prehook", "retain_grad"})
 def _watch_calls(observed: ObservedStep) -> Iterator[None]:
     """Record calls of torch's clipping functions, GradScaler.step and functions that hook gradients, in this thread."""
     clips = {
-        _code(clip_grad.clip_grad_value_): (BY_VALUE, "clip_value"),
-        _code(clip_grad.clip_grad_norm_): (BY_NORM, "max_norm"),
+        _unwrap_code(clip_grad.clip_grad_value_): (BY_VALUE, "clip_value"),
+        _unwrap_code(clip_grad.clip_grad_norm_): (BY_NORM, "max_norm"),
     }
-    scaler = _code(torch.amp.GradScaler.step)
-    hooks = {_code(Tensor.register_hook), _code(Tensor.register_post_accumulate_grad_hook)}
+    scaler = _unwrap_code(torch.amp.GradScaler.step)
+    hooks = {_unwrap_code(Tensor.register_hook), _unwrap_code(Tensor.register_post_accumulate_grad_hook)}
 
     def watch(frame: FrameType, event: str, argument: Any) -> None:
         if event == "c_call" and getattr(argument, "__name__", "") in _HOOKING:
@@ -275,7 +275,7 @@ def _watch_calls(observed: ObservedStep) -> Iterator[None]:
             sys.setprofile(before)
 
 
-def _code(function: Any) -> CodeType:
+def _unwrap_code(function: Any) -> CodeType:
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     code: CodeType = function.__code__

@@ -12,7 +12,7 @@ from lowtide.errors import LowtideError
 
 
 def without(output: Any, released: tuple[str, ...]) -> Any:
-    """Copy an output of a transformers model, but only its loss; `released` names the fields that are left out.
+    """Return a copy of a transformers model's output that holds only its loss, without the fields named in `released`.
 
     Reading a released field, or all fields at once, raises Refused. The class keeps its name.
     """
@@ -33,7 +33,7 @@ def only_loss(kind: Any, released: tuple[str, ...], *, loss: Tensor, lever: str)
 
 @functools.cache
 def _build_class_without(kind: Any, released: tuple[str, ...], lever: str) -> type:
-    """Build a subclass of `kind` whose instances raise Refused if a field in `released` is read; calls are cached."""
+    """Build a subclass of `kind` whose instances raise Refused if a field in `released` is read; results are cached."""
     first = next(iter(kind.__dataclass_fields__))
 
     def refuse(self: Any, *_: Any) -> NoReturn:

@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 TIMED = 3
 """Number of steps that are timed with and without a lever that costs time; the quickest of each counts."""
 SMALL = 0.01
-"""Least share of the peak that a default lever must save to be used, since it also takes outputs away from the step."""
+"""Least share of the peak that a default lever must save to be used, because the step can then read fewer outputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The profile of the step with the levers that pay, and the reasons why others are not used."""
+    """The profile of the step with the selected levers on, and the reasons why other levers are not used."""
 
     profile: Profile
     plain: Prediction
@@ -54,9 +54,10 @@ class Choice:
 
 
 def choose(site: StepContext, profile: Profile, plain: Prediction, budget_bytes: int, names: Collection[str]) -> Choice:
-    """Choose the levers out of `names` that pay for `budget_bytes`; `profile` describes the step without levers.
+    """Choose levers for a budget: those in `names` that lower the peak, and cost less time than they save.
 
-    Runs the step a few times for each lever that is tried; all state is restored.
+    `profile` describes the step without levers, and `plain` its memory and time. The step is run a few times for each
+    lever that is tried; all state is restored.
     """
     best, notes = LeverTrial(profile, budget_bytes), dict[str, str]()
     for lever in (lever for lever in LEVERS.values() if lever.name in names):
@@ -103,15 +104,15 @@ class LeverTrial:
 
 
 def _rehearse_with(site: StepContext, before: LeverTrial, lever: Lever, settings: Settings) -> LeverTrial:
-    """Rehearse the step with `lever` added to the levers of `before`, and return that trial.
+    """Rehearse the step with `lever` added to the levers of `before`; return the new profile as a LeverTrial.
 
-    Raises LeverNotApplicable if the lever can't be enabled, or does not pay.
+    Raises LeverNotApplicable if the lever can't be enabled, lowers no peak, or costs more time than it saves.
     """
     applied = AppliedLever(
         name=lever.name, what=lever.put_in_words(settings), exact=lever.exact, settings=dict(settings)
     )
     profile = rehearse_with_levers(site, (*before.profile.levers, applied))
-    more_ms = 0.0 if lever.is_free(settings) else _more_ms(site, before.profile.levers, profile.levers)
+    more_ms = 0.0 if lever.is_free(settings) else _measure_extra_ms(site, before.profile.levers, profile.levers)
 
     def with_saving(saved_bytes: int) -> LeverTrial:
         levers = (*before.profile.levers, replace(applied, bytes=saved_bytes, extra_ms=more_ms))
@@ -136,7 +137,7 @@ def explain_not_paying(more_ms: float, saved_ms: float, step_ms: float) -> str:
     return f"it adds {added}, and saves {saved} of recomputes and replays"
 
 
-def _more_ms(site: StepContext, before: tuple[AppliedLever, ...], after: tuple[AppliedLever, ...]) -> float:
+def _measure_extra_ms(site: StepContext, before: tuple[AppliedLever, ...], after: tuple[AppliedLever, ...]) -> float:
     """Measure the extra milliseconds of a step with the levers `after` over a step with the levers `before`.
 
     Returns 0 if either step does not fit in memory.
@@ -155,17 +156,17 @@ def _more_ms(site: StepContext, before: tuple[AppliedLever, ...], after: tuple[A
 
 
 def _time_step(site: StepContext, snapshot: StepSnapshot) -> float:
-    place = find_device(site.model)
-    began = now_ms(place)
+    device = find_device(site.model)
+    began = now_ms(device)
     snapshot.run(site.batch)
-    return now_ms(place) - began
+    return now_ms(device) - began
 
 
 def _search_number(site: StepContext, before: LeverTrial, lever: Lever) -> LeverTrial:
     """Search for the fewest pieces of the batch with which a plan fits the budget; return the trial with that number.
 
     If none fits, return the trial with the most pieces. The search is binary: with more pieces the peak is lower.
-    Raises LeverNotApplicable if the lever can't be enabled, or does not pay.
+    Raises LeverNotApplicable if the lever can't be enabled, lowers no peak, or costs more time than it saves.
     """
     candidates = list(find_piece_counts(site))
     if not candidates:

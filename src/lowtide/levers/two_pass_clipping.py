@@ -61,7 +61,7 @@ def order_parameters(model: nn.Module, optimizer: Optimizer, order: int) -> list
 
 
 def find_order(model: nn.Module, optimizer: Optimizer, clipped: Sequence[Tensor]) -> int:
-    """Return the index in ORDERS of the order that `clipped`, the parameters passed to `clip_grad_norm_`, are in.
+    """Find the order of `clipped`, the parameters passed to `clip_grad_norm_`; return its index in ORDERS.
 
     Raises LeverNotApplicable if it is neither the model's nor the optimizer's order.
     """
@@ -82,7 +82,7 @@ OTHERS = (
 
 
 class CommonNorm:
-    """Norm of all gradients together, computed in a first pass; in the second pass each gradient is clipped by it."""
+    """The norm of all gradients together, computed in a first backward pass; a second one clips each gradient by it."""
 
     def __init__(
         self, model: nn.Module, optimizer: Optimizer, clip: Clip, order: int, *, on_trial: bool = False
@@ -115,7 +115,7 @@ class CommonNorm:
     # --- the first pass
 
     def _run_first_pass(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
-        """Compute the norms of all gradients, after backward has reached the outputs of a call of the model."""
+        """Compute the norms of all gradients from `gradients`, which have arrived at the model's outputs (`edges`)."""
         if torch.is_grad_enabled():
             raise LowtideError("the gradients are to be differentiated again (create_graph), and have no norm yet.")
         if self._is_first or self._pass == backward_number():
@@ -124,7 +124,7 @@ class CommonNorm:
                 "one backward pass goes through two calls of the model: the norm of the summed gradients is not "
                 "known until both are done."
             )
-        parameters, buffers = self._check(), self._buffers()
+        parameters, buffers = self._check_parameters(), self._digest_buffers()
         self._begin_pass()
         self._is_first = True
         try:
@@ -133,7 +133,9 @@ class CommonNorm:
             self._is_first = False
             for parameter in parameters:
                 parameter.grad = None
-        self.changed = next((name for name, now in self._buffers().items() if now != buffers[name]), self.changed)
+        self.changed = next(
+            (name for name, now in self._digest_buffers().items() if now != buffers[name]), self.changed
+        )
         self._compute_total()
 
     def take_first_gradient(self, parameter: Tensor) -> bool:
@@ -141,7 +143,7 @@ class CommonNorm:
         if not self._is_first or backward_number() == self._pass:
             return False
         assert parameter.grad is not None
-        self._first_norms[parameter] = self._norm(parameter, parameter.grad)
+        self._first_norms[parameter] = self._compute_one_norm(parameter, parameter.grad)
         parameter.grad = None
         return True
 
@@ -149,12 +151,12 @@ class CommonNorm:
         """Take the norms of gradients summed over micro-batches: all exist at once, so no first pass is needed."""
         own = [(parameter, gradient) for parameter, gradient in gathered if parameter in self._trained]
         if own:
-            self._check()
+            self._check_parameters()
             self._begin_pass()
-            self._first_norms = {parameter: self._norm(parameter, gradient) for parameter, gradient in own}
+            self._first_norms = {parameter: self._compute_one_norm(parameter, gradient) for parameter, gradient in own}
             self._compute_total()
 
-    def _check(self) -> list[Tensor]:
+    def _check_parameters(self) -> list[Tensor]:
         """Return the trained parameters, after a check that both passes will compute the same gradients.
 
         Raises LowtideError if parameters were already updated, are others than before, have a gradient from an earlier
@@ -168,19 +170,19 @@ class CommonNorm:
         for parameter in self._parameters:
             if parameter.grad is not None:
                 raise LowtideError(
-                    f"there is a gradient of {self._name(parameter)} before the last backward pass: let zero_grad() "
-                    "set gradients to None (its default), and do not accumulate."
+                    f"there is a gradient of {self._find_name(parameter)} before the last backward pass: let "
+                    "zero_grad() set gradients to None (its default), and do not accumulate."
                 )
             if has_gradient_hooks(parameter):
                 raise LowtideError(
-                    f"there is a hook on the gradient of {self._name(parameter)}, which would run twice."
+                    f"there is a hook on the gradient of {self._find_name(parameter)}, which would run twice."
                 )
         return self._parameters
 
-    def _name(self, parameter: Tensor) -> str:
+    def _find_name(self, parameter: Tensor) -> str:
         return next((name for name, p in self._model.named_parameters() if p is parameter), "a parameter")
 
-    def _buffers(self) -> dict[str, str]:
+    def _digest_buffers(self) -> dict[str, str]:
         return {name: digest(buffer) for name, buffer in self._model.named_buffers()} if self._on_trial else {}
 
     def _begin_pass(self) -> None:
@@ -195,9 +197,9 @@ class CommonNorm:
             self._total = self._compute_common_norm([norm.to(parameters[0].device) for norm in norms])
             self.n_known_steps += 1
             if not self._total.isfinite():
-                self._refuse(self._total)
+                self._raise_not_finite(self._total)
 
-    def _refuse(self, total: Tensor) -> NoReturn:
+    def _raise_not_finite(self, total: Tensor) -> NoReturn:
         """Raise an error for a common norm that is not finite.
 
         The error is that of `clip_grad_norm_` if the loop asked for it (`error_if_nonfinite`), otherwise a LowtideError
@@ -219,10 +221,10 @@ class CommonNorm:
         common: Tensor = torch.linalg.vector_norm(torch.stack(norms), self._clip.norm_type)
         return common
 
-    def _norm(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+    def _compute_one_norm(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         if not is_plain(gradient) or gradient.dtype != parameter.dtype:
             raise LowtideError(
-                f"the gradient of {self._name(parameter)} is a {gradient.layout} {type(gradient).__name__} of "
+                f"the gradient of {self._find_name(parameter)} is a {gradient.layout} {type(gradient).__name__} of "
                 f"{gradient.dtype}: only strided ones of their parameter's type are known to have the same norm alone."
             )
         return compute_norm(gradient, self._clip.norm_type, self._clip.foreach)
@@ -236,7 +238,7 @@ class CommonNorm:
             raise LowtideError(
                 "a gradient does not come from the outputs of a single call of the model: its norm is not known."
             )
-        self._second_norms[parameter] = self._norm(parameter, parameter.grad)
+        self._second_norms[parameter] = self._compute_one_norm(parameter, parameter.grad)
         clip_grads_with_norm_(parameter, self._clip.limit, self._total, self._clip.foreach)
 
     def finish_step(self) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class UnfusedAddmm(Lever):
-    """The lever `unfused addmm`: a separate `mm` and `add` for each `addmm`."""
+    """The lever `unfused addmm`, which makes inductor compile a separate `mm` and `add` in place of each `addmm`."""
 
     name: ClassVar[str] = "unfused addmm"
     what: ClassVar[str] = "in compiled code mm and add in place of addmm: a product does not wait for its sum"

@@ -20,9 +20,7 @@ if TYPE_CHECKING:
 
 
 class SwitchingEngine(Engine):
-    """An engine with a plan for each of `buckets`, smallest first, and one more plan for batches larger than every
-    bucket.
-    """
+    """An engine with one plan for each of `buckets`, smallest sizes first, and a last plan for larger batches."""
 
     def __init__(self, model: nn.Module, buckets: list[Bucket]) -> None:
         plans = [bucket.plan for bucket in buckets]
@@ -45,9 +43,10 @@ class SwitchingEngine(Engine):
         return any(self.tables[: len(self._shapes)]) or any(self.in_place[: len(self._shapes)])
 
     def choose(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-        """Return the index of the plan to run a call of the model under: the smallest bucket's that holds its shapes.
+        """Return the index of the plan under which a call of the model runs.
 
-        A larger call gets the last plan, which has the smallest peak.
+        It is the plan of the smallest bucket whose shapes are at least as large as the call's arguments. A larger call
+        runs under the last plan, which has the smallest peak.
         """
         chosen = len(self._shapes) - 1
         if interceptor.path in self._size_paths:

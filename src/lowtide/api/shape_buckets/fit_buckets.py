@@ -1,4 +1,4 @@
-"""Make a plan for each bucket of sizes, so that small batches pay nothing and the largest keep to the budget.
+"""Make a plan for each range of batch sizes: small batches take no extra time, and the largest keep to the budget.
 
 Sizes lie on a straight line from a small batch to the large one. The first bucket ends with the largest batch that fits
 without any plan; the sizes beyond it are cut into BUCKETS parts of about the same width. Each part gets the plan of its
@@ -70,18 +70,20 @@ def make_buckets(
     or RehearsalError as `fit` does.
     """
     in_place = large.allows_in_place
-    small = _small(model, step, sizes, optimizer, in_place)
+    small = _rehearse_smallest(model, step, sizes, optimizer, in_place)
     budget_bytes = parse_budget(budget, of=plain_peak_bytes(large))
-    few, many = (_calls(model, step, sizes.batch(share), optimizer) for share in (0.0, 1.0))
+    few, many = (_record_shapes(model, step, sizes.batch(share), optimizer) for share in (0.0, 1.0))
     same_work = alike(small, large)
     buckets: list[Bucket] = []
-    for end in reversed(_ends(sizes, small, large, budget_bytes)):  # largest first: its errors rule out the others
+    for end in reversed(
+        _find_bucket_ends(sizes, small, large, budget_bytes)
+    ):  # largest first: its errors rule out the others
         share = sizes.share(end)
         batch = sizes.batch(share)
         known = large if share == 1 else small if share == 0 else None
         if known is None and same_work:
             known = between(small, large, share, fingerprint(model, batch))
-        profile = known or _rehearsed(model, step, batch, optimizer, in_place)
+        profile = known or _rehearse(model, step, batch, optimizer, in_place)
         try:
             plan, verdict = fit_one(batch, budget_bytes, profile)
             holds = not verdict.drifted
@@ -90,26 +92,26 @@ def make_buckets(
                 raise
             holds = False
         if not holds and PREDICTED in profile.notes:
-            profile = _rehearsed(model, step, batch, optimizer, in_place)
+            profile = _rehearse(model, step, batch, optimizer, in_place)
             plan, verdict = fit_one(batch, budget_bytes, profile)
         shapes = interpolate_shapes(few, many, share)
         buckets.append(Bucket(size=sizes.say(share), shapes=shapes, profile=profile, plan=plan, verdict=verdict))
     return buckets[::-1]
 
 
-def _rehearsed(
+def _rehearse(
     model: nn.Module, step: Callable[[Any], Any], batch: Any, optimizer: Optimizers, in_place: bool
 ) -> Profile:
     """Rehearse a batch, with compiled blocks only replayed whole, because a plan inside them is for one size only."""
     return rehearse(model, step, batch, optimizer=optimizer, in_place=in_place, inside_blocks=False)
 
 
-def _small(
+def _rehearse_smallest(
     model: nn.Module, step: Callable[[Any], Any], sizes: Range, optimizer: Optimizers, in_place: bool
 ) -> Profile:
-    """Rehearse the smallest batch of `sizes`. Raises RehearsalError if the step fails on a part of the large batch."""
+    """Rehearse the smallest batch of `sizes`. Raises RehearsalError if the step fails on it."""
     try:
-        return _rehearsed(model, step, sizes.batch(0.0), optimizer, in_place)
+        return _rehearse(model, step, sizes.batch(0.0), optimizer, in_place)
     except Exception as error:
         if isinstance(error, LowtideError) or is_out_of_memory(error):
             raise
@@ -120,11 +122,11 @@ def _small(
         ) from error
 
 
-def _ends(sizes: Range, small: Profile, large: Profile, budget_bytes: int) -> list[int]:
-    """Compute the largest size of each bucket, as numbers of steps from the smallest size.
+def _find_bucket_ends(sizes: Range, small: Profile, large: Profile, budget_bytes: int) -> list[int]:
+    """Return the number of the largest size of each bucket; the smallest size of the range has number 0.
 
-    The first bucket holds the sizes whose plain peak is within the budget by linear interpolation, an upper bound. The
-    others divide the rest evenly.
+    The first bucket holds the sizes that need no plan: their plain peak, interpolated linearly, is within the budget.
+    The other buckets divide the rest evenly.
     """
     least, most = plain_peak_bytes(small), plain_peak_bytes(large)
     if most <= budget_bytes:
@@ -134,7 +136,9 @@ def _ends(sizes: Range, small: Profile, large: Profile, budget_bytes: int) -> li
     return sorted({free, *(free + -(-beyond * n // BUCKETS) for n in range(1, BUCKETS + 1))})
 
 
-def _calls(model: nn.Module, step: Callable[[Any], Any], batch: Any, optimizer: Optimizers) -> dict[str, Shapes]:
+def _record_shapes(
+    model: nn.Module, step: Callable[[Any], Any], batch: Any, optimizer: Optimizers
+) -> dict[str, Shapes]:
     """Run the step, and return the shapes passed to calls of the model and its parts, by module path."""
     calls = Calls(model)
     with StepSnapshot(model, batch, optimizer, step):

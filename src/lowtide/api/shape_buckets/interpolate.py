@@ -26,11 +26,11 @@ PREDICTED = "predicted from two rehearsed sizes"
 
 def alike(one: Profile, other: Profile) -> bool:
     """Return True if two profiles describe the same work: equal in everything but bytes and costs."""
-    return _skeleton(one) == _skeleton(other)
+    return _list_sizeless_parts(one) == _list_sizeless_parts(other)
 
 
 def between(small: Profile, large: Profile, share: float, fingerprint: Fingerprint) -> Profile:
-    """Interpolate between two profiles at `share` of the way from `small` to `large`; both must describe the same work.
+    """Interpolate between the profiles `small` (`share` 0) and `large` (`share` 1), which must describe the same work.
 
     Bytes are rounded up. The result has the given fingerprint.
     """
@@ -40,8 +40,8 @@ def between(small: Profile, large: Profile, share: float, fingerprint: Fingerpri
         large,
         fingerprint=fingerprint,
         static=replace(large.static, inputs=line.up(small.static.inputs, large.static.inputs)),
-        base_bytes=_each(line.up, small.base_bytes, large.base_bytes),
-        gradient_bytes=_each(line.up, small.gradient_bytes, large.gradient_bytes),
+        base_bytes=_interpolate_each(line.up, small.base_bytes, large.base_bytes),
+        gradient_bytes=_interpolate_each(line.up, small.gradient_bytes, large.gradient_bytes),
         storages=tuple(
             replace(b, bytes=line.up(a.bytes, b.bytes)) for a, b in zip(small.storages, large.storages, strict=True)
         ),
@@ -56,8 +56,9 @@ def between(small: Profile, large: Profile, share: float, fingerprint: Fingerpri
 
 
 class _Line(NamedTuple):
-    """Linear interpolation, at `share` of the way, from a part `a` of a small profile to the same part `b` of a large
-    one.
+    """Linear interpolation between a part `a` of a small profile and the same part `b` of a large one.
+
+    `share` is 0 for the small profile and 1 for the large one.
     """
 
     share: float
@@ -97,7 +98,7 @@ class _Line(NamedTuple):
         return replace(
             b,
             nodes={node: math.floor(self.at(a.nodes[node], least)) for node, least in b.nodes.items()},
-            saved_bytes=_each(self.down, a.saved_bytes, b.saved_bytes),
+            saved_bytes=_interpolate_each(self.down, a.saved_bytes, b.saved_bytes),
             extra_ms=self.at(a.extra_ms, b.extra_ms),
         )
 
@@ -110,11 +111,11 @@ class _Line(NamedTuple):
         )
 
 
-def _each(line: Callable[[int, int], int], few: tuple[int, ...], many: tuple[int, ...]) -> tuple[int, ...]:
+def _interpolate_each(line: Callable[[int, int], int], few: tuple[int, ...], many: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(line(a, b) for a, b in zip(few, many, strict=True))
 
 
-def _skeleton(profile: Profile) -> object:
+def _list_sizeless_parts(profile: Profile) -> object:
     values = profile.values
     return (
         len(profile.base_bytes),

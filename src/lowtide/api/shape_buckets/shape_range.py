@@ -24,7 +24,7 @@ LEAST_SHARE = 4
 
 @dataclass(frozen=True, slots=True)
 class Varying:
-    """A dimension of a tensor of the batch whose size varies between batches."""
+    """A dimension whose size varies between batches, of one tensor of the batch."""
 
     tensor: int
     """Index of the tensor among the tensors of the batch."""
@@ -34,7 +34,7 @@ class Varying:
 
     def at(self, share: float) -> int:
         """Return the size at `share` (0 to 1) of the way from the small to the large batch, rounded down."""
-        return _at(share, self.small, self.large)
+        return _interpolate_size(share, self.small, self.large)
 
 
 class Range:
@@ -48,7 +48,9 @@ class Range:
         """
         self.large = large
         self._tensors = collect_tensors(large)
-        self.varying = tuple(_choose_default_dimensions(self._tensors) if small is None else _between(large, small))
+        self.varying = tuple(
+            _choose_default_dimensions(self._tensors) if small is None else _find_varying(large, small)
+        )
         if not self.varying:
             raise RehearsalError(
                 "no dimension of the batch varies: give the largest batch, and as `shapes` a smaller one of the same "
@@ -76,7 +78,7 @@ class Range:
         return with_tensors(self.large, lambda tensor: cut.get(id(tensor), tensor))
 
     def say(self, share: float) -> str:
-        """Format the shape, at position `share` of the range, of the first tensor that varies: `[8, 128]`."""
+        """Format the shape of the first varying tensor at position `share` of the range, such as `[8, 128]`."""
         first = self.varying[0].tensor
         shape = list(self._tensors[first].shape)
         for v in self.varying:
@@ -85,11 +87,11 @@ class Range:
         return str(shape)
 
 
-def _at(share: float, small: int, large: int) -> int:
+def _interpolate_size(share: float, small: int, large: int) -> int:
     return math.floor(small + share * (large - small) + 1e-9)
 
 
-def _between(large: Any, small: Any) -> Iterator[Varying]:
+def _find_varying(large: Any, small: Any) -> Iterator[Varying]:
     many, few = collect_tensors(large), collect_tensors(small)
     if tree_structure(large) != tree_structure(small) or len(many) != len(few):
         raise RehearsalError(
@@ -135,12 +137,17 @@ def interpolate_shapes(small: dict[str, Shapes], large: dict[str, Shapes], share
         one, other = small[path], large[path]
         if have_one_form(one, other):
             pairs = zip(one, other, strict=True)
-            shapes[path] = tuple(tuple(_at(share, m, n) for m, n in zip(a, b, strict=True)) for a, b in pairs)
+            shapes[path] = tuple(
+                tuple(_interpolate_size(share, m, n) for m, n in zip(a, b, strict=True)) for a, b in pairs
+            )
     return shapes
 
 
 class Calls(Engine):
-    """An engine that only records the shapes passed to calls of the model, and of its parts if called on their own."""
+    """An engine without plans, which records the shapes of the arguments of the model's calls.
+
+    It also records calls of the model's parts that the step makes outside the model's forward.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model, {})

@@ -75,8 +75,8 @@ def accumulate(
 
     Args:
         loss_of: Runs forward on one piece and returns the loss, one number. It calls no backward, since each loss has
-            to be scaled first. With `representations` it takes the representations of the whole batch.
-        batch: The batch, as `micro_batches` takes it: rows are dimension 0.
+            to be scaled first. With `representations` it is called with the representations of the whole batch.
+        batch: The batch, in any form that `micro_batches` can split: rows are dimension 0.
         n: Number of micro-batches.
         weight: How the loss averages, needed if its autograd node does not reveal it: "rows" (a mean over rows), "sum"
             (no average), or a function that returns for a piece the number that its mean was divided by, for example
@@ -120,7 +120,7 @@ def accumulate(
                 "with representations=, one loss is computed for the whole batch: leave weight and batch_norm out."
             )
         return accumulate_by_representations(
-            loss_of, representations, batch, n, shared, _check, _refuse_batch_norm, backward
+            loss_of, representations, batch, n, shared, _check_loss, _refuse_batch_norm, backward
         )
     return accumulate_weighted(loss_of, batch, n, weight, shared, batch_norm, backward)
 
@@ -137,8 +137,8 @@ def accumulate_weighted(
 ) -> Tensor:
     """Add the gradients of the loss over all of `batch` to `.grad`, by `n` micro-batches; return that loss, detached.
 
-    Does the work of `accumulate`. `weight` may also be a SumOver. The loss is checked once for each key `compared_as`,
-    by default for each `loss_of`.
+    The arguments are those of `accumulate`, but `weight` may also be a SumOver. The check that rows are independent is
+    made once for each key `compared_as`, by default once for each `loss_of`.
     """
     parts = micro_batches(batch, n, shared=shared)
     rows = [rows_of(part, shared) for part in parts]
@@ -150,7 +150,7 @@ def accumulate_weighted(
     total: Tensor | None = None
     for number, part in enumerate(parts):
         loss = loss_of(part)
-        _check(loss)
+        _check_loss(loss)
         if shares is None:
             if not batch_norm:
                 _refuse_batch_norm([loss])
@@ -178,7 +178,7 @@ def accumulate_weighted(
 
 
 def _run_backward(backward: Callable[[Tensor], object], loss: Tensor) -> None:
-    """Run `backward` from the loss. Raises LowtideError if a part of the loss's graph has been freed before."""
+    """Call `backward(loss)`. Raises LowtideError if an earlier backward pass has freed a part of the loss's graph."""
     try:
         backward(loss)
     except RuntimeError as error:
@@ -191,7 +191,7 @@ def _run_backward(backward: Callable[[Tensor], object], loss: Tensor) -> None:
         ) from error
 
 
-def _check(loss: Any) -> None:
+def _check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         returned = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
         raise LowtideError(

@@ -64,7 +64,7 @@ def accumulate_by_representations(
         has_graph = not cached and not several_processes()
         with torch.set_grad_enabled(has_graph):
             made = encode(piece)
-        leaves = _leaves(made, rows_of(piece, shared))
+        leaves = _flatten_representations(made, rows_of(piece, shared))
         check_piece(leaves)
         if not cached:
             differentiable = [leaf.requires_grad if has_graph else leaf.is_floating_point() for leaf in leaves]
@@ -76,7 +76,7 @@ def accumulate_by_representations(
     whole = [torch.cat(parts) for parts in zip(*cached, strict=True)]
     for leaf, has_gradient in zip(whole, differentiable, strict=True):
         leaf.requires_grad_(has_gradient)  # not on the keys of a queue, which would keep its graph
-    loss = loss_of(_filled(outline, whole))
+    loss = loss_of(_fill(outline, whole))
     check_loss(loss)
     backward(loss)
     total: Tensor = loss.detach()
@@ -90,7 +90,7 @@ def accumulate_by_representations(
         for number, piece in enumerate(pieces):
             before[number].restore()
             with _unsynchronized(encode) if number + 1 < len(pieces) else contextlib.nullcontext():
-                leaves = _leaves(encode(piece), rows_of(piece, shared))
+                leaves = _flatten_representations(encode(piece), rows_of(piece, shared))
                 _check_alike(number, leaves, cached[number])
                 check_piece(leaves)
                 pairs = [
@@ -110,13 +110,13 @@ def accumulate_by_representations(
     return total
 
 
-def _filled(outline: Any, leaves: Sequence[Tensor]) -> Any:
-    """Return a copy of the nested containers `outline` with these leaves, in order."""
+def _fill(outline: Any, leaves: Sequence[Tensor]) -> Any:
+    """Return a copy of the nested containers `outline`, filled with the tensors `leaves` in order."""
     remaining = iter(leaves)
     return tree_map(lambda _: next(remaining), outline)
 
 
-def _leaves(made: Any, rows: int) -> list[Tensor]:
+def _flatten_representations(made: Any, rows: int) -> list[Tensor]:
     """Return the tensors in a piece's representations. Raises LowtideError unless each tensor has `rows` rows."""
     leaves = tree_leaves(made)
     if not leaves:

@@ -63,23 +63,25 @@ class Average:
 
 @dataclass(frozen=True, slots=True)
 class SumOver:
-    """Weight of pieces whose loss may be a sum, divided by the number of terms in the whole batch.
+    """Weight for a loss that may be a sum over the piece, divided by `terms`, the number of terms in the whole batch.
 
-    Models of transformers that use the `num_items_in_batch` passed to them divide this way; other models ignore it.
+    Models of transformers divide in this way if they use the argument `num_items_in_batch`; others ignore it.
     """
 
     terms: float
 
 
 Weight = Literal["rows", "sum"] | SumOver | Callable[[Any], float | Tensor] | None
-"""Way in which a loss averages its terms; None or a SumOver if it is to be read from the loss's node."""
+"""The average that a loss computes: see `accumulate`. With None or a SumOver it is read from the loss's autograd node.
+"""
 
 _AVERAGE_KEY = "lowtide.average"  # key in the metadata of nodes that do not reveal their average
 
 
 def note_average(loss: Tensor, average: Callable[[], Average]) -> None:
-    """Record the reduction of `loss` on its node, which does not reveal it; `average` is called when it is first
-    needed.
+    """Record the reduction of `loss` in the metadata of its autograd node, for a node that does not reveal it itself.
+
+    `average` is called when the reduction is first needed.
     """
     if loss.grad_fn is not None:
         node_metadata(loss.grad_fn)[_AVERAGE_KEY] = average
@@ -109,7 +111,7 @@ def _find_reduction(loss: Tensor, weight: Weight) -> tuple[Node | None, bool]:
 def _divides_by(node: Node, terms: float) -> bool:
     if node.name() != "DivBackward0" or node.next_functions[1][0] is not None:
         return False
-    divisor = _saved(node, "other")
+    divisor = _read_saved(node, "other")
     return divisor is not None and divisor.numel() == 1 and float(divisor) == terms
 
 
@@ -123,7 +125,7 @@ def _read_node_average(node: Node) -> Average | None:
         return _read_likelihood(node)
     if (smoothed := _match_smoothing(node)) is not None:
         return smoothed.average()
-    terms = _terms(node)
+    terms = _count_reduced_elements(node)
     if terms is None:
         return None
     if name in _MEANS:
@@ -137,7 +139,7 @@ def _read_node_average(node: Node) -> Average | None:
 
 
 def _read_likelihood(node: Node) -> Average | None:
-    target, total, weight = (_saved(node, name) for name in ("target", "total_weight", "weight"))
+    target, total, weight = (_read_saved(node, name) for name in ("target", "total_weight", "weight"))
     reduction = getattr(node, SAVED + "reduction", None)
     if target is None or total is None or reduction not in (_MEAN, _SUM):
         return None
@@ -147,7 +149,7 @@ def _read_likelihood(node: Node) -> Average | None:
     average = Average(kind, float(target.numel()), target, ignored, weight)
     if kind == "sum":
         return average
-    return replace(average, terms=_count(average, target) if is_fake(total) else float(total))
+    return replace(average, terms=_count_labels(average, target) if is_fake(total) else float(total))
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,7 +189,7 @@ def _match_smoothing(node: Node) -> _Smoothed | None:
     )
     divisor = None
     if total is not None and total.name() == "DivBackward0" and total.next_functions[1][0] is None:
-        divisor = _saved(total, "other")
+        divisor = _read_saved(total, "other")
         total = total.next_functions[0][0] if divisor is not None and divisor.numel() == 1 else None
     if likelihood is None or likelihood.name() not in _NLL or total is None or total.name() not in _SUMS:
         return None
@@ -200,10 +202,10 @@ def _match_smoothing(node: Node) -> _Smoothed | None:
     return _Smoothed(likelihood, total, divisor, 1 - kept)
 
 
-def _saved(node: Node, name: str) -> Tensor | None:
-    """Return the saved tensor `name` of `node`, also if a plan of Lowtide keeps it.
+def _read_saved(node: Node, name: str) -> Tensor | None:
+    """Return the saved tensor `name` of `node`.
 
-    None if the plan recomputes it, or if saved-tensor hooks other than Lowtide's have packed it.
+    Returns None if a plan recomputes it, or if saved-tensor hooks other than Lowtide's have packed it.
     """
     saved = peek(node, SAVED + name)
     if isinstance(saved, Handle):
@@ -211,8 +213,8 @@ def _saved(node: Node, name: str) -> Tensor | None:
     return saved if isinstance(saved, Tensor) else None
 
 
-def _terms(node: Node) -> int | None:
-    """Count the elements of the tensor that `node` reduced; None if that tensor has no node."""
+def _count_reduced_elements(node: Node) -> int | None:
+    """Count the elements of the tensor that `node` reduced; return None if that tensor requires no gradient."""
     producer, output = node.next_functions[0]
     if producer is None:
         return None
@@ -244,7 +246,7 @@ def reduces_before(loss: Tensor, weight: Weight = None) -> bool:
 
 
 def _count_terms_or_one(node: Node) -> int:
-    return (_terms(node) or 1) if node.next_functions else 1
+    return (_count_reduced_elements(node) or 1) if node.next_functions else 1
 
 
 class Shares:
@@ -262,15 +264,17 @@ class Shares:
         return self._shares[number]
 
     def check_against_labels(self, loss: Tensor, parts: Sequence[Any]) -> None:
-        """Raise LowtideError if the labels that `loss` averages over give the pieces other shares than stated."""
+        """Raise LowtideError if `loss` is a mean over labels, and the pieces' numbers of labels contradict the
+        shares.
+        """
         average = read_average(loss)
         if average is None or average.target is None or average.kind == "sum" or reduces_before(loss):
             return
         counts = _count_terms(average, average.target, parts)
         if counts is None:
             return
-        stated = _normalized(self._shares)
-        by_labels = _normalized(counts)
+        stated = _normalize(self._shares)
+        by_labels = _normalize(counts)
         if any(abs(one - other) > 1e-6 for one, other in zip(stated, by_labels, strict=True)):
             raise LowtideError(
                 f"the stated weight gives the first piece {stated[0]:.4g} of the batch, and the loss is a mean over "
@@ -279,7 +283,10 @@ class Shares:
             )
 
     def check(self, number: int, average: Average | None) -> None:
-        """Raise LowtideError unless `average`, of the loss of piece `number`, is as estimated from the first piece."""
+        """Raise LowtideError if the loss of piece `number` was reduced otherwise than estimated from the first piece.
+
+        `average` is the reduction read from the piece's loss; None if it is unknown.
+        """
         estimated = self._expected[number]
         if (
             average is not None
@@ -310,9 +317,9 @@ def compute_shares(
     if weight == "sum":
         return Shares([1.0] * len(parts))
     if weight == "rows":
-        return Shares(_normalized(rows))
+        return Shares(_normalize(rows))
     if weight is not None and not isinstance(weight, SumOver):
-        return Shares(_normalized([float(weight(part)) for part in parts]))
+        return Shares(_normalize([float(weight(part)) for part in parts]))
     average = read_average(loss, weight)
     if average is None or reduces_before(loss, weight):
         assert loss.grad_fn is not None
@@ -327,13 +334,13 @@ def compute_shares(
         raise _build_average_error(f"it is a {average.kind} over {average.terms:g} terms, from {rows[0]} rows")
     else:
         counts = [average.terms / rows[0] * n_rows for n_rows in rows]
-    each = [1.0] * len(parts) if average.kind == "sum" else _normalized(counts)
+    each = [1.0] * len(parts) if average.kind == "sum" else _normalize(counts)
     shares = Shares(each, average.kind, counts, average.smoothing)
     shares.check(0, average)
     return shares
 
 
-def _normalized(counts: Sequence[float]) -> list[float]:
+def _normalize(counts: Sequence[float]) -> list[float]:
     total = sum(counts)
     if total <= 0:
         raise LowtideError("all labels of this batch are ignored, so the mean over them is not defined.")
@@ -341,18 +348,18 @@ def _normalized(counts: Sequence[float]) -> list[float]:
 
 
 def _count_terms(average: Average, target: Tensor, parts: Sequence[Any]) -> list[float] | None:
-    """Count the terms of each part's mean in the batch's tensor of labels; None if that tensor can't be identified.
+    """Count the labels over which each part's mean is taken; None if the batch's tensor of labels can't be identified.
 
-    Several tensors may equal the labels in the first part, such as a language model's tokens without padding. The rest
-    of the batch distinguishes them: only labels contain ignored values.
+    `target` holds the labels of the first part. Several tensors may equal it, such as the tokens of a language model
+    without padding. The other parts distinguish them: only labels contain ignored values.
     """
     divisors: set[tuple[float, ...]] = set()
     ignoring: set[tuple[float, ...]] = set()
     for name, labels in find_tensors_by_name(parts[0]):
-        for used in _as_labels(labels, average.ignored):
-            if _same(used(labels), target):
+        for used in _iterate_label_functions(labels, average.ignored):
+            if _has_same_elements(used(labels), target):
                 each = [used(dict(find_tensors_by_name(part))[name]) for part in parts]
-                counts = tuple(_count(average, one) for one in each)
+                counts = tuple(_count_labels(average, one) for one in each)
                 divisors.add(counts)
                 if any((one == average.ignored).any() for one in each):
                     ignoring.add(counts)
@@ -360,7 +367,7 @@ def _count_terms(average: Average, target: Tensor, parts: Sequence[Any]) -> list
     return list(candidates.pop()) if len(candidates) == 1 else None
 
 
-def _as_labels(labels: Tensor, ignored: int) -> Iterator[Callable[[Tensor], Tensor]]:
+def _iterate_label_functions(labels: Tensor, ignored: int) -> Iterator[Callable[[Tensor], Tensor]]:
     """Yield functions that turn a batch's tensor into labels: unchanged, or shifted by one.
 
     The last place of shifted labels is cut off or ignored.
@@ -373,11 +380,11 @@ def _as_labels(labels: Tensor, ignored: int) -> Iterator[Callable[[Tensor], Tens
         yield lambda tensor: torch.nn.functional.pad(tensor, (0, 1), value=ignored)[..., 1:]
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def _has_same_elements(one: Tensor, other: Tensor) -> bool:
     return one.numel() == other.numel() and torch.equal(one.flatten().to(other), other.flatten())
 
 
-def _count(average: Average, labels: Tensor) -> float:
+def _count_labels(average: Average, labels: Tensor) -> float:
     if average.kind == "sum":
         return float(labels.numel())
     counted = labels[labels != average.ignored]

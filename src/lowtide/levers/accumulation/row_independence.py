@@ -37,7 +37,7 @@ _GPU_TOLERANCE = 1e-3
 
 _MOST_COMPARED = 10_000
 _compared: set[Hashable] = set()
-"""Loss functions that were compared and accepted, by their code, what they use, and the weight of their average."""
+"""Keys of accepted loss functions: their code, the functions and objects they use, and the weight of their average."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class RowComparison:
             return
         expected = sum(shares.of(n) * float(loss) for n, loss in enumerate(self.alone) if shares.of(n))
         whole = float(self.together)
-        is_other = abs(whole - expected) > _tolerance(self.together) * max(abs(whole), abs(expected), 1e-6)
+        is_other = abs(whole - expected) > _choose_tolerance(self.together) * max(abs(whole), abs(expected), 1e-6)
         if is_other and not self.is_random:
-            raise _refusal(f"{sum(rows)} rows have loss {whole:.4g}, their halves {expected:.4g} together")
+            raise _build_refusal(f"{sum(rows)} rows have loss {whole:.4g}, their halves {expected:.4g} together")
         if len(_compared) < _MOST_COMPARED:
             _compared.add(self.identity)
 
@@ -93,7 +93,7 @@ def compute_losses_to_compare(
 
     Raises LowtideError for a model that normalizes over the batch.
     """
-    identity = compared_as or _identity(loss_of), _identity(weight) if callable(weight) else weight
+    identity = compared_as or _make_key(loss_of), _make_key(weight) if callable(weight) else weight
     if identity in _compared or any(map(is_fake, tree_leaves(pair))):
         return None
     both = take_first_rows(batch, sum(rows), shared)
@@ -105,29 +105,29 @@ def compute_losses_to_compare(
         return RowComparison(identity, (first, second), together, is_random=has_drawn())
 
 
-def _tolerance(loss: Tensor) -> float:
+def _choose_tolerance(loss: Tensor) -> float:
     if torch.is_autocast_enabled(loss.device.type):
         return _LOW_PRECISION_TOLERANCE
     exact = _TOLERANCE.get(loss.dtype, _LOW_PRECISION_TOLERANCE)
     return exact if loss.device.type == "cpu" or loss.dtype == torch.float64 else max(exact, _GPU_TOLERANCE)
 
 
-def _identity(function: Any) -> Hashable:
-    """Return a key of a function: its code, and the functions, modules and objects that it calls."""
+def _make_key(function: Any) -> Hashable:
+    """Return a hashable key for a function, made from its code and the functions, modules and objects that it calls."""
     if isinstance(function, functools.partial):
         used = [function.func, *function.args, *function.keywords.values()]
-        return tuple(_identity(function) for function in used if callable(function))
+        return tuple(_make_key(function) for function in used if callable(function))
     if isinstance(function, MethodType):
-        return _identity(function.__func__), weakref.ref(function.__self__)
+        return _make_key(function.__func__), weakref.ref(function.__self__)
     if not isinstance(function, FunctionType):
-        return _reference(function)
+        return _make_reference(function)
     cells = [cell.cell_contents for cell in function.__closure__ or () if not _is_empty(cell)]
     known = function.__globals__
     used = [*cells, *(known[name] for name in function.__code__.co_names if name in known)]
-    return function.__code__, tuple(_reference(reference) for reference in used if callable(reference))
+    return function.__code__, tuple(_make_reference(reference) for reference in used if callable(reference))
 
 
-def _reference(value: Any) -> Hashable:
+def _make_reference(value: Any) -> Hashable:
     try:
         return weakref.ref(value)
     except TypeError:
@@ -151,7 +151,7 @@ def check_no_product_of_rows(loss: Tensor, n_rows: int) -> None:
             continue
         operands = [upstream for upstream, _ in node.next_functions if upstream is not None]
         if len(operands) == 2 and not any(_is_of_parameter(operand) for operand in operands):
-            raise _refusal(f"a product of all {n_rows} rows with all rows is in its graph")
+            raise _build_refusal(f"a product of all {n_rows} rows with all rows is in its graph")
 
 
 def _is_of_parameter(node: Any) -> bool:
@@ -169,7 +169,7 @@ def build_batch_norm_error(name: str) -> LowtideError:
     )
 
 
-def _refusal(reason: str) -> LowtideError:
+def _build_refusal(reason: str) -> LowtideError:
     return LowtideError(
         f"the loss is not a sum over rows: {reason}. Rows that depend on each other, such as in-batch negatives, "
         "give other gradients in pieces, and so does a mean over something other than the stated weight. Encode each "

@@ -48,8 +48,8 @@ def micro_batches(batch: Batch, n: int, *, shared: Collection[str] = ()) -> list
     if not hasattr(n, "__index__") or n < 1:
         raise LowtideError(f"micro_batches was asked for {n!r} pieces; give a whole number, 1 or more.")
     rows = rows_of(batch, shared)
-    cut = _Splitter(rows, frozenset(shared))
-    return [cast("Batch", cut.part(batch, span, "")) for span in spans(rows, n)]
+    splitter = _Splitter(rows, frozenset(shared))
+    return [cast("Batch", splitter.part(batch, span, "")) for span in spans(rows, n)]
 
 
 def spans(rows: int, n: int) -> list[Span]:
@@ -109,12 +109,14 @@ class _Splitter:
         if name.rpartition(".")[2] in self._shared:
             return batch
         if isinstance(batch, Tensor):
-            return self._tensor(batch, span, name)
+            return self._cut_tensor(batch, span, name)
         if isinstance(batch, PackedSequence):
-            raise self._refusal(name, "a PackedSequence is ordered by length, not by row; pack the pieces instead")
+            raise self._build_refusal(
+                name, "a PackedSequence is ordered by length, not by row; pack the pieces instead"
+            )
         children = {key: self.part(child, span, f"{name}.{key}" if name else key) for key, child in _children(batch)}
         if isinstance(batch, Mapping):
-            return self._mapping(batch, children, span)
+            return self._fill_mapping(batch, children, span)
         if isinstance(batch, list | tuple):
             if len(batch) == self._rows and not any(True for _ in find_tensors_by_name(batch)):
                 return batch[slice(*span)]  # texts, file names, numbers: one per row
@@ -127,22 +129,24 @@ class _Splitter:
             for key, child in children.items():
                 object.__setattr__(changed, key, child)  # bypasses frozen dataclasses
             return changed
-        return self._other(batch, span, name)
+        return self._cut_other(batch, span, name)
 
-    def _tensor(self, tensor: Tensor, span: Span, name: str) -> Tensor:
+    def _cut_tensor(self, tensor: Tensor, span: Span, name: str) -> Tensor:
         if tensor.layout is not torch.strided or tensor.is_nested:
-            raise self._refusal(name, "it is sparse or nested; make it dense, or cut the batch in the data loader")
+            raise self._build_refusal(
+                name, "it is sparse or nested; make it dense, or cut the batch in the data loader"
+            )
         if tensor.dim() == 0 or (tensor.shape[0] == 1 and self._rows != 1):
             return tensor
         if tensor.shape[0] != self._rows:
-            raise self._refusal(
+            raise self._build_refusal(
                 name,
                 f"it has {tensor.shape[0]} rows where the batch has {self._rows}. If every piece needs all of it, say "
                 f"shared={{{name.rpartition('.')[2]!r}}}",
             )
         return tensor[slice(*span)]
 
-    def _mapping(self, batch: Mapping[Any, Any], children: dict[str, Any], span: Span) -> Any:
+    def _fill_mapping(self, batch: Mapping[Any, Any], children: dict[str, Any], span: Span) -> Any:
         keys = list(batch)
         changed = copy.copy(batch)
         for key, child in zip(keys, children.values(), strict=True):
@@ -152,7 +156,7 @@ class _Splitter:
             changed._encodings = encodings[slice(*span)]  # type: ignore[attr-defined]
         return changed
 
-    def _other(self, obj: Any, span: Span, name: str) -> Any:
+    def _cut_other(self, obj: Any, span: Span, name: str) -> Any:
         if obj is None or isinstance(obj, bool | int | float | complex | str | bytes | enum.Enum | type):
             return obj
         if isinstance(obj, torch.dtype | torch.device | torch.Generator):
@@ -160,11 +164,11 @@ class _Splitter:
         shape = getattr(obj, "shape", None)  # NumPy arrays and similar types
         if isinstance(shape, tuple) and hasattr(obj, "__getitem__"):
             return obj[slice(*span)] if shape and shape[0] == self._rows else obj
-        raise self._refusal(
+        raise self._build_refusal(
             name,
             f"a {type(obj).__name__} can't be cut into rows. Pass dicts, lists, tuples or dataclasses; if every "
             f"piece needs all of it, say shared={{{name.rpartition('.')[2]!r}}}",
         )
 
-    def _refusal(self, name: str, why: str) -> LowtideError:
+    def _build_refusal(self, name: str, why: str) -> LowtideError:
         return LowtideError(f"{name or 'this batch'} can't be cut into micro-batches: {why}.")
