@@ -19,7 +19,7 @@ _FIRST_UNNUMBERED = 2**63
 
 
 def producer(tensor: Tensor) -> Node | None:
-    """Return the node that computed `tensor`; None for a leaf, and if autograd raises."""
+    """Return `tensor.grad_fn`; None for a leaf, and for a view whose `grad_fn` autograd refuses to return."""
     try:
         return tensor.grad_fn
     except RuntimeError:  # a view whose base was modified so that autograd refuses access
@@ -27,12 +27,14 @@ def producer(tensor: Tensor) -> Node | None:
 
 
 def find_nodes_behind(tensors: Iterable[Tensor]) -> list[Node]:
-    """Return the nodes that computed `tensors`, then all nodes that these lead to, gradient accumulators included."""
+    """Return the nodes of the autograd graph of `tensors`: each `grad_fn`, then all nodes behind, AccumulateGrad
+    too.
+    """
     return collect_nodes(node for tensor in tensors if (node := producer(tensor)) is not None)
 
 
 def walk(roots: Iterable[Node], without: Container[Node] = ()) -> Iterator[Node]:
-    """Yield `roots`, then all nodes that they lead to, each once; nodes in `without` are not entered."""
+    """Yield `roots`, then all nodes reachable by `next_functions`, each once; nodes in `without` are skipped."""
     nodes = list(dict.fromkeys(roots))
     seen = set(nodes)
     for node in nodes:  # grows while it is walked
@@ -44,22 +46,23 @@ def walk(roots: Iterable[Node], without: Container[Node] = ()) -> Iterator[Node]
 
 
 def collect_nodes(roots: Iterable[Node]) -> list[Node]:
-    """Return `roots`, then all nodes that they lead to, each once."""
+    """Return `roots`, then all nodes reachable from them by `next_functions`, each once."""
     return list(walk(roots))
 
 
 @dataclass(slots=True)
 class Component:
-    """A connected component of an autograd graph in which leaves connect nothing."""
+    """A connected component of an autograd graph without its AccumulateGrad nodes."""
 
     nodes: list[Node] = field(default_factory=list)
     roots: list[int] = field(default_factory=list)
-    """Positions of the roots that lead to the nodes."""
+    """Indices of the roots, in the argument of `components`, from which the nodes are reachable."""
 
 
 def components(roots: Sequence[Node]) -> list[Component]:
-    """Return the connected components of the graph behind `roots`. Leaves do not connect components, and belong to
-    none.
+    """Return the connected components of the autograd graph behind `roots`, without its AccumulateGrad nodes.
+
+    So two losses that share only parameters have two components.
     """
     owner: dict[Node, int] = {}
     parent = list(range(len(roots)))  # union-find over the roots
@@ -90,21 +93,21 @@ def components(roots: Sequence[Node]) -> list[Component]:
 
 
 def is_leaf(function: Node) -> bool:
-    """Return True if `function` accumulates the gradient of a leaf (`AccumulateGrad`) and computes nothing."""
+    """Return True if `function` is an AccumulateGrad node, which adds to the gradient of a leaf."""
     return function.name() == ACCUMULATE_GRAD
 
 
 def is_numbered(node: Node) -> bool:
-    """Return True if `node` has a sequence number. Leaves have none, nor have nodes without a second derivative."""
+    """Return True if `node` has a sequence number; AccumulateGrad nodes have none."""
     return sequence_number(node) < _FIRST_UNNUMBERED
 
 
 def leaves_of(nodes: Iterable[Node]) -> Iterator[Tensor]:
-    """Yield the leaves that `nodes` themselves pass gradients to; a leaf may occur several times."""
+    """Yield the leaf tensors to which `nodes` pass gradients directly; a leaf may occur several times."""
     upstream = (function for node in nodes for function, _ in node.next_functions)
     return (get_variable(function) for function in upstream if function is not None and is_leaf(function))
 
 
 def get_variable(function: Node) -> Tensor:
-    """Return the leaf whose gradient `function` accumulates."""
+    """Return the leaf tensor of an AccumulateGrad node."""
     return cast("Tensor", function.variable)  # type: ignore[attr-defined]

@@ -49,7 +49,7 @@ def get_running_node_number() -> int:
 
 
 ACCUMULATE_GRAD = "torch::autograd::AccumulateGrad"
-"""Kind of the node that accumulates a leaf's gradient. Read in torch 2.13; present since 1.0."""
+"""Name (`node.name()`) of the nodes that accumulate a leaf's gradient. Read in torch 2.13; present since 1.0."""
 
 
 def get_running_node() -> Node | None:
@@ -61,8 +61,9 @@ def get_running_node() -> Node | None:
 
 
 def get_running_node_name() -> str:
-    """Return the kind of the running node, such as `GeluBackward0`; empty if no node is running. Relies on
-    internals of torch 2.13, present since 2.1.
+    """Return the name of the node whose backward runs in this thread, such as `GeluBackward0`; empty if none runs.
+
+    Relies on internals of torch 2.13, present since 2.1.
     """
     node = get_running_node()
     return "" if node is None else node.name()

@@ -45,12 +45,12 @@ def observe_checkpoints(observe: Callable[[Any, tuple[Any, ...], bool], Region |
             yield from generator(run, *args, **kwargs)
             return
 
-        def again(*inputs: Any, **keywords: Any) -> Any:
+        def run_again(*inputs: Any, **keywords: Any) -> Any:
             with region.recompute():
                 return run(*inputs, **keywords)
 
         with region.forward():
-            yield from generator(again, *args, **kwargs)
+            yield from generator(run_again, *args, **kwargs)
 
     class ObservedFunction:
         @staticmethod
@@ -60,16 +60,16 @@ def observe_checkpoints(observe: Callable[[Any, tuple[Any, ...], bool], Region |
                 return function.apply(run, preserve, *args)  # type: ignore[no-untyped-call]
             n_runs = 0
 
-            def each(*inputs: Any) -> Any:
+            def run_observed(*inputs: Any) -> Any:
                 nonlocal n_runs
                 n_runs += 1
                 with region.forward() if n_runs == 1 else region.recompute():
                     return run(*inputs)
 
-            return function.apply(each, preserve, *args)  # type: ignore[no-untyped-call]
+            return function.apply(run_observed, preserve, *args)  # type: ignore[no-untyped-call]
 
     replaced = contextlib.ExitStack()
-    replaced.enter_context(_replaced(observed_generator, ObservedFunction))
+    replaced.enter_context(_replace_implementations(observed_generator, ObservedFunction))
     return replaced.close
 
 
@@ -86,16 +86,16 @@ def without_checkpoints() -> AbstractContextManager[None]:
         def apply(run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
             return run(*args)
 
-    return _replaced(plain_generator, PlainFunction)
+    return _replace_implementations(plain_generator, PlainFunction)
 
 
 @contextlib.contextmanager
-def _replaced(generator: Callable[..., Iterator[None]], function: type) -> Iterator[None]:
-    """Replace the two implementations of checkpointed calls inside this `with` block. Relies on internals of torch 2.13
-    and 2.15, present since 2.1.
+def _replace_implementations(generator: Callable[..., Iterator[None]], function: type) -> Iterator[None]:
+    """Replace torch's implementations of checkpointing inside this `with` block: `generator` for `use_reentrant=False`,
+    `function` for True.
 
     Modules that imported `torch.utils.checkpoint.checkpoint` hold references to it. So the two implementations that it
-    calls are replaced, not the function itself.
+    calls are replaced, not the function itself. Relies on internals of torch 2.13 and 2.15, present since 2.1.
     """
     replacements: dict[str, Any] = {GENERATOR: generator, "CheckpointFunction": function}
     own = {name: getattr(checkpoint, name) for name in replacements}
@@ -110,10 +110,10 @@ def _replaced(generator: Callable[..., Iterator[None]], function: type) -> Itera
 
 
 def hidden_from_checkpoints(pack: F) -> F:
-    """Return `pack`, marked so that checkpointed calls inside its hooks run as they would without these hooks.
+    """Mark the pack hook `pack` so that selective checkpointing ignores it; return `pack`.
 
-    Selective checkpointing of torch 2.15 warns of hooks around it, or packs the tensors that it caches; not with hooks
-    that are marked as its own. The compiled hooks have the same marks.
+    In torch 2.15, selective checkpointing warns of saved-tensor hooks around it, or packs its cached tensors with them,
+    unless they carry its own marks. The compiled hooks (hot_path.cpp) carry the same marks.
     """
     vars(pack).update(_checkpoint_internal=True, _user_hooks=None)
     return pack

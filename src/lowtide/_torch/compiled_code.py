@@ -23,10 +23,10 @@ STATIC_INPUT = "_dynamo_static_input_type"
 def is_compiled(module: torch.nn.Module) -> bool:
     """Return True if `torch.compile` returned this module, or `module.compile()` compiled it.
 
-    Wrappers in the module's attribute CALL are passed over, by their attribute `before`. Relies on internals of torch
-    2.13, present since 2.2.
+    Wrappers that Lowtide has put into the module's attribute CALL are skipped: their attribute `before` holds the
+    callable that they wrap. Relies on internals of torch 2.13, present since 2.2.
     """
-    return _find_compiled_front(module) is not None
+    return _find_compiled_callable(module) is not None
 
 
 def has_compiled_modules(model: torch.nn.Module) -> bool:
@@ -38,12 +38,12 @@ def is_compiled_by_inductor(module: torch.nn.Module) -> bool:
     """Return True if inductor compiles the module, and no CUDA graphs replay it. Relies on internals of torch 2.13,
     present since 2.2.
     """
-    front = _find_compiled_front(module)
+    front = _find_compiled_callable(module)
     settings: Any = None if front is None else front.get_compiler_config()
     return bool(settings) and not settings.get("triton.cudagraphs", False)
 
 
-def _find_compiled_front(module: torch.nn.Module) -> Any:
+def _find_compiled_callable(module: torch.nn.Module) -> Any:
     """Return the object that runs the module's compiled code, or None."""
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # not imported here: that takes a second
     if dynamo is not None and isinstance(module, dynamo.OptimizedModule):
@@ -62,7 +62,7 @@ def compiles_nothing(front: object, module: torch.nn.Module) -> bool:
     """
     if not hasattr(front, "_torchdynamo_orig_callable") or _compiles_own_layers():
         return False
-    return all(map(_is_left_alone, module.modules()))
+    return all(map(_is_skipped_by_dynamo, module.modules()))
 
 
 def _compiles_own_layers() -> bool:
@@ -74,10 +74,10 @@ def compiles_parts_only(module: torch.nn.Module) -> bool:
     """Return True if `module.compile()` compiles only modules inside `module` whose classes are not torch's own. That
     is so in torch 2.13, but not in 2.15.
     """
-    return CALL in vars(module) and is_compiled(module) and not _compiles_own_layers() and _is_left_alone(module)
+    return CALL in vars(module) and is_compiled(module) and not _compiles_own_layers() and _is_skipped_by_dynamo(module)
 
 
-def _is_left_alone(module: torch.nn.Module) -> bool:
+def _is_skipped_by_dynamo(module: torch.nn.Module) -> bool:
     is_torchs = type(module).__module__.startswith("torch.nn.modules.") and "forward" not in vars(module)
     return is_torchs and not (module._forward_hooks or module._forward_pre_hooks)
 
@@ -109,21 +109,21 @@ def n_compiled() -> int:
 
 
 def not_compiled_alone(function: F) -> F:
-    """Return `function`, marked so that compilation may continue through it but never starts at it. Relies on internals
-    of torch 2.13, present since 2.7.
+    """Mark `function` so that torch.compile never starts compiling at it, but may inline it; return `function`. Relies
+    on internals of torch 2.13, present since 2.7.
     """
-    return _marked(function, _FRAMES._FrameAction.DEFAULT)
+    return _set_strategy(function, _FRAMES._FrameAction.DEFAULT)
 
 
 def never_compiled(function: F) -> F:
-    """Return `function`, marked so that neither it nor its callees are ever compiled. Relies on internals of torch
-    2.13, present since 2.7.
+    """Mark `function` so that neither it nor the functions that it calls are compiled; return `function`. Relies on
+    internals of torch 2.13, present since 2.7.
     """
-    return _marked(function, _FRAMES._FrameAction.SKIP)
+    return _set_strategy(function, _FRAMES._FrameAction.SKIP)
 
 
 def called_between_graphs(function: F) -> F:
-    """Return `function`, marked so that compiled code is split at its calls, as by `torch.compiler.disable`.
+    """Mark `function` so that compiled code has a graph break at its calls, as by `torch.compiler.disable`; return it.
 
     This is for hooks of optimizers, which compiled code would otherwise call in its first run only. Relies on internals
     of torch 2.13, present since 2.0.
@@ -134,10 +134,10 @@ def called_between_graphs(function: F) -> F:
 
 
 def compiled_as(function: F, own: Callable[..., Any]) -> F:
-    """Return `function`, marked so that compiled code calls torch's `own` function in its place. Relies on internals of
-    torch 2.13, present since 2.2.
+    """Mark `function`, a replacement for torch's `own`, so that compiled code calls `own`; return `function`.
 
-    Dynamo loads its tables of torch's functions, by name, when it first compiles something.
+    Without the mark, Dynamo would take the replacement for torch's function, because it fills its tables of torch's
+    functions by name when it first compiles. Relies on internals of torch 2.13, present since 2.2.
     """
     vars(function)["_torchdynamo_inline"] = own
     return not_compiled_alone(function)
@@ -154,7 +154,7 @@ def scripted_as(function: Callable[..., Any], own: Callable[..., Any]) -> Callab
     return functools.partial(table.pop, id(function), None)
 
 
-def _marked(function: F, calls: Any) -> F:
+def _set_strategy(function: F, calls: Any) -> F:
     strategy = _FRAMES._FrameExecStrategy(_FRAMES._FrameAction.SKIP, calls)
     _FRAMES.set_code_exec_strategy(function.__code__, strategy)
     return function
@@ -164,9 +164,8 @@ _FRAMES = torch._C._dynamo.eval_frame
 
 
 is_traced: Callable[[], bool] = functools.lru_cache(torch.compiler.is_dynamo_compiling)
-"""Return True in code that torch.compile traces, where the call is a constant. Elsewhere it is False, which the cache
-returns without a call of a Python function; torch.compile traces past the cache. Relies on internals of torch 2.13,
-present since 2.2.
+"""Return True in code that torch.compile is tracing. In other code the `lru_cache` returns False without a Python call;
+torch.compile ignores the cache and traces the function. Relies on internals of torch 2.13, present since 2.2.
 """
 
 is_compiling_anywhere: Callable[[], bool] = functools.partial(operator.attrgetter("_is_compiling_flag"), torch.compiler)
@@ -187,8 +186,8 @@ def is_compiling_here() -> bool:
 
 
 def is_recompiling() -> bool:
-    """Return True if this thread compiles code once more, because its arguments are new. Relies on internals of torch
-    2.13, present since 2.7.
+    """Return True if this thread recompiles code because a guard failed, for example for other sizes. Relies on
+    internals of torch 2.13, present since 2.7.
     """
     context = torch._guards.CompileContext.try_get()
     number = None if context is None or context.compile_id is None else context.compile_id.frame_compile_id

@@ -32,7 +32,7 @@ _simulated: dict[str, Callable[[], float]] = {}
 
 
 def simulated_clock(device_type: str, clock: Callable[[], float]) -> contextlib.AbstractContextManager[object]:
-    """Let devices of the type `device_type` take their milliseconds from `clock` inside this `with` block."""
+    """Make `now_ms` return `clock()` for devices of the type `device_type` inside this `with` block."""
     return patch.dict(_simulated, {device_type: clock})
 
 
@@ -51,9 +51,7 @@ def now_ms(device: torch.device | None = None) -> float:
 
 
 def has_two_clocks(device: torch.device) -> bool:
-    """Return True if `device` runs work asynchronously, so that the host's time to launch it differs from the device's
-    time.
-    """
+    """Return True if `device` runs work asynchronously, so that launching the work and running it are timed apart."""
     return device.type == "cuda"
 
 

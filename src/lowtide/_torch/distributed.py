@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from multiprocessing.process import BaseProcess
 
 _n_simulated = [0]
-"""Number of collectives that a simulated group was asked for."""
+"""Number of collectives that simulated process groups have run."""
 
 _COLLECTIVES = (
     *("_allgather_base", "all_gather_single", "all_gather_single_coalesced", "allgather", "allgather_coalesced"),
@@ -29,7 +29,7 @@ _COLLECTIVES = (
     *("all_to_all_single", "alltoall", "alltoall_base", "barrier", "monitored_barrier", "broadcast", "gather"),
     *("reduce", "scatter", "send", "recv", "recv_anysource"),
 )
-"""Methods of a process group that take part in a collective: those that this torch has. Read in torch 2.13."""
+"""Methods of ProcessGroup that run a collective; older versions of torch lack some. Read in torch 2.13."""
 
 
 def count_collectives() -> int:
@@ -58,26 +58,26 @@ def collectives_alone() -> Iterator[None]:
     Each collective takes its usual memory, but nothing is sent: a sum is this process's own addend, and all gathered
     parts are copies of this process's part.
     """
-    alike = torch.distributed.all_reduce
+    plain_all_reduce = torch.distributed.all_reduce
 
-    @functools.wraps(alike)
-    def summed(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    @functools.wraps(plain_all_reduce)
+    def all_reduce_alone(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not module_name(sys._getframe(1)).startswith("torch.distributed.fsdp."):
-            return alike(tensor, *args, **kwargs)
+            return plain_all_reduce(tensor, *args, **kwargs)
         return None
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(patch.object(torch.distributed, "all_reduce", summed))
-        for namespace, kernels in (("_c10d_functional", _ALONE), ("_dtensor", {"shard_dim_alltoall": _moved})):
+        stack.enter_context(patch.object(torch.distributed, "all_reduce", all_reduce_alone))
+        for namespace, kernels in (("_c10d_functional", _ALONE), ("_dtensor", {"shard_dim_alltoall": _move_alone})):
             library: Any = vars(torch.library)["Library"](namespace, "IMPL")
             stack.callback(library._destroy)
             for name, kernel in kernels.items():
                 for key in ("CPU", "CUDA"):
-                    library.impl(name, _counted(kernel), key)
+                    library.impl(name, _count_calls(kernel), key)
         yield
 
 
-def _counted(kernel: Callable[..., Any]) -> Callable[..., Any]:
+def _count_calls(kernel: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(kernel)
     def counted(*args: Any) -> Any:
         _n_local[0] += 1
@@ -86,25 +86,25 @@ def _counted(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return counted
 
 
-def _group(name: Any) -> Any:
+def _resolve_group(name: Any) -> Any:
     c10d: Any = torch.distributed.distributed_c10d
     return c10d._resolve_process_group(name) if isinstance(name, str) else name
 
 
-def _gathered(tensor: torch.Tensor, n: int, group: Any) -> torch.Tensor:
+def _gather_alone(tensor: torch.Tensor, n: int, group: Any) -> torch.Tensor:
     return torch.cat([tensor] * n)
 
 
-def _scattered(tensor: torch.Tensor, how: str, n: int, group: Any) -> torch.Tensor:
-    return tensor.chunk(n)[int(_group(group).rank())].clone()
+def _scatter_alone(tensor: torch.Tensor, how: str, n: int, group: Any) -> torch.Tensor:
+    return tensor.chunk(n)[int(_resolve_group(group).rank())].clone()
 
 
-def _exchanged(tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: Any) -> torch.Tensor:
+def _exchange_alone(tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int], group: Any) -> torch.Tensor:
     return tensor.new_zeros(sum(received), *tensor.shape[1:]) if received else tensor.clone()
 
 
-def _moved(tensor: torch.Tensor, gathered: int, split: int, group: Any) -> torch.Tensor:
-    n, rank = _group(group).size(), int(_group(group).rank())
+def _move_alone(tensor: torch.Tensor, gathered: int, split: int, group: Any) -> torch.Tensor:
+    n, rank = _resolve_group(group).size(), int(_resolve_group(group).rank())
     return torch.cat([tensor] * n, gathered).chunk(n, split)[rank].contiguous()
 
 
@@ -115,11 +115,11 @@ _ALONE: dict[str, Callable[..., Any]] = {
     "all_reduce_coalesced_": lambda tensors, *_: tensors,
     "broadcast": lambda tensor, *_: tensor.clone(),
     "broadcast_": lambda tensor, *_: tensor,
-    "all_gather_into_tensor": _gathered,
-    "all_gather_into_tensor_coalesced": lambda tensors, *rest: [_gathered(tensor, *rest) for tensor in tensors],
-    "reduce_scatter_tensor": _scattered,
-    "reduce_scatter_tensor_coalesced": lambda tensors, *rest: [_scattered(tensor, *rest) for tensor in tensors],
-    "all_to_all_single": _exchanged,
+    "all_gather_into_tensor": _gather_alone,
+    "all_gather_into_tensor_coalesced": lambda tensors, *rest: [_gather_alone(tensor, *rest) for tensor in tensors],
+    "reduce_scatter_tensor": _scatter_alone,
+    "reduce_scatter_tensor_coalesced": lambda tensors, *rest: [_scatter_alone(tensor, *rest) for tensor in tensors],
+    "all_to_all_single": _exchange_alone,
 }
 """Functional collectives with one process's own parts, by name. Read in torch 2.13; present since 2.3."""
 
@@ -155,8 +155,8 @@ def find_ddp_wrappers(modules: Iterable[Any]) -> list[torch.nn.parallel.Distribu
 
 
 def awaits_first_backward(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
-    """Return True if a `static_graph` wrapper has not yet recorded its parameters' use. Relies on internals of torch
-    2.13, present since 1.13.
+    """Return True if a DDP wrapper with `static_graph=True` has not yet recorded, in its first backward, which
+    parameters are used. Relies on internals of torch 2.13, present since 1.13.
     """
     return wrapper.static_graph and not wrapper._static_graph_delay_allreduce_enqueued
 
@@ -169,15 +169,13 @@ def has_new_buckets(wrapper: torch.nn.parallel.DistributedDataParallel) -> bool:
 
 
 def after_backward(call: Callable[[], None]) -> None:
-    """Have `call()` run at the end of the running backward pass. Relies on internals of torch 2.13, present since
-    1.0.
-    """
+    """Run `call()` at the end of the running backward pass. Relies on internals of torch 2.13, present since 1.0."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
 SYNC_BUFFERS = "_distributed_broadcast_coalesced"
-"""Method of a wrapper that sends buffers. Arguments: tensors, bytes at a time and a rank. Read in torch 2.13; present
-since 1.10.
+"""Name of a DDP wrapper's method that broadcasts buffers. Arguments: tensors, bytes to send at a time, source rank.
+Read in torch 2.13; present since 1.10.
 """
 
 
@@ -191,14 +189,13 @@ def find_sent_parameters(
 
 
 _buckets: dict[int, weakref.ref[torch.Tensor]] = {}
-"""Buckets that a hook of Lowtide's has seen, by their ids."""
+"""Weak references to the DDP buckets that `keep_own_gradients` has received, by the `id` of the bucket's tensor."""
 
 
 def keep_own_gradients(bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """Return the gradients in `bucket` unchanged as a completed future: a communication hook for DDP that sends
-    nothing.
+    """Return the gradients in `bucket` unchanged, as a completed future.
 
-    Relies on internals of torch 2.13.
+    This is a communication hook for DDP that sends nothing. Relies on internals of torch 2.13.
     """
     buffer = bucket.buffer()
     _buckets[id(buffer)] = weakref.ref(buffer, functools.partial(_forget, id(buffer)))
@@ -212,9 +209,9 @@ def _forget(number: int, _: object) -> None:
 
 
 def find_seen_buckets() -> list[torch.Tensor]:
-    """Return the tensors of those DDP buckets that `keep_own_gradients` has received and that are alive.
+    """Return the tensors of the DDP buckets that `keep_own_gradients` has received and that are alive.
 
-    No other bucket has a Python object.
+    Other buckets have no Python object.
     """
     return [bucket for reference in [*_buckets.values()] if (bucket := reference()) is not None]
 
@@ -241,8 +238,8 @@ def compute_bucket_limits(wrapper: torch.nn.parallel.DistributedDataParallel) ->
 def find_communication_hooks(
     wrapper: torch.nn.parallel.DistributedDataParallel,
 ) -> tuple[list[str], list[torch.dtype]]:
-    """Return information about the hooks by which `wrapper` sends gradients: the names of those that are not torch's
-    own, and the dtypes to which torch's own hooks compress copies of the buckets.
+    """Inspect the communication hooks of `wrapper`; return the names of hooks that are not torch's own, and the dtypes
+    to which torch's own hooks compress copies of the buckets.
 
     Relies on internals of torch 2.13, present since 2.1.
     """
@@ -260,8 +257,9 @@ def assign_buckets(
 ) -> list[list[int]]:
     """Assign parameters to DDP's buckets as torch does; return the numbers of the parameters in each bucket.
 
-    `limits` are the largest sizes of the buckets in bytes, `numbers` the numbers of the `parameters`; `sparse` is
-    indexed by such a number. Relies on internals of torch 2.13, present since 1.10.
+    `limits` are the largest sizes of the buckets in bytes. `numbers[i]` is the number of `parameters[i]`, and
+    `sparse[number]` is True if that parameter's gradient is sparse. Relies on internals of torch 2.13, present since
+    1.10.
     """
     with without_modes(), without_function_modes():
         like = [torch.empty_strided(p.size(), p.stride(), dtype=p.dtype, device="meta") for p in parameters]
@@ -284,7 +282,7 @@ def is_wrapping(kind: type[Any]) -> bool:
 
 
 def get_own_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this process's part of a distributed tensor; return any other tensor unchanged."""
+    """Return this process's local tensor of a DTensor or a similar class; return any other tensor unchanged."""
     return next(find_parts(tensor)) if is_wrapping(type(tensor)) else tensor
 
 

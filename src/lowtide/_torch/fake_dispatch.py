@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 aten = torch.ops.aten
 
 _QUERIES: Any = _fake_tensor._DISPATCH_META_HANDLERS
-"""Functions that answer queries of geometry and device, by operator."""
+"""torch's functions for operators that only read sizes, strides or the device of a fake tensor, by operator."""
 
 
 class QuickFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
@@ -87,10 +87,10 @@ class QuickFakeTensorMode(FakeTensorMode):  # type: ignore[no-untyped-call]
             meta = torch.empty_strided(known.shape, known.stride, dtype=known.dtype, device="meta")
             if storage is not None:
                 meta.set_(storage, known.storage_offset, known.shape, known.stride)
-        return self._fake(meta, known.device, known.requires_grad)
+        return self._make_fake(meta, known.device, known.requires_grad)
 
-    def _fake(self, meta: torch.Tensor, device: torch.device, requires_grad: bool) -> FakeTensor:
-        """Return a fake tensor on `device` with the geometry of a meta tensor."""
+    def _make_fake(self, meta: torch.Tensor, device: torch.device, requires_grad: bool) -> FakeTensor:
+        """Return a fake tensor on `device` with the shape, strides, dtype and storage of the meta tensor `meta`."""
         attributes = self._attributes.get(device)
         if attributes is None:
             attributes = self._attributes[device] = dict(vars(FakeTensor(self, meta, device)))
@@ -113,4 +113,4 @@ _CPU = torch.device("cpu")
 _PLAIN = frozenset(
     {int, float, bool, complex, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
-"""Types of other arguments that can be part of a key."""
+"""Types of arguments, other than tensors and containers, that can be part of a cache key."""

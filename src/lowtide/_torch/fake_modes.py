@@ -26,7 +26,7 @@ from lowtide._torch.fake_dispatch import QuickFakeTensorMode
 from lowtide._torch.patching import replace_function
 from lowtide.utils.frames import module_name
 
-_taken_on_the_way: list[BaseException] = []
+_cleared_errors: list[BaseException] = []
 
 
 DATA_DEPENDENT = (_fake_tensor.DynamicOutputShapeException, _fake_tensor.DataDependentOutputException)
@@ -52,11 +52,11 @@ SHARDING_OPERATORS = SENDING_OPERATORS | {"c10d", "fsdp"}
 
 
 def fake_mode(run_on_zeros: bool = True, nested: Exception | None = None) -> _fake_tensor.FakeTensorMode:
-    """Return a mode under which operators return fake tensors. If `nested` is given, it is raised when a nested tensor
-    would be made.
+    """Return a mode under which operators return fake tensors.
 
     With `run_on_zeros`, operators without a kernel for fake tensors run on real zeros, on the fake tensors' device.
-    Relies on internals of torch 2.13, present since 1.13.
+    `nested` is an exception to raise when a nested tensor would be made. Relies on internals of torch 2.13, present
+    since 1.13.
     """
     mode = QuickFakeTensorMode(allow_non_fake_inputs=True, allow_fallback_kernels=run_on_zeros)
 
@@ -177,9 +177,9 @@ def is_own(frame: FrameType) -> bool:
 def fake_devices_shown(true: torch.device, shown: torch.device, inside: Callable[[], bool]) -> Iterator[None]:
     """Make fake tensors on the device `true` report `shown` as their device inside this `with` block.
 
-    Torch and this package still get `true`, and so does all code while `inside()` is True, that is inside operators,
-    where third-party fake kernels make tensors on the reported device. In torch 2.13 `device` is a Python property of
-    fake tensors, which torch itself reads all the time.
+    Code of torch and of this package still reads `true`. So does other code while `inside()` returns True, which it
+    does inside operators: fake kernels of other packages make tensors on the device that they read. In torch 2.13
+    `device` is a Python property of fake tensors, which torch itself reads all the time.
     """
     meta, device_property = torch.device("meta"), vars(FakeTensor)["device"]
 
@@ -195,10 +195,10 @@ def fake_devices_shown(true: torch.device, shown: torch.device, inside: Callable
 
 @contextlib.contextmanager
 def function_modes_in_backward() -> Iterator[None]:
-    """Keep the current function modes active in this thread's backward passes, in which Python code may run forward
-    again.
+    """Keep the current function modes active in this thread's backward passes, inside this `with` block.
 
-    In torch 2.13 `tensor.backward` is a function that modes handle, and a mode is off while it handles a function.
+    Python code in a backward pass may run a forward again, as checkpointing does. In torch 2.13 function modes handle
+    `tensor.backward`, and a mode is disabled while it handles a function.
     """
     modes = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
     thread = threading.get_ident()
@@ -208,20 +208,20 @@ def function_modes_in_backward() -> Iterator[None]:
             return run(*args, **kwargs)
         on = overrides._get_current_function_mode_stack()  # type: ignore[no-untyped-call]
         off = [mode for mode in modes if not any(mode is other for other in on)]
-        _taken_on_the_way.clear()
+        _cleared_errors.clear()
         try:
             for mode in off:  # pushed, not entered: a device mode would save itself as the previous one
                 overrides._push_mode(mode)  # type: ignore[no-untyped-call]
             done = run(*args, **kwargs)
         except SystemError:
-            if _taken_on_the_way:
-                raise _taken_on_the_way.pop() from None
+            if _cleared_errors:
+                raise _cleared_errors.pop() from None
             raise
         finally:
             for _ in off:
                 overrides._pop_mode()  # type: ignore[no-untyped-call]
-        if _taken_on_the_way:  # an interrupt that arrived at that moment
-            raise _taken_on_the_way.pop()
+        if _cleared_errors:  # an interrupt that arrived at that moment
+            raise _cleared_errors.pop()
         return done
 
     remove = replace_function(torch.autograd, ENGINE, functools.partial(functools.partial, run_under_modes))

@@ -99,7 +99,7 @@ class ShardGroup:
 
     @property
     def sharded_by_gathered(self) -> dict[int, torch.Tensor]:
-        """Sharded parameters, by the ids of the gathered ones that modules have in their place; empty if none are."""
+        """Sharded parameters by the `id` of the gathered parameter that replaces each; empty if none is gathered."""
         parameters = self._group.fsdp_params if self.is_gathered else ()
         whole = ((getattr(p, "_unsharded_param", None), p.sharded_param) for p in parameters)
         return {id(gathered): sharded for gathered, sharded in whole if gathered is not None}
@@ -148,10 +148,10 @@ def find_shard_groups(module: Any) -> list[ShardGroup]:
     """Return the groups of parameters of a module that `fully_shard` was called on; up to torch 2.11, there is only
     one. Relies on internals of torch 2.13.
     """
-    return _groups(module._get_fsdp_state())
+    return _list_groups(module._get_fsdp_state())
 
 
-def _groups(state: Any) -> list[ShardGroup]:
+def _list_groups(state: Any) -> list[ShardGroup]:
     groups = getattr(state, "_fsdp_param_groups", None)
     return [ShardGroup(g) for g in (groups if groups is not None else [state._fsdp_param_group]) if g is not None]
 
@@ -187,7 +187,7 @@ def forget_step(module: Any) -> None:
         state._reset_iter_state()
     else:
         state._root_post_backward_final_callback()
-    for group in (group for other in state._state_ctx.all_states for group in _groups(other)):
+    for group in (group for other in state._state_ctx.all_states for group in _list_groups(other)):
         group.forget_gradients()
 
 
@@ -280,9 +280,9 @@ def observe_resizes(on_resize: Callable[[torch.UntypedStorage], None], devices: 
     """Call `on_resize` after each resize of a storage on one of `devices` inside this `with` block. Relies on internals
     of torch 2.13.
 
-    FSDP2 frees and allocates gathered parameters this way. It also compares addresses; for fake storages, which have
-    none, their numbers are used instead. Shards that are padded are not padded again: FSDP2 recognizes them only by the
-    type of plain tensors.
+    FSDP2 frees and allocates gathered parameters by resizing their storages. It also compares addresses; fake storages,
+    which have none, return a number that identifies them instead. FSDP2 would pad a fake shard once more in each step,
+    because it recognizes padded shards only if they are plain tensors; inside this block it does not.
     """
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 

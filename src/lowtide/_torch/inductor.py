@@ -41,7 +41,7 @@ def partition_by(partitioner: Any, of: object = None, *, reuse: bool = True) -> 
 
     before, had_reuse = config.custom_partitioner_fn, config.allow_buffer_reuse
     if before is not None and not getattr(before, "is_lever", False):
-        raise LowtideError(f"{_other(before)}.")
+        raise LowtideError(f"{_describe_other(before)}.")
     config.custom_partitioner_fn = partitioner
     config.allow_buffer_reuse = had_reuse and reuse
     ignore_marks = respect_marks()
@@ -73,7 +73,7 @@ def is_addmm_unfused() -> bool:
     return bool(getattr(config.custom_partitioner_fn, "is_lever", False))
 
 
-def _other(partitioner: Any) -> str:
+def _describe_other(partitioner: Any) -> str:
     if type(partitioner).__module__.startswith("lowtide."):
         return "a plan is in force on compiled code already: take it off (`remove()`)"
     name = type(partitioner).__name__
@@ -81,15 +81,13 @@ def _other(partitioner: Any) -> str:
 
 
 def hindrances() -> Iterator[str]:
-    """Yield descriptions of those current settings of torch that prevent plans for compiled code, each with a
-    remedy.
-    """
+    """Yield a description, with a remedy, of each current setting of torch that prevents plans for compiled code."""
     from torch._dynamo import config as dynamo
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
 
     if inductor.custom_partitioner_fn is not None and not is_addmm_unfused():
-        yield _other(inductor.custom_partitioner_fn)
+        yield _describe_other(inductor.custom_partitioner_fn)
     if functorch.activation_memory_budget != 1:
         yield (
             f"activation_memory_budget is {functorch.activation_memory_budget}: set it to 1, as the plan takes its "
@@ -104,7 +102,7 @@ def hindrances() -> Iterator[str]:
 def always_partitioned() -> Iterator[None]:
     """Have torch call the partitioner, instead of using caches, and compile backward at once, inside this `with` block.
 
-    A partition from a cache would have another graph's number (`watched_calls`).
+    Otherwise a graph that comes from a cache would be counted as another graph in `watched_calls`.
     """
     from torch._functorch import config as functorch
     from torch._inductor import config as inductor
@@ -145,8 +143,8 @@ def kernels_left_out() -> Iterator[None]:
 def watched_calls(note: Callable[[str, int, bool, tuple[int, ...]], None]) -> Iterator[None]:
     """Call `note` at the beginning and end of each call of a differentiated compiled graph inside this `with` block.
 
-    Arguments of `note`: "enter" or "leave", the graph's number in order of first calls, True for its backward, and the
-    values of its symbolic sizes (`JointGraph.at`).
+    Arguments of `note`: "enter" or "leave", the graph's number in the order of first calls, True for the graph's
+    backward, and the values of its symbolic sizes.
     """
     from torch._inductor.output_code import CompiledFxGraph
 

@@ -31,7 +31,7 @@ class JointNode:
     """
 
     target: str
-    """`aten.mm`; `placeholder` for an input."""
+    """Name of the called operator, such as `aten.mm`; `placeholder` for an input."""
     kind: Kind
     bytes: int
     flops: int
@@ -85,7 +85,9 @@ class JointGraph:
 
 
 Choose = Callable[[JointGraph, frozenset[int]], frozenset[int]]
-"""Function from a joint graph and the values that torch would save to the values saved instead."""
+"""Function that is called with a joint graph and the indices of the nodes whose values torch would save for backward;
+it returns the indices of the nodes to save instead.
+"""
 
 _REDUCTIONS: Final = frozenset(
     {
@@ -182,7 +184,7 @@ def partitioned(
 
     def chosen(graph: fx.Graph, info: Any, memory_budget: float = 1) -> list[fx.Node]:
         plain: list[fx.Node] = stock(graph, info, memory_budget=memory_budget)
-        with _unguarded(gm):
+        with _keep_symbolic(gm):
             joint = _build_joint_graph(gm, info, settings["num_fwd_outputs"])
         nodes = [node for node in gm.graph.nodes if node.op != "output"]
         index = {node: i for i, node in enumerate(nodes)}
@@ -217,15 +219,14 @@ def partitioned(
 
 @dataclass(frozen=True, slots=True)
 class _Planned:
-    """Names of the values of fused kernels that torch would save for backward and a plan does not, with the names of
-    the graph's views, and whether it has 16-bit values.
-    """
+    """The values of a joint graph that torch would save for backward and a plan does not, by their nodes' names."""
 
     is_mixed: bool
     """True if the graph has 16-bit values."""
     unsaved: frozenset[str]
-    """Names of the values of fused kernels that torch would save, and the plan does not."""
+    """Names of the nodes whose values torch would save and the plan does not, if fused kernels compute them."""
     views: frozenset[str]
+    """Names of all nodes of the graph that are views."""
 
     @classmethod
     def of(cls, joint: JointGraph, names: list[str], unsaved: Collection[int]) -> _Planned:
@@ -238,10 +239,11 @@ class _Planned:
         )
 
 
-def _unguarded(gm: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
-    """Keep symbolic sizes symbolic in this `with` block, whatever is computed from them.
+def _keep_symbolic(gm: fx.GraphModule) -> contextlib.AbstractContextManager[Any]:
+    """Keep symbolic sizes symbolic inside this `with` block, even if numbers are computed from them.
 
-    A symbolic size that is converted to a number would be fixed: the compiled code would be for its present value only.
+    Without the block, converting a symbolic size to a number adds a guard, and the compiled code would be for the
+    present size only.
     """
     values = (node.meta.get("val") for node in gm.graph.nodes)
     size = next((value for value in values if isinstance(value, torch.SymInt)), None)
@@ -268,17 +270,17 @@ def _build_joint_graph(gm: fx.GraphModule, info: Any, num_fwd_outputs: int) -> J
             continue
         at = index[node] = len(nodes)
         args = tuple(dict.fromkeys(index[arg] for arg in node.all_input_nodes))
-        target, is_size = _target(node), isinstance(node.meta.get("val"), _SIZES)
-        kind = "input" if is_size else _kind(node, target, operators)
+        target, is_size = _name_target(node), isinstance(node.meta.get("val"), _SIZES)
+        kind = "input" if is_size else _classify(node, target, operators)
         is_view = kind == "view" and bool(args)
         nodes.append(
             JointNode(
                 target=target,
                 kind=kind,
-                bytes=_bytes(node, partitioners),
-                flops=_flops(node, kind, partitioners),
+                bytes=_count_bytes(node, partitioners),
+                flops=_count_flops(node, kind, partitioners),
                 args=args,
-                module=_module(node),
+                module=_find_module_path(node),
                 root=nodes[args[0]].root if is_view else at,
                 is_forward=node in info.required_fw_nodes,
                 is_backward=node in after_tangents and kind != "input",
@@ -286,7 +288,7 @@ def _build_joint_graph(gm: fx.GraphModule, info: Any, num_fwd_outputs: int) -> J
                 is_static=node in info.static_lifetime_input_nodes,
                 is_half=_is_half(node.meta.get("val")),
                 is_copied=node.op == "placeholder" and node in before_convolutions and _is_planar(node.meta.get("val")),
-                is_random=target in _SEEDS or (kind == "extern" and _draws(node, operators)),
+                is_random=target in _SEEDS or (kind == "extern" and _draws_numbers(node, operators)),
             )
         )
         if is_size:
@@ -297,7 +299,7 @@ def _build_joint_graph(gm: fx.GraphModule, info: Any, num_fwd_outputs: int) -> J
     outputs, gradients = ([index[node] for node in ends if node in index] for ends in (forward, backward))
     inside = (node.meta.get("val") for node in gm.graph.nodes)
     is_on_cpu = all(value.is_cpu for value in inside if isinstance(value, torch.Tensor))
-    return JointGraph(nodes, outputs, gradients, digest.hexdigest(), _resize(gm), is_on_cpu)
+    return JointGraph(nodes, outputs, gradients, digest.hexdigest(), _make_resize(gm), is_on_cpu)
 
 
 def _find_backward_nodes(gm: fx.GraphModule, info: Any, partitioners: Any) -> Collection[fx.Node]:
@@ -329,14 +331,14 @@ def _find_before_convolutions(gm: fx.GraphModule, after_tangents: Collection[fx.
 
 
 def _is_planar(value: object) -> bool:
-    """Return True for images that are not in the channels-last format."""
+    """Return True for a four-dimensional tensor that is not in the channels-last format."""
     return isinstance(value, torch.Tensor) and value.dim() == 4 and value.stride(1) != 1
 
 
-def _resize(gm: fx.GraphModule) -> Callable[[JointGraph, tuple[int, ...]], JointGraph] | None:
-    """Return the function that computes a joint graph's bytes at other symbolic sizes; None if all sizes are fixed.
+def _make_resize(gm: fx.GraphModule) -> Callable[[JointGraph, tuple[int, ...]], JointGraph] | None:
+    """Make the function that computes a joint graph's bytes and FLOPs at other symbolic sizes; None if sizes are fixed.
 
-    FLOPs are scaled in proportion to the result's bytes, which gives too few for attention over a longer sequence.
+    FLOPs grow in proportion to the result's bytes, which gives too few for attention over a longer sequence.
     """
     given = [node.meta["val"] for node in gm.graph.nodes if _is_given_size(node)]
     if not given:
@@ -374,7 +376,7 @@ def _is_given_size(node: fx.Node) -> bool:
     return node.op == "placeholder" and isinstance(node.meta.get("val"), torch.SymInt) and "tangents" not in node.name
 
 
-def _target(node: fx.Node) -> str:
+def _name_target(node: fx.Node) -> str:
     if node.op != "call_function":
         return str(node.op)
     if node.target is operator.getitem:
@@ -382,24 +384,24 @@ def _target(node: fx.Node) -> str:
     return str(getattr(node.target, "overloadpacket", node.target))
 
 
-def _kind(node: fx.Node, target: str, operators: Any) -> Kind:
+def _classify(node: fx.Node, target: str, operators: Any) -> Kind:
     if node.op in ("placeholder", "get_attr"):
         return "input"
     if target == "getitem":
-        source = _target(node.args[0]) if isinstance(node.args[0], fx.Node) else ""
+        source = _name_target(node.args[0]) if isinstance(node.args[0], fx.Node) else ""
         return "view" if source in _VIEWS else "reduction" if source in _REDUCTIONS else "extern"
     if target in _VIEWS:
         return "view"
     if target in _REDUCTIONS:
         return "reduction"
-    is_fused = target in _FUSED or (operators.is_fusible(node) and not _draws(node, operators))
+    is_fused = target in _FUSED or (operators.is_fusible(node) and not _draws_numbers(node, operators))
     return "pointwise" if is_fused else "extern"
 
 
-def _draws(node: fx.Node, operators: Any) -> bool:
+def _draws_numbers(node: fx.Node, operators: Any) -> bool:
     """Return True if the node is a random operator or an output of one. Attention without dropout is not random."""
     if node.target is operator.getitem:
-        return isinstance(node.args[0], fx.Node) and _draws(node.args[0], operators)
+        return isinstance(node.args[0], fx.Node) and _draws_numbers(node.args[0], operators)
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     if not operators.is_random(node) and torch.Tag.nondeterministic_seeded not in node.target.tags:
@@ -416,12 +418,12 @@ def _is_half(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.is_floating_point() and value.element_size() <= 2
 
 
-def _bytes(node: fx.Node, partitioners: Any) -> int:
+def _count_bytes(node: fx.Node, partitioners: Any) -> int:
     value = node.meta.get("val")
     return 0 if value is None or isinstance(value, (tuple, list, *_SIZES)) else int(partitioners._size_of(node))
 
 
-def _flops(node: fx.Node, kind: Kind, partitioners: Any) -> int:
+def _count_flops(node: fx.Node, kind: Kind, partitioners: Any) -> int:
     """Return the FLOPs of a matrix product, convolution or attention. torch counts none for the CPU's attention."""
     if kind != "extern" or node.op != "call_function" or node.target is operator.getitem:
         return 0
@@ -445,7 +447,7 @@ def _flops(node: fx.Node, kind: Kind, partitioners: Any) -> int:
 _STEP = re.compile(r"\._modules\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]")
 
 
-def _module(node: fx.Node) -> str:
+def _find_module_path(node: fx.Node) -> str:
     """Return the path of the module that `node` belongs to, such as `transformer.h.0.attn`; empty if torch does not
     record one.
     """

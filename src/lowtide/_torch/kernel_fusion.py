@@ -22,10 +22,9 @@ MARK: Final = "lowtide_fuses_nearby_only"
 
 
 def fuse_nearby_only(graph: fx.GraphModule) -> None:
-    """Mark `graph`, for inductor, so that kernels which a matrix product or other extern kernel separates are not
-    fused.
+    """Mark `graph` so that inductor fuses no kernels across a matrix product or another extern kernel between them.
 
-    A kernel is fused with its only reader wherever that is. The mark takes effect on a CPU, after `respect_marks`.
+    A kernel and the only reader of its result are still fused. The mark takes effect on a CPU, after `respect_marks`.
     """
     graph.meta[MARK] = True
 
@@ -99,7 +98,10 @@ def _is_separator(node: Any) -> bool:
 
 
 def _is_written(first: Any, second: Any) -> bool:
-    """Return True if results of `first` that `second` reads are in memory even if both are fused."""
+    """Return True if a kernel fused from `first` and `second` must still write the results of `first` to memory.
+
+    It must if each result that `second` reads has other readers, too.
+    """
     inside = {node.get_name() for kernel in (first, second) for node in kernel.get_nodes()}
     read = second.read_writes.buffer_names()
     users = [

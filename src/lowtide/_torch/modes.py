@@ -93,7 +93,7 @@ class _OffInTransforms(threading.local):
     def begin(
         self, unpack: Callable[[Any], torch.Tensor], inside: Callable[[], contextlib.AbstractContextManager[None]]
     ) -> None:
-        """Begin a block in which transforms of torch.func disable hooks with this `unpack`, and enter `inside`."""
+        """Begin a block of `off_in_transforms` with these arguments."""
         kind = type(self)
         self._hooks.append((unpack, inside))
         with kind._lock:  # threads may come and go in any order

@@ -64,15 +64,15 @@ def load() -> ModuleType | None:
             if setting != "1":
                 return None
             build()
-        return _imported(library)
+        return _import(library)
     except BuildFailed as error:
-        _say(f"could not be built: {error}")
+        _warn(f"could not be built: {error}")
     except (ImportError, OSError) as error:
-        _say(f"could not be loaded: {error}. `lowtide native --build` builds them again")
+        _warn(f"could not be loaded: {error}. `lowtide native --build` builds them again")
     return None
 
 
-def _imported(library: Path) -> ModuleType:
+def _import(library: Path) -> ModuleType:
     loader: Any = importlib.machinery.ExtensionFileLoader(native_cache.NAME, str(library))
     spec = importlib.util.spec_from_loader(native_cache.NAME, loader)
     assert spec is not None
@@ -81,7 +81,7 @@ def _imported(library: Path) -> ModuleType:
     return module
 
 
-def _say(what: str) -> None:
+def _warn(what: str) -> None:
     warnings.warn(
         f"Lowtide's compiled hooks {what}. Its hooks in Python are used: the same bits, more time.", stacklevel=2
     )

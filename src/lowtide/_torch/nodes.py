@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 
 node_metadata: Callable[[Node], dict[Any, Any]] = operator.attrgetter("metadata")
-"""Return a dict that lives and dies with the C++ node: `Node.metadata`, which torch 2.13 documents, but not for such
-a use.
+"""Return `Node.metadata`, a dict that lives as long as the C++ node. torch 2.13 documents the attribute, but not that
+it may hold data of other libraries.
 """
 
 
@@ -32,8 +32,8 @@ def get_packet(func: Any) -> Any:
 
 
 WITH_WORKSPACE = "MkldnnRnnLayerBackward0"
-"""Node that saves its results, and then a workspace in uint8 of which oneDNN leaves bytes unwritten. Read in torch
-2.13.
+"""Name of the node of oneDNN's LSTM, which saves a workspace in uint8. Some bytes of the workspace are never written.
+Read in torch 2.13.
 """
 
 

@@ -21,11 +21,13 @@ Make = Callable[[Callable[..., Any]], Callable[..., Any]]
 """Function that returns a replacement for its argument, which the replacement calls."""
 
 _replacements: dict[tuple[Any, str], tuple[Callable[..., Any], list[Make]]] = {}
-"""Installed function and list of replacements, the last one outermost, by place of the original function."""
+"""For each replaced function, by owner and name: the function installed in its place, and the list of replacements that
+it calls, the last one outermost.
+"""
 
 
 _inherited: set[tuple[Any, str]] = set()
-"""Places in classes that inherit the function; the attribute is deleted with the last replacement."""
+"""Owner and name of replaced functions that the owner, a class, inherited; restoring deletes the class's attribute."""
 
 
 def replace_function(owner: Any, name: str, make: Make, *, innermost: bool = False) -> Callable[[], None]:

@@ -24,9 +24,10 @@ WRITTEN: Final = "inductor_realize_to_strides"
 
 
 def write_as_plain(forward: fx.GraphModule, names: Collection[str]) -> None:
-    """Have the graph `forward` write to memory those of its values `names` that it reads itself.
+    """Mark nodes of the graph `forward` so that inductor writes their values to memory, as it does without a plan.
 
-    `names` are the forward graph's outputs without a plan.
+    `names` are the names of the nodes that are outputs without a plan. Those that `forward` does not read itself are
+    not marked.
     """
     for node in forward.graph.nodes:
         if node.name in names and node.users:
@@ -36,10 +37,10 @@ def write_as_plain(forward: fx.GraphModule, names: Collection[str]) -> None:
 def with_plain_backward(
     planned: fx.GraphModule, plain: fx.GraphModule, names: Collection[str], views: Collection[str]
 ) -> None:
-    """Give `planned`, the backward graph under a plan, the nodes of `plain`, the backward graph without a plan.
+    """Replace the nodes of `planned`, the backward graph under a plan, by those of `plain`, the graph without a plan.
 
     The inputs stay those of `planned`. Inputs that only `plain` has are computed as in `planned`, right before they are
-    first read; the values `names` are written to memory there.
+    first read; if their names are in `names`, inductor writes them to memory there.
     """
     own = {node.name: node for node in planned.graph.nodes}
     place = {node: at for at, node in enumerate(planned.graph.nodes)}

@@ -14,7 +14,7 @@ from torch.utils import backend_registration
 
 from lowtide._torch.backward import in_transform
 from lowtide._torch.compiled_code import never_compiled
-from lowtide._torch.fake_modes import FakeTensor, _taken_on_the_way
+from lowtide._torch.fake_modes import FakeTensor, _cleared_errors
 
 DeviceModule = backend_registration._DummyBackendModule
 """Module for `torch.<device>`, implemented for one device. Read in torch 2.13; present since 2.9."""
@@ -41,18 +41,18 @@ def take_device_place(name: str, module: DeviceModule, hook: DeviceHook) -> None
 
 
 class _DeviceGuard(backend_registration._DummyDeviceGuard):
-    """Device guard of the PrivateUse1 device, whose type torch also queries while a C++ exception leaves a graph node.
+    """Device guard of the PrivateUse1 device. torch calls its `type_` even while an exception leaves an autograd node.
 
-    Python code must not return while an error is set, which would end the process. So the error is cleared here, and
-    raised again where backward was called (`function_modes_in_backward`). No attribute may be looked up before that: a
-    lookup in a class that lacks the attribute loses the error. Relies on internals of torch 2.13.
+    The Python error is set then, and a Python function that returned normally would end the process. So `type_` clears
+    the error, and `function_modes_in_backward` raises it again where backward was called. Before that, no attribute may
+    be looked up: a lookup in a class that lacks the attribute loses the error. Relies on internals of torch 2.13.
     """
 
     def type_(self, occurred: Callable[[], Any] = ctypes.pythonapi.PyErr_Occurred) -> Any:
         try:
             occurred()  # raises the error that is set
         except BaseException as error:
-            _taken_on_the_way.append(error)
+            _cleared_errors.append(error)
         return super().type_()  # type: ignore[no-untyped-call]
 
 
@@ -128,9 +128,9 @@ _fallthrough: list[torch.library.Library] = []
 
 
 class Gate:
-    """Smallest size of the first argument, in bytes, with which a call of an operator reaches an override kernel.
+    """Threshold of an override kernel: calls whose first argument has fewer than `least` bytes run torch's own kernel.
 
-    The compiled gate has the same attribute; calls with smaller arguments do not reach Python there.
+    The compiled hooks have a class with the same attribute, which decides without calling Python code.
     """
 
     __slots__ = ("least",)
@@ -143,9 +143,9 @@ class OverrideKernel:
     """A kernel that replaces the operator `aten.<name>` inside `with_overrides` blocks, for first arguments of at least
     `least` bytes. Relies on internals of torch 2.13, present since 2.10.
 
-    The kernel gets, before the operator's arguments, a function that continues with torch's own kernel and one that
-    continues past autograd. After the arguments it gets an object without other references, which the function
-    `references` compares with.
+    The kernel is called with two functions, the operator's arguments, and a new object. The first function calls
+    torch's own kernel, the second one calls it without autograd. The new object has no other references, for the
+    comparison in `references`.
     """
 
     def __init__(
@@ -226,7 +226,10 @@ def below_autograd() -> contextlib.AbstractContextManager[Any]:
 
 
 def is_dispatched_plainly(tensor: torch.Tensor) -> bool:
-    """Return True if calls go straight to the device: no mode, no transform, no pending conj, neg or zero bit."""
+    """Return True if operators on `tensor` go straight to the device's kernels.
+
+    That excludes dispatch modes, transforms of torch.func, and tensors with a pending conj, neg or zero bit.
+    """
     return not (
         torch._C._len_torch_dispatch_stack()
         or in_transform()

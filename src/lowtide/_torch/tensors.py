@@ -44,7 +44,9 @@ _READER: Any = type(vars(torch._C.TensorBase)["grad"].__get__)
 
 
 def find_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Yield the tensors that own the memory of `tensor`: the parts inside a sparse or other wrapper, else itself."""
+    """Yield the tensors that own the memory of `tensor`: the inner tensors of a sparse tensor, a nested tensor or a
+    wrapper subclass, otherwise `tensor` itself.
+    """
     layout = tensor.layout
     if layout is torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())
