@@ -89,7 +89,7 @@ def test_numpy_integers_are_bytes() -> None:
 )
 def test_a_budget_that_is_no_amount_is_refused_and_says_what_is_understood(budget: Any, why: str) -> None:
     with pytest.raises(BudgetError) as caught:
-        parse_budget(budget, of=2**30)
+        parse_budget(budget, plain_peak_bytes=2**30)
     message = str(caught.value)
     assert message.startswith(repr(budget))
     assert why in message
@@ -98,9 +98,9 @@ def test_a_budget_that_is_no_amount_is_refused_and_says_what_is_understood(budge
 
 
 def test_a_percentage_is_of_the_plain_peak() -> None:
-    assert parse_budget("60%", of=1001) == 600
-    assert parse_budget("12.5 %", of=1000) == 125
-    assert parse_budget("120%", of=1000) == 1200
+    assert parse_budget("60%", plain_peak_bytes=1001) == 600
+    assert parse_budget("12.5 %", plain_peak_bytes=1000) == 125
+    assert parse_budget("120%", plain_peak_bytes=1000) == 1200
     with pytest.raises(BudgetError, match="not known here"):
         parse_budget("60%")
     with pytest.raises(BudgetError, match="not known here") as caught:
@@ -110,7 +110,7 @@ def test_a_percentage_is_of_the_plain_peak() -> None:
 
 @given(st.integers(1, 100), st.integers(100, 2**50))
 def test_a_percentage_is_cut_to_whole_bytes(percent: int, peak_bytes: int) -> None:
-    assert parse_budget(f"{percent}%", of=peak_bytes) == peak_bytes * percent // 100
+    assert parse_budget(f"{percent}%", plain_peak_bytes=peak_bytes) == peak_bytes * percent // 100
 
 
 @pytest.mark.parametrize(

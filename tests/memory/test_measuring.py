@@ -295,7 +295,7 @@ def test_the_inspections_of_a_step_look_at_young_objects_only(model: nn.Sequenti
         sys.setprofile(None)
         gc.enable()
     # two young generations: for profilers first, for garbage twice, at entry and at each of four moments
-    assert searches == ["live_objects"] + ["_unseen"] * 2 * (3 + 4)
+    assert searches == ["live_objects"] + ["_list_new_objects"] * 2 * (3 + 4)
 
 
 @pytest.mark.parametrize("is_held", [False, True])

@@ -95,7 +95,7 @@ def left(model: nn.Module) -> list[str]:
         "dispatch modes": torch._C._len_torch_dispatch_stack() > 0,
         "gradients off": not torch.is_grad_enabled(),
         "a handler": signal.getsignal(signal.SIGINT) is not signal.default_int_handler,
-        "an interrupt that waits": _interrupts._waits,
+        "an interrupt that waits": _interrupts._is_delayed,
         "functions that stand in": any(makes for _, makes in _standins._replacements.values()),
         "a call": any(CALL in vars(module) for module in model.modules()),
         "hooks": any(vars(m)["_forward_hooks"] or vars(m)["_forward_pre_hooks"] for m in model.modules()),
@@ -120,7 +120,7 @@ def check_interrupted(run: Callable[[], object], undo: Callable[[], object], n: 
             with Interrupting((place, time_)):
                 run()
             for _ in range(20):  # one that waits has come by then
-                time.sleep(_interrupts.AGAIN_S)
+                time.sleep(_interrupts.RESEND_S)
         undo()
         gc.collect()
         assert left(other.model) == [], where
@@ -223,7 +223,7 @@ def test_an_interrupt_that_waited_comes_while_another_claim_is_held() -> None:
 
     with interrupts_delayed(), pytest.raises(KeyboardInterrupt):
         work()
-    time.sleep(4 * _interrupts.AGAIN_S)  # it comes once
+    time.sleep(4 * _interrupts.RESEND_S)  # it comes once
 
 
 def test_a_handler_that_was_set_meanwhile_stays_and_one_before_is_called() -> None:

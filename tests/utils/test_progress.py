@@ -20,7 +20,7 @@ from torch import nn
 import lowtide
 from interrupting import Interrupting
 from lowtide.cli import main
-from lowtide.utils.interrupts import AGAIN_S
+from lowtide.utils.interrupts import RESEND_S
 from lowtide.utils.messages import say, shown_bars
 from lowtide.utils.progress import Stage, _here, showing
 
@@ -191,7 +191,7 @@ def first_call(function: Callable[..., Any]) -> Interrupting:
 def await_interrupt() -> None:
     """Wait for an interrupt that is resent because a plan of an earlier test still holds interrupts back."""
     for _ in range(20):
-        time.sleep(AGAIN_S)
+        time.sleep(RESEND_S)
 
 
 @pytest.mark.parametrize("name", ["acquire", "release", "clear", "refresh"])

@@ -287,7 +287,7 @@ def _make_first_plan(
 ) -> tuple[Choice, Plan]:
     """Choose the levers that help, and make the first plan. Raises Infeasible, naming further levers that may help."""
     plain = predict_unplanned_step(profile)
-    budget_bytes = parse_budget(budget, of=plain_peak_bytes(profile))
+    budget_bytes = parse_budget(budget, plain_peak_bytes=plain_peak_bytes(profile))
     if profile.levers:  # chosen before
         if unasked := [lever.name for lever in profile.levers if lever.name not in levers]:
             raise StalePlan(f"this profile was made with {unasked}: name them in levers=, or rehearse again.")

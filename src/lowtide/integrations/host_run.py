@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 class HostRun:
-    """A `lowtide.within` block that one callback enters and another leaves.
+    """A `lowtide.within` block that one callback of a training loop enters and another one leaves.
 
-    A loop that is ended by an exception may never make the second callback. The block is then left when training begins
-    again, when another block begins, or by `leave`.
+    If an exception ends the loop, the loop may never call the second callback. The block is then left when training
+    begins again, when another block begins, or by `leave`.
     """
 
     def __init__(self, new_run: Callable[..., Run]) -> None:
@@ -32,7 +32,9 @@ class HostRun:
         self._is_open = False
 
     def begin(self, model: nn.Module) -> None:
-        """Enter a `lowtide.within` block for `model`, which is trained by the function that has called the callback."""
+        """Enter a `lowtide.within` block for `model`. Call this from a callback of the loop that trains the model: the
+        loop's function is looked up on the stack.
+        """
         self.leave()
         self.run = self._new_run(model=model)
         self._loop = _Loop()
@@ -41,7 +43,7 @@ class HostRun:
         left_over.append(self._leave_if_over)
 
     def end(self) -> None:
-        """Restore the model when training is over. An error of the plan that the loop has caught is raised again."""
+        """Restore the model after training. If the loop has caught an error of the plan, raise that error again."""
         if self._is_open:
             assert self.run is not None
             self._close()
@@ -55,7 +57,7 @@ class HostRun:
             self.run.leave()
 
     def metrics(self) -> dict[str, float]:
-        """Return the plan's numbers (`Run.metrics`) for the logs of the loop; empty before there is a plan."""
+        """Return `Run.metrics()` of the current block for the loop's logs; an empty dict before training."""
         return {} if self.run is None else self.run.metrics()
 
     def _close(self) -> None:
@@ -68,7 +70,7 @@ class HostRun:
 
 
 class BudgetCallback:
-    """Base class of callbacks for other packages: it takes the arguments of `lowtide.within` and holds the block."""
+    """Base class of callbacks for the Trainers of other packages. Its arguments are those of `lowtide.within`."""
 
     def __init__(
         self,
@@ -101,7 +103,7 @@ class BudgetCallback:
 
 
 class _Loop:
-    """Frame of the running function of another package that contains the training loop and calls the callbacks."""
+    """The running function of another package that contains the training loop, such as `Trainer.train`."""
 
     def __init__(self) -> None:
         frame = sys._getframe(1)
@@ -113,6 +115,6 @@ class _Loop:
         self._thread, self._frame_id, self._code = threading.get_ident(), id(frame), frame.f_code
 
     def is_over(self) -> bool:
-        """Return True if the loop's function has returned, or was left by an exception."""
+        """Return True if the function has returned or raised."""
         frames = walk_frames(sys._current_frames().get(self._thread))
         return not any(id(frame) == self._frame_id and frame.f_code is self._code for frame in frames)

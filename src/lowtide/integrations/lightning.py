@@ -31,7 +31,7 @@ class LowtideCallback(BudgetCallback, lightning.Callback):
     """
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Put the Trainer's module under the budget."""
+        """Enter a `lowtide.within` block for the Trainer's module."""
         if "deepspeed" in type(trainer.strategy).__name__.lower():
             raise refuse_deepspeed("the Trainer")
         self._host.begin(pl_module)

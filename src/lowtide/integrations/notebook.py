@@ -19,16 +19,16 @@ def register(shell: Any) -> None:
     from IPython.core import magic
 
     def lowtide(line: str, cell: str) -> Any:
-        """Measure the memory of the cell and print it: the peak, and the tensors alive there.
+        """Run the cell and print its peak memory, with the tensors that are alive at the peak.
 
-        `%%lowtide memory` also puts the measurement into a variable of that name.
+        `%%lowtide memory` also assigns the measurement to a variable named `memory`.
         """
         name = line.strip()
         if name and re.fullmatch(r"[^\W\d]\w*", name) is None:
             raise LowtideError(
                 f"%%lowtide takes the name of a variable for the measurement, or nothing; found {name!r}."
             )
-        value, memory = measured(shell, cell)
+        value, memory = run_and_measure(shell, cell)
         if name:
             shell.user_ns[name] = memory
         print(memory)  # noqa: T201
@@ -39,8 +39,8 @@ def register(shell: Any) -> None:
     shell.register_magic_function(may_be_silenced(lowtide), magic_kind="cell", magic_name="lowtide")
 
 
-def measured(shell: Any, cell: str) -> tuple[Any, Memory]:
-    """Run a cell in the shell's namespace; return the value of its last expression, if any, and the measured memory."""
+def run_and_measure(shell: Any, cell: str) -> tuple[Any, Memory]:
+    """Run a cell in the shell's namespace. Return the value of its last expression, or None, and its memory."""
     names = shell.user_ns
     tree = shell.transform_ast(shell.compile.ast_parse(shell.transform_cell(cell)))
     last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None

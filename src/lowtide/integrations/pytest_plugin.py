@@ -46,7 +46,7 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
         limits = _Limits.of(markers)
     except LowtideError as error:
         raise pytest.fail.Exception(str(error), pytrace=False) from error
-    objects = _Objects(item)
+    objects = _TestObjects(item)
     with contextlib.ExitStack() as stack:
         watch = stack.enter_context(objects.watch()) if limits.findings is not None else None
         memory = stack.enter_context(objects.measure()) if limits.peak_bytes is not None else None
@@ -65,8 +65,9 @@ class _Limits:
 
     @classmethod
     def of(cls, markers: Sequence[pytest.Mark]) -> _Limits:
-        """Return the limits of a test's markers, the closest first: a class's limit holds if the test sets none. Raises
-        LowtideError for a marker without limits or with unknown ones.
+        """Merge the limits of a test's markers, listed closest first: the test's own marker overrides its class's.
+
+        Raises LowtideError for a marker without limits or with unknown ones.
         """
         from lowtide.errors import LowtideError
         from lowtide.utils.amounts import parse_bytes
@@ -89,7 +90,9 @@ class _Limits:
         return cls(peak, None if peak is None else parse_bytes(peak), findings)
 
     def report_peak(self, memory: Memory | None, before_bytes: int) -> Iterator[str]:
-        """Yield the lines of a report if the peak is above its limit. `before_bytes` is in use before the test runs."""
+        """Yield the lines of a report if the peak is above its limit. `before_bytes` is the memory that the test's
+        models, optimizers and tensors hold before it runs; it counts in the peak.
+        """
         if memory is None or self.peak_bytes is None:
             return
         from lowtide.memory.timeline_table import table
@@ -110,7 +113,7 @@ class _Limits:
             yield str(watch)
 
 
-class _Objects:
+class _TestObjects:
     """Models, optimizers and tensors that exist before a test runs: in its fixtures, and in globals that it names."""
 
     def __init__(self, item: pytest.Item) -> None:

@@ -36,7 +36,7 @@ class LowtideCallback(BudgetCallback, TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Put the Trainer's model under the budget."""
+        """Enter a `lowtide.within` block for the Trainer's model."""
         if args.deepspeed:
             raise refuse_deepspeed("the Trainer")
         self._host.begin(kwargs["model"])

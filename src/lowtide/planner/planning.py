@@ -98,7 +98,7 @@ def plan(
     Profile.expect(profile, "plan")
     simulator = get_simulator(profile, offload=offload)
     unplanned, plain_bytes = predict_unplanned_step(profile), plain_peak_bytes(profile)
-    budget_bytes = parse_budget(budget, of=plain_bytes)
+    budget_bytes = parse_budget(budget, plain_peak_bytes=plain_bytes)
     decisions, predicted, bound_ms = Decisions(), unplanned, 0.0
     if plain_bytes > budget_bytes:
         until = None if time_limit_s is None else time.monotonic() + time_limit_s

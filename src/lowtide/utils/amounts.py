@@ -13,12 +13,12 @@ from lowtide.errors import BudgetError
 from lowtide.units import BINARY
 
 BudgetFor = Literal["requested", "reserved"]
-"""Bytes that a budget bounds: those that tensors request, or those that the GPU's allocator reserves for them."""
+"""Bytes that a budget limits: those that tensors request, or those that the CUDA caching allocator reserves."""
 
 _DECIMAL = {"kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "PB": 10**15}
-_READ = {unit.lower(): Fraction(size) for unit, size in (BINARY | _DECIMAL).items()}
+_BYTES_PER_UNIT = {unit.lower(): Fraction(size) for unit, size in (BINARY | _DECIMAL).items()}
 
-_NOT_READ = {
+_REFUSED_UNITS = {
     "": "it has no unit; write {0}B for bytes",
     "%": "the peak that it is a share of is not known here",
     **{
@@ -27,7 +27,7 @@ _NOT_READ = {
     },
 }
 _AMOUNT = re.compile(r"\s*(-?[0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([a-z]*|%)\s*", re.IGNORECASE | re.ASCII)
-_UNDERSTOOD = 'a number with a unit, as in "8GiB", "1.5 GB" or "500MB"; in Python an int, which is bytes'
+_ACCEPTED = 'a number with a unit, as in "8GiB", "1.5 GB" or "500MB"; in Python an int, which is bytes'
 
 
 def parse_bytes(amount: str | SupportsIndex) -> int:
@@ -36,16 +36,19 @@ def parse_bytes(amount: str | SupportsIndex) -> int:
     Case does not matter, and a fraction of a byte is cut off. "8G" is refused, because it can mean 8 GB or 8 GiB.
     Raises BudgetError for anything but a positive amount: no unit, zero, negatives, floats, bools.
     """
-    return _read(amount, _READ, _UNDERSTOOD)
+    return _parse(amount, _BYTES_PER_UNIT, _ACCEPTED)
 
 
-def parse_budget(budget: str | SupportsIndex, of: int | None = None) -> int:
-    """Return the bytes in `budget`: an amount for `parse_bytes`, or "60%" of `of`, the plain step's peak, rounded down.
+def parse_budget(budget: str | SupportsIndex, plain_peak_bytes: int | None = None) -> int:
+    """Return the bytes in `budget`: an amount for `parse_bytes`, or "60%" of `plain_peak_bytes`, rounded down.
 
-    Raises BudgetError as `parse_bytes` does, and for a percentage when `of` is None.
+    `plain_peak_bytes` is the peak of the training step without a plan. Raises BudgetError as `parse_bytes` does, and
+    for a percentage when `plain_peak_bytes` is None.
     """
-    units = _READ if of is None else _READ | {"%": Fraction(of, 100)}
-    return _read(budget, units, f'{_UNDERSTOOD}, or a share of the plain step\'s peak, as in "60%"')
+    units = _BYTES_PER_UNIT
+    if plain_peak_bytes is not None:
+        units = units | {"%": Fraction(plain_peak_bytes, 100)}
+    return _parse(budget, units, f'{_ACCEPTED}, or a share of the plain step\'s peak, as in "60%"')
 
 
 AUTO = "auto"
@@ -77,16 +80,16 @@ def is_of_gpu(budget: object) -> bool:
 
 
 def check_budget(budget: str | SupportsIndex, *, of_gpu: bool = False) -> None:
-    """Raise BudgetError for an invalid budget, before the plain step's peak is known.
+    """Raise BudgetError if `budget` is invalid. The peak that a percentage refers to need not be known yet.
 
-    Budgets relative to a GPU, such as "90% of gpu", are valid only if `of_gpu`; `memory/device_budget.py` says on which
-    devices.
+    Budgets relative to a GPU, such as "90% of gpu", are valid only if `of_gpu` is set; `memory/device_budget.py` says
+    on which devices.
     """
     if not (of_gpu and is_of_gpu(budget)):
-        parse_budget(budget, of=2**40)
+        parse_budget(budget, plain_peak_bytes=2**40)
 
 
-def _read(amount: object, bytes_per_unit: Mapping[str, Fraction], understood: str) -> int:
+def _parse(amount: object, bytes_per_unit: Mapping[str, Fraction], understood: str) -> int:
     def build_error(why: str) -> BudgetError:
         return BudgetError(f"{amount!r} is not an amount of memory: {why}.\n  Understood: {understood}.")
 
@@ -100,7 +103,7 @@ def _read(amount: object, bytes_per_unit: Mapping[str, Fraction], understood: st
         if number.startswith("-"):  # before its unit: a unit would not help
             raise build_error("it is negative")
         if unit.lower() not in bytes_per_unit:
-            raise build_error(_NOT_READ.get(unit.lower(), f"{unit} is not a unit of memory").format(number))
+            raise build_error(_REFUSED_UNITS.get(unit.lower(), f"{unit} is not a unit of memory").format(number))
         n_bytes = int(Fraction(number) * bytes_per_unit[unit.lower()])
     elif isinstance(amount, SupportsIndex) and not isinstance(amount, bool):
         n_bytes = operator.index(amount)

@@ -7,7 +7,7 @@ from types import FrameType
 
 
 def walk_frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yield `frame` and the frames of its callers, the innermost first; nothing for None."""
+    """Yield `frame` and the frames of its callers, innermost first. Yield nothing if `frame` is None."""
     while frame is not None:
         yield frame
         frame = frame.f_back

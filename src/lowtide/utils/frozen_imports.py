@@ -13,8 +13,8 @@ def imports_frozen() -> Iterator[None]:
     """Hide all existing objects from the garbage collector during the block.
 
     A rehearsed step collects garbage and searches the live objects for tensors and optimizers. Imported modules hold
-    some 200,000 objects, none of them a tensor or an optimizer. Nothing is hidden where the program itself called
-    `gc.freeze` before, because `gc.unfreeze` would return its objects too.
+    some 200,000 objects, none of them a tensor or an optimizer. Nothing is hidden if the program itself has called
+    `gc.freeze`, because `gc.unfreeze` would undo that call too.
     """
     if _has_frozen_objects():
         yield

@@ -17,11 +17,11 @@ TESTED_TORCH = ((2, 10), (2, 12), (2, 13), (2, 14), (2, 15))
 
 def find_own_version() -> str:
     """Return Lowtide's version: of the installed package, or RELEASE if Lowtide is not installed."""
-    return _installed("lowtide") or RELEASE
+    return _find_version("lowtide") or RELEASE
 
 
 def parse_torch_version(torch_version: str) -> tuple[int, int] | None:
-    """Return major and minor version of torch: 2.13.0+cpu -> (2, 13); None for a text that states no version."""
+    """Return the major and minor version of torch: "2.13.0+cpu" -> (2, 13). Return None if the text has neither."""
     numbers = re.match(r"(\d+)\.(\d+)", torch_version)
     return None if numbers is None else (int(numbers[1]), int(numbers[2]))
 
@@ -39,14 +39,14 @@ def describe_untested_torch(torch_version: str) -> str | None:
 
 
 def torch_version() -> str | None:
-    """Return the version of the installed torch, without importing it; None if there is none."""
-    return _installed("torch")
+    """Return the version of the installed torch package, without importing it; None if torch is not installed."""
+    return _find_version("torch")
 
 
 def read_torch_build() -> str | None:
     """Return `torch.__version__` without importing torch; None if torch is not installed.
 
-    The result names the build, as in 2.13.0+cpu, which the version of the installed package does not.
+    The result names the build, as in 2.13.0+cpu. The version in the package's metadata may lack that suffix.
     """
     spec = importlib.util.find_spec("torch")
     if spec is None or spec.origin is None:
@@ -74,7 +74,7 @@ def describe_versions() -> str:
     return "\n".join(lines)
 
 
-def _installed(package: str) -> str | None:
+def _find_version(package: str) -> str | None:
     try:
         return version(package)
     except PackageNotFoundError:

@@ -3,9 +3,9 @@
 Python raises KeyboardInterrupt between any two instructions: also between the start of a profiler and the line that
 would remember to stop it, or in the middle of restoring RNG state and buffers. So while a claim is held
 (`delay_interrupts`), Lowtide's handler for SIGINT precedes the process's own and checks where the interrupt has
-arrived. In the user's code, in a module's forward or in pure computation the interrupt is passed on at once; anything
-open above is closed by its `finally`, during which a further interrupt waits. Elsewhere the interrupt is resent every
-few milliseconds, until it arrives at such a place or the last claim is released.
+arrived. In the user's code, in a module's forward or in pure computation the interrupt is passed on at once; the
+`finally` clauses of Lowtide's functions further up the stack then run, and delay further interrupts. Elsewhere the
+interrupt is resent every few milliseconds, until it arrives at such a place or the last claim is released.
 
 If another handler has been set since, as in the next cell of a notebook, Lowtide's is not installed: `install_handler`
 installs it again. Only the main thread gets signals; other threads change nothing.
@@ -35,53 +35,51 @@ T = TypeVar("T")
 U = TypeVar("U")
 R = TypeVar("R", bound=Removable)
 
-AGAIN_S: Final = 0.005
-"""Seconds after which a waiting interrupt is resent."""
+RESEND_S: Final = 0.005
+"""Seconds after which a delayed interrupt is resent."""
 
 _PACKAGE: Final = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_CALCULATES: Final = tuple(
+_PURE_FOLDERS: Final = tuple(
     os.path.join(_PACKAGE, *names, "")
     for names in (("cli", "demo"), ("diagnostics", "graph"), ("diagnostics", "oom"), ("planner",), ("report",))
 )
 """Folders of this package whose code has no side effects: planning may spend seconds in them."""
-_PYTHONS: Final = sysconfig.get_paths()["stdlib"] + os.sep
-_INSTALLED: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_STDLIB: Final = sysconfig.get_paths()["stdlib"] + os.sep
+_SITE_PACKAGES: Final = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
 
 _lock: Final = threading.RLock()
 """Lock held while an interrupt is resent, and while resending is cancelled."""
 _claims: set[object] = set()
-_whole = 0
+_n_uninterrupted = 0
 """Number of calls in progress in the main thread during which no code may be interrupted."""
-_waits = False
-"""True while an interrupt waits."""
+_is_delayed = False
+"""True while an interrupt is delayed."""
 _is_resent = False
 """True while a resent interrupt is under way."""
 
 
 class _Handler:
-    """SIGINT handler that delays interrupts, and passes them to the handler `before`, which it replaces."""
+    """SIGINT handler that delays interrupts and then passes them to `previous`, the handler that it replaces."""
 
-    def __init__(self, before: Callable[[int, FrameType | None], Any]) -> None:
-        self.before = before
+    def __init__(self, previous: Callable[[int, FrameType | None], Any]) -> None:
+        self.previous = previous
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        global _waits, _is_resent
+        global _is_delayed, _is_resent
         is_resent, _is_resent = _is_resent, False
-        if is_resent and not _waits:  # passed on while the resent interrupt was under way
+        if is_resent and not _is_delayed:  # passed on while the resent interrupt was under way
             return
-        if not _claims or (not _whole and _is_interruptible(frame)):
+        if not _claims or (not _n_uninterrupted and _is_interruptible(frame)):
             with _lock:
-                _waits = False
-            self.before(number, frame)
-        elif not _waits:
-            _waits = True
-            _thread.start_new_thread(_send_again, ())  # threading's own locks may be held here
+                _is_delayed = False
+            self.previous(number, frame)
+        elif not _is_delayed:
+            _is_delayed = True
+            _thread.start_new_thread(_resend_until_passed_on, ())  # threading's own locks may be held here
 
 
 def delay_interrupts() -> Callable[[], None]:
-    """Delay Ctrl-C in code of this package until the returned function is called, which then passes on a delayed
-    interrupt.
-    """
+    """Delay Ctrl-C in code of this package. Return a function that ends the delay and passes on a delayed interrupt."""
     claim = object()
     _claims.add(claim)
     install_handler()
@@ -99,44 +97,45 @@ def install_handler() -> None:
 
 
 def _release_claim(claim: object) -> None:
-    global _waits
+    global _is_delayed
     _claims.discard(claim)
     if _claims or threading.get_ident() != threading.main_thread().ident:
         return
     with _lock:
-        waited, _waits = _waits, False
+        waited, _is_delayed = _is_delayed, False
     for _ in range(1000):  # wait until our handler gets the resent interrupt; blocked signals never arrive
         if not _is_resent:
             break
-        time.sleep(AGAIN_S / 10)
+        time.sleep(RESEND_S / 10)
     handler = signal.getsignal(signal.SIGINT)
     if isinstance(handler, _Handler):
-        signal.signal(signal.SIGINT, handler.before)
+        signal.signal(signal.SIGINT, handler.previous)
         if waited:
-            handler.before(signal.SIGINT, sys._getframe())
+            handler.previous(signal.SIGINT, sys._getframe())
 
 
 @contextlib.contextmanager
 def interrupts_delayed() -> Iterator[None]:
     """Delay Ctrl-C in code of this package during the block."""
-    give_back = delay_interrupts()
+    stop_delaying = delay_interrupts()
     try:
         yield
     finally:
-        give_back()
+        stop_delaying()
 
 
 @contextlib.contextmanager
 def resend_dropped_interrupts() -> Iterator[None]:
     """Resend an interrupt that Python drops during the block.
 
-    Python raises an interrupt that arrives while C++ computes as soon as Python code runs again. In backward under a
-    plan, on the CPU, that code is most often the `__del__` of a saved value, and Python drops exceptions of `__del__`.
+    Python drops exceptions that are raised in a `__del__` method. An interrupt that arrives while C++ code runs is
+    raised as soon as Python code runs again. In a backward pass on the CPU under a plan, that is most often the
+    `__del__` of a saved value.
     """
     own = sys.unraisablehook
 
     def dropped(unraisable: sys.UnraisableHookArgs) -> None:
-        # nothing may be raised here, because exceptions do not get out of this hook either
+        # raising here would not help: Python also drops exceptions of this hook
         if unraisable.exc_type is KeyboardInterrupt:
             threading.Thread(target=_interrupt_out_of, args=(dropped.__code__,), daemon=True).start()
         else:
@@ -162,10 +161,10 @@ def _interrupt_out_of(code: CodeType) -> None:
 
 
 def remove_if_interrupted(function: Callable[P, R]) -> Callable[P, R]:
-    """Decorate `function`, which returns a plan in force: delay interrupts while it runs.
+    """Decorate a function that returns a `Removable`, such as an applied plan: delay interrupts while it runs.
 
-    If an interrupt arrived meanwhile, the plan is removed before the interrupt is passed on, because the caller does
-    not get the plan.
+    If an interrupt was delayed, the result's `remove()` is called before the interrupt is passed on, because the caller
+    will not receive the result.
     """
 
     @functools.wraps(function)
@@ -173,7 +172,7 @@ def remove_if_interrupted(function: Callable[P, R]) -> Callable[P, R]:
         with interrupts_delayed():
             result = function(*args, **kwargs)
             try:
-                _pass_on()
+                _pass_on_delayed()
             except BaseException:
                 result.remove()
                 raise
@@ -182,53 +181,54 @@ def remove_if_interrupted(function: Callable[P, R]) -> Callable[P, R]:
     return run
 
 
-def _pass_on() -> None:
+def _pass_on_delayed() -> None:
     """Pass a delayed interrupt on to the process's own handler."""
-    global _waits
+    global _is_delayed
     if threading.get_ident() != threading.main_thread().ident:
         return
     with _lock:
-        waited, _waits = _waits, False
+        waited, _is_delayed = _is_delayed, False
     handler = signal.getsignal(signal.SIGINT)
     if waited and isinstance(handler, _Handler):
-        handler.before(signal.SIGINT, sys._getframe())
+        handler.previous(signal.SIGINT, sys._getframe())
 
 
 def uninterrupted(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate `function`: delay interrupts until it ends, also in all functions that it calls."""
+    """Decorate `function` so that interrupts are delayed until it returns, also in all functions that it calls."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        global _whole
+        global _n_uninterrupted
         if threading.get_ident() != threading.main_thread().ident:
             return function(*args, **kwargs)
         with interrupts_delayed():
-            _whole += 1
+            _n_uninterrupted += 1
             try:
                 return function(*args, **kwargs)
             finally:
-                _whole -= 1
+                _n_uninterrupted -= 1
 
     return run
 
 
 def uninterrupted_enter(enter: Callable[[T], U]) -> Callable[[T], U]:
-    """Decorate an `__enter__` method: delay interrupts until it ends.
+    """Decorate an `__enter__` method so that interrupts are delayed until it returns.
 
-    If an interrupt was delayed, `__exit__` is called, because `with` does not call it after an error in `__enter__`.
+    If an interrupt was delayed, `__exit__` is called before the interrupt is raised, because `with` does not call
+    `__exit__` after an error in `__enter__`.
     """
     run_whole = uninterrupted(enter)
 
     @functools.wraps(enter)
     def run(entered: T) -> U:
-        give_back = delay_interrupts()
+        stop_delaying = delay_interrupts()
         try:
             result = run_whole(entered)
         except BaseException:
-            give_back()
+            stop_delaying()
             raise
         try:
-            give_back()
+            stop_delaying()
         except BaseException as error:
             entered.__exit__(type(error), error, error.__traceback__)  # type: ignore[attr-defined]
             raise
@@ -238,22 +238,22 @@ def uninterrupted_enter(enter: Callable[[T], U]) -> Callable[[T], U]:
 
 
 def _is_interruptible(frame: FrameType | None) -> bool:
-    """Return True if KeyboardInterrupt may be raised in `frame`, judged by its innermost frame outside Python and
-    torch.
+    """Return True if KeyboardInterrupt may be raised in `frame`.
 
-    User code may be interrupted, and so may a `forward` of torch. Code of this package may only if it has no side
-    effects.
+    The innermost frame outside the standard library and torch decides: user code may be interrupted, and code of this
+    package only in folders without side effects. A `forward` method of torch may be interrupted as well.
     """
     frame = _find_traced_frame(frame)
     torch = sys.modules.get("torch")
-    torchs = os.path.dirname(torch.__file__ or "") + os.sep if torch is not None else _PACKAGE
+    torch_folder = os.path.dirname(torch.__file__ or "") + os.sep if torch is not None else _PACKAGE
     while frame is not None:
         file = frame.f_code.co_filename
         if file.startswith(_PACKAGE):
-            return file.startswith(_CALCULATES)
-        is_pythons = file.startswith("<") or (file.startswith(_PYTHONS) and not any(at in file for at in _INSTALLED))
-        is_torchs = file.startswith(torchs) and frame.f_code.co_name != "forward"
-        if not (is_pythons or is_torchs):
+            return file.startswith(_PURE_FOLDERS)
+        is_installed = any(folder in file for folder in _SITE_PACKAGES)
+        is_stdlib = file.startswith("<") or (file.startswith(_STDLIB) and not is_installed)
+        is_torch = file.startswith(torch_folder) and frame.f_code.co_name != "forward"
+        if not (is_stdlib or is_torch):
             return True
         frame = frame.f_back
     return True
@@ -262,25 +262,25 @@ def _is_interruptible(frame: FrameType | None) -> bool:
 def _find_traced_frame(frame: FrameType | None) -> FrameType | None:
     """Return the traced frame if the interrupt arrived in a debugger's or profiler's trace function, else `frame`."""
     tracers = {getattr(tracer, "__code__", None) for tracer in (sys.gettrace(), sys.getprofile())}
-    below = frame
-    while below is not None:
-        back = below.f_back
-        own = None if back is None else getattr(back.f_trace, "__code__", None)
-        if below.f_code in tracers or below.f_code is own:
-            return back
-        below = back
+    current = frame
+    while current is not None:
+        caller = current.f_back
+        local_tracer = None if caller is None else getattr(caller.f_trace, "__code__", None)
+        if current.f_code in tracers or current.f_code is local_tracer:
+            return caller
+        current = caller
     return frame
 
 
-def _send_again() -> None:
+def _resend_until_passed_on() -> None:
     """Resend a delayed interrupt every few milliseconds until Lowtide's handler passes it on."""
     global _is_resent
     main = threading.main_thread().ident
     assert main is not None
     while True:
-        time.sleep(AGAIN_S)
+        time.sleep(RESEND_S)
         with _lock:
-            if not _waits:
+            if not _is_delayed:
                 return
             if not _is_resent:
                 _is_resent = True
@@ -288,9 +288,9 @@ def _send_again() -> None:
 
 
 def send(main: int) -> None:
-    """Send SIGINT to the main thread, whose identifier is `main`, so that it is interrupted even while it blocks.
+    """Send SIGINT to the main thread, whose identifier is `main`, so that it is interrupted even in a blocking call.
 
-    A signal to another thread would be noticed only after the blocking call.
+    If the signal went to another thread, Python would handle it only after the blocking call.
     """
     if sys.platform == "win32":
         signal.raise_signal(signal.SIGINT)

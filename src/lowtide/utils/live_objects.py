@@ -1,4 +1,4 @@
-"""Find the objects of some classes among all that the garbage collector knows."""
+"""Find the instances of some classes among all objects that the garbage collector tracks."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ T = TypeVar("T")
 
 
 def live_objects(*classes: type[T]) -> list[T]:
-    """Return the live objects of `classes` and of their subclasses, except for those that `gc.freeze` has hidden.
+    """Return the live instances of `classes` and of their subclasses, except those that `gc.freeze` has hidden.
 
     A process that has imported torch and transformers holds a million objects of a few thousand classes, so each class
-    is checked once. No code of an object is run: `isinstance` would run a proxy's.
+    is checked once, by `issubclass`. `isinstance` would run a proxy object's code, because it reads `__class__`.
     """
     return _select_instances(gc.get_objects(), classes)
 
 
 class LiveObjectFinder:
-    """Finder of the live objects of some classes, for frequent use: most searches look only at the youngest objects.
+    """Repeated search for the live instances of some classes, which mostly looks only at objects that are new.
 
-    Objects that survive a collection of the middle generation move to the end of the oldest generation, which only a
-    full collection reorders. Until a full collection, all objects of the oldest generation in front of a marker (an
-    object that an earlier search made) are known. `gc.freeze` hides the markers. `gc.unfreeze` puts frozen objects,
-    `_ANCHOR` among them, behind all others; they are found once a generation has been collected. Known objects are held
-    by weak references.
+    The garbage collector appends survivors of generation 1 to the end of generation 2, and reorders generation 2 only
+    in a full collection. So each search creates a marker object. Once a marker is in generation 2, all objects in front
+    of the marker have been searched, until the next full collection. Instances that were found are remembered by weak
+    references.
+
+    `gc.freeze` hides the markers, so the next search looks at all objects. `gc.unfreeze` moves the frozen objects,
+    `_ANCHOR` among them, to the end of generation 2. The first search after the next collection then looks at all
+    objects.
     """
 
     def __init__(self, *classes: type) -> None:
@@ -35,31 +38,34 @@ class LiveObjectFinder:
         self._known: dict[int, weakref.ref[object]] = {}
         """Objects that the last search found, by id."""
         self._collections: tuple[int, ...] = ()
-        """Numbers of collections at the last search."""
+        """Numbers of collections of generations 1 and 2 at the last search."""
         self._marker = _Marker()
-        """Object made by the last search, so that it is younger than all known ones."""
+        """Object created by the last search, so that it is younger than all objects that were found."""
         self._boundary: _Marker | None = None
-        """Marker in the oldest generation, in front of which all objects are known."""
+        """Marker in generation 2; all objects in front of the marker have been searched."""
 
     def find(self) -> list[object]:
-        """Return the live objects, except for those that `gc.freeze` has hidden."""
-        before = _collections()
-        unseen = self._unseen(before) if _HAS_GENERATIONS else None
-        if unseen is not None and _collections() == before:
+        """Return the live instances of the finder's classes, except those that `gc.freeze` has hidden."""
+        before = _count_collections()
+        unseen = self._list_new_objects(before) if _HAS_GENERATIONS else None
+        if unseen is not None and _count_collections() == before:
             young: list[object] = _select_instances(unseen, self._classes)
             if any(obj is self._marker for obj in young):
                 old = [obj for ref in self._known.values() if (obj := ref()) is not None]
                 return self._remember((*old, *young), before)
         return self._remember(live_objects(*self._classes), before)
 
-    def _unseen(self, collections: tuple[int, ...]) -> list[object] | None:
-        """Return all objects that may be new since the last search; None if these can't be told from known objects."""
+    def _list_new_objects(self, collections: tuple[int, ...]) -> list[object] | None:
+        """Return all objects that may be new since the last search, or None if the generations don't tell.
+
+        `collections` are the current results of `_count_collections`.
+        """
         if collections[-1:] != self._collections[-1:]:
             return None
         unseen: list[object] = gc.get_objects(generation=0) + gc.get_objects(generation=1)
         if collections != self._collections:
             old = gc.get_objects(generation=2)
-            first = next((index for index, obj in enumerate(old[:_FIRST]) if obj is _ANCHOR), None)
+            first = next((index for index, obj in enumerate(old[:_ANCHOR_SEARCH_LIMIT]) if obj is _ANCHOR), None)
             last = next((index for index in range(len(old) - 1, -1, -1) if old[index] is self._boundary), None)
             if first is None or last is None:
                 return None
@@ -80,24 +86,24 @@ class LiveObjectFinder:
 
 
 class _Marker:
-    """Object made by a search; if the next search can't find it, `gc.freeze` was called.
+    """Object that a search creates. If the next search does not find the object, `gc.freeze` was called.
 
-    `gc.get_freeze_count` would reveal the call too, but counts all frozen objects.
+    `gc.get_freeze_count` would reveal that call too, but takes longer: it counts all frozen objects.
     """
 
 
 _ANCHOR = object.__repr__
-_FIRST = 16
-"""Number of objects at the beginning of the oldest generation that are searched for the anchor, an object as old as the
-interpreter. After `gc.unfreeze` the anchor lies further back.
+_ANCHOR_SEARCH_LIMIT = 16
+"""Number of objects at the beginning of generation 2 that are searched for `_ANCHOR`, an object as old as the
+interpreter. After `gc.unfreeze`, `_ANCHOR` lies further back.
 """
 
 _HAS_GENERATIONS = sys.version_info < (3, 14)
-"""True if the garbage collector has the three generations that `LiveObjectFinder` counts on."""
+"""True if the garbage collector has the three generations that `LiveObjectFinder` relies on."""
 
 
-def _collections() -> tuple[int, ...]:
-    """Return numbers that change whenever a collection may have moved objects to the oldest generation."""
+def _count_collections() -> tuple[int, ...]:
+    """Return the numbers of collections of generations 1 and 2, the only ones that move objects to generation 2."""
     return tuple(generation["collections"] for generation in gc.get_stats()[1:])
 
 

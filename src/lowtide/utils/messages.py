@@ -67,5 +67,5 @@ def _clear_bars(stack: contextlib.ExitStack) -> None:
 
 
 def rank() -> int | None:
-    """Return the rank of this process among those that train together (torchrun's RANK); None for a single process."""
+    """Return the rank of this process (torchrun's RANK), or None if a single process trains."""
     return int(os.environ.get("RANK", "0")) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None

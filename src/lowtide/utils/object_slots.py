@@ -9,9 +9,7 @@ from typing import Any
 
 
 def list_slots(obj: Any) -> list[types.MemberDescriptorType]:
-    """Return the descriptors of all `__slots__` that an object's classes define, without descriptors of built-in
-    attributes.
-    """
+    """Return the descriptors of all `__slots__` of an object's classes, except `__dict__` and `__weakref__`."""
     kinds = (vars(kind) for kind in type(obj).__mro__ if "__slots__" in vars(kind))
     return [slot for table in kinds for slot in table.values() if isinstance(slot, types.MemberDescriptorType)]
 

@@ -9,8 +9,8 @@ from lowtide.utils.messages import say
 
 OLDEST_TORCH = (2, 10)
 
-_said: list[str] = []
-"""Remark on a torch that is newer than any tested one, once it was logged."""
+_shown_warnings: list[str] = []
+"""The warning about a torch newer than all tested ones, after it was written to stderr; otherwise empty."""
 
 
 def require_torch(asked_by: str) -> None:
@@ -28,8 +28,8 @@ def require_torch(asked_by: str) -> None:
     numbers = parse_torch_version(str(version))
     if numbers is None or numbers < OLDEST_TORCH:
         raise TorchMissing(_message(asked_by, f"torch {version}"))
-    if not _said and (remark := describe_untested_torch(str(version))) is not None:
-        _said.append(remark)
+    if not _shown_warnings and (remark := describe_untested_torch(str(version))) is not None:
+        _shown_warnings.append(remark)
         say(remark)
 
 

@@ -44,7 +44,7 @@ _here = _Stages()
 
 @contextmanager
 def showing(are_shown: bool) -> Iterator[None]:
-    """Show progress of the stages that begin in this block and thread, or hide it if `are_shown` is False."""
+    """Show progress bars of the stages that this thread begins in the block; hide them if `are_shown` is False."""
     before, _here.are_shown = _here.are_shown, are_shown
     try:
         yield
@@ -95,21 +95,25 @@ class Stage:
             self._open[-1]._show()
 
     def advance(self) -> None:
-        """Count one part of the stage as done."""
+        """Advance the stage's progress bar by one."""
         self._n_done += 1
         if self._bar is not None and (now := time.monotonic()) - self._shown_at > REFRESH_S:
             self._shown_at = now
             self._draw()
 
     def _tell(self, line: str) -> None:
-        """Write the line to stderr if stages are shown and the program does not show the log; otherwise log it."""
-        if self._is_shown and _screen() is not None and not (LOG.isEnabledFor(logging.INFO) and LOG.hasHandlers()):
+        """Write the line to stderr if bars are shown and the program does not show Lowtide's log; otherwise log it."""
+        if (
+            self._is_shown
+            and _choose_bar_class() is not None
+            and not (LOG.isEnabledFor(logging.INFO) and LOG.hasHandlers())
+        ):
             say(line)
         else:
             LOG.info(line)
 
     def _show(self) -> None:
-        if self._is_shown and (screen := _screen()) is not None:
+        if self._is_shown and (screen := _choose_bar_class()) is not None:
             self._bar = screen(self._doing)
             self._draw()
 
@@ -127,21 +131,19 @@ class Stage:
 
 
 def advance() -> None:
-    """Count one part of the innermost stage of this thread as done; do nothing without a stage."""
+    """Advance the progress bar of this thread's innermost stage by one. Do nothing if no stage is in progress."""
     if _here.open:
         _here.open[-1].advance()
 
 
-def _screen() -> Callable[[str], Bar] | None:
-    """Return the class of progress bars to show in this process: for a notebook or a terminal; None if none can be
-    shown.
-    """
+def _choose_bar_class() -> Callable[[str], Bar] | None:
+    """Return the class of progress bars for this process's notebook or terminal, or None if it has neither."""
     if rank():
         return None
     if _is_notebook():
-        return _Widget
+        return _NotebookBar
     is_terminal = sys.stderr is not None and not sys.stderr.closed and sys.stderr.isatty()
-    return _Line if is_terminal and not _has_bars() else None
+    return _TerminalBar if is_terminal and not _has_bars() else None
 
 
 def _is_notebook() -> bool:
@@ -156,7 +158,7 @@ def _has_bars() -> bool:
     return bars is not None and bool(getattr(bars.tqdm, "_instances", ()))
 
 
-class _Line:
+class _TerminalBar:
     """A progress bar in the last line of a terminal. It is drawn without a thread, because a thread could disturb
     measurements of the work.
     """
@@ -196,7 +198,7 @@ class _Line:
         self._progress.stop()
 
 
-class _Widget:
+class _NotebookBar:
     """A progress bar in the output of a notebook cell; it shows nothing if tqdm is not installed."""
 
     def __init__(self, doing: str) -> None:

@@ -15,8 +15,8 @@ def without_noise(descriptor: int, *noise: bytes) -> Iterator[Callable[[], int]]
     """Buffer output to a file descriptor (1 or 2) during the block, then write it out without lines that contain any of
     `noise`.
 
-    Yields a function that returns the number of bytes buffered so far. Without such a descriptor, or without room for a
-    temporary file, nothing is buffered. For short blocks only: the rest of the process shares the descriptor.
+    Yields a function that returns the number of bytes buffered so far. If the descriptor is closed or no temporary file
+    can be created, nothing is buffered. Use it for short blocks only, because output of other threads is buffered too.
     """
     stream = {1: sys.stdout, 2: sys.stderr}[descriptor]
     with contextlib.ExitStack() as cleanup:
@@ -44,7 +44,7 @@ def without_noise(descriptor: int, *noise: bytes) -> Iterator[Callable[[], int]]
 
 
 def _flush(stream: object) -> None:
-    """Flush the buffer of the Python object `stream`, and all buffers of C."""
+    """Flush the Python object `stream` and all output buffers of the C library."""
     flush = getattr(stream, "flush", None)
     if flush is not None:
         flush()

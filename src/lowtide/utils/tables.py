@@ -55,7 +55,7 @@ class Table:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Container[int]) -> Iterator[str]:
-    """Yield a line of text for each row, with aligned columns: to the left in columns in `left`, else to the right."""
+    """Yield one line of text per row. Columns whose index is in `left` are left-aligned, all others right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [

@@ -71,7 +71,7 @@ def make_buckets(
     """
     in_place = large.allows_in_place
     small = _rehearse_smallest(model, step, sizes, optimizer, in_place)
-    budget_bytes = parse_budget(budget, of=plain_peak_bytes(large))
+    budget_bytes = parse_budget(budget, plain_peak_bytes=plain_peak_bytes(large))
     few, many = (_record_shapes(model, step, sizes.batch(share), optimizer) for share in (0.0, 1.0))
     same_work = alike(small, large)
     buckets: list[Bucket] = []
