@@ -232,7 +232,7 @@ def measured(case: Case) -> Row:
 def level(at: Setting) -> int:
     """Compute the bytes that the kept references hold, and that dropping them would free."""
     from lowtide.diagnostics.leaks.live_tensors import storage_bytes
-    from lowtide.diagnostics.leaks.tensor_graphs import computing, map_kept_bytes
+    from lowtide.diagnostics.leaks.tensor_graphs import collect_computing_nodes, map_kept_bytes
 
     known = {t.untyped_storage()._cdata for m in (at.model, at.teacher) for t in m.parameters()}
     known.add(at.x.untyped_storage()._cdata)
@@ -240,7 +240,7 @@ def level(at: Setting) -> int:
     for tensor in at.kept.values():
         alive[tensor.untyped_storage()._cdata] = storage_bytes(tensor)
         if tensor.grad_fn is not None:
-            saved, on_context = map_kept_bytes(computing([tensor.grad_fn]))
+            saved, on_context = map_kept_bytes(collect_computing_nodes([tensor.grad_fn]))
             alive |= saved | on_context
     return sum(n_bytes for number, n_bytes in alive.items() if number not in known)
 

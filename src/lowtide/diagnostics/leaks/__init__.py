@@ -1,3 +1,1 @@
-"""`lowtide.watch`: tensors and graphs that stay in memory although nothing needs them, and the objects that hold
-them.
-"""
+"""`lowtide.watch`: finds tensors and graphs that stay in memory without need, and the objects that hold them."""

@@ -1,4 +1,4 @@
-"""Log of forward and backward passes for the watch. It holds numbers and weak references, never parts of a graph."""
+"""Log of forward and backward passes for `lowtide.watch`. It holds numbers and weak references, never a graph."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ class Call:
     n_marks: int = 0
     outputs: list[weakref.ref[Tensor]] = field(default_factory=list)
     memory: list[weakref.ref[UntypedStorage]] = field(default_factory=list)
-    """Storages of the outputs, which views and detached copies share, and of tensors put into the arguments."""
+    """Storages of the outputs, and of tensors that the call has added to its arguments."""
     given: frozenset[int] | None = None
-    """Storages of the arguments before the call; None unless the call may put further tensors into its arguments."""
+    """Storages of the arguments before the call; None if the call can't add tensors to its arguments."""
     graph_bytes: int = 0
-    """Bytes that the call's graph keeps in addition to the outputs, where measured."""
+    """Bytes that the call's graph keeps alive in addition to the outputs; 0 if not measured."""
     backwards: list[Backward] = field(default_factory=list)
     is_explained: bool = False
     """True if a finding already says why no backward pass reached the call."""
@@ -91,16 +91,16 @@ class SiteStats:
     module_ids: dict[int, int] = field(default_factory=dict)
     """Ids of called modules -> steps of their last calls; one line may call several modules of the same class."""
     takes_containers: bool = False
-    """True if an argument of one of the first calls was a container, which the call may have filled."""
+    """True if an argument of one of the first calls was a container, to which a call may add tensors."""
     is_used_again: bool = False
-    """True if the backward pass of a later forward has gone through the graph of an earlier call."""
+    """True if the backward pass of a later forward has also run through the graph of an earlier call."""
     unreached_bytes: int = 0
     first_unreached_step: int = 0
     graph_bytes: int = 0
 
     @property
     def is_never_reached(self) -> bool:
-        """True if calls from the site have made graphs, and no backward pass has reached any of them."""
+        """True if calls from this line have created graphs that no backward pass reached and no finding explains."""
         return bool(self.n_unreached) and not self.n_reached and not self.n_explained
 
     def count_finished(self, call: Call) -> None:
@@ -119,7 +119,7 @@ class SiteStats:
 
 
 class StepNumbers:
-    """Sequence numbers at which the steps begin, to find the step in which an autograd node was created."""
+    """Sequence number of the first autograd node of each step, to find the step in which a node was created."""
 
     def __init__(self) -> None:
         self._starts = array("Q", [0])
@@ -130,10 +130,10 @@ class StepNumbers:
         return len(self._starts)
 
     def begin(self, number: int) -> None:
-        """Begin the next step, to which nodes from sequence number `number` on belong."""
+        """Begin the next step. `number` is the sequence number of its first autograd node."""
         self._starts.append(number)
 
-    def of(self, number: int) -> int:
+    def find_step(self, number: int) -> int:
         """Return the step in which the node with sequence number `number` was created."""
         return bisect_right(self._starts, number)
 
@@ -215,15 +215,15 @@ class CallLog:
         node.register_prehook(_Prehook(self, call))
 
     def known(self) -> tuple[Call, ...]:
-        """Return the calls whose graph or outputs are alive, and the calls that finished last."""
+        """Return the calls whose graph or outputs are alive, and the last calls whose graph and outputs were freed."""
         return (*self.alive.values(), *self._recent)
 
     def between(self, first: int, last: int) -> list[Call]:
-        """Return the calls (alive or recent) that created a graph node with a number from `first` to `last`."""
+        """Return the calls that created autograd nodes with sequence numbers from `first` to `last`."""
         return [c for c in self.known() if c.first <= last and first < c.stop]
 
     def find_output_calls(self, storages: set[int]) -> dict[int, Call]:
-        """Map each of `storages` that is the memory of a call's output to that call."""
+        """Find the storages among `storages` that hold outputs of calls; return them with their calls."""
         calls: dict[int, Call] = {}
         for call in self.alive.values():
             for reference in call.memory:
@@ -233,7 +233,7 @@ class CallLog:
         return calls
 
     def finish_all(self) -> None:
-        """Count all calls whose graph or outputs are still alive as finished, because the watch ends."""
+        """Count all calls whose graph or outputs are still alive as finished. Called when the watch ends."""
         for call in list(self.alive.values()):
             call.stats.count_finished(call)
         self.alive.clear()
@@ -262,7 +262,7 @@ class CallLog:
 
 
 class _Prehook:
-    """Hook of an autograd node: records, on the model's call that made the node, that backward has reached it."""
+    """Pre-hook of an autograd node that records that backward has reached the model call that created the node."""
 
     __slots__ = ("call", "calls")
 
@@ -275,10 +275,7 @@ class _Prehook:
 
 
 def is_output_of(tensor: Tensor, calls: CallLog) -> bool:
-    """Return True if `tensor` is an output of a call in `calls.alive` whose graph a backward pass has reached.
-
-    These are calls of models whose graph or outputs are still in memory.
-    """
+    """Return True if `tensor` is an output of a model call that is still in memory and that backward has reached."""
     node = tensor.grad_fn
     mark = None if node is None else node_metadata(node).get(_MARK)
     return isinstance(mark, _Mark) and bool(mark.call.backwards) and mark.call.number in calls.alive
@@ -295,7 +292,7 @@ def find_backwards_from(nodes: Iterable[Node]) -> list[Backward]:
 
 
 def collect_tensors(output: Any, depth: int = _DEPTH) -> Iterator[Tensor]:
-    """Yield the tensors in a call's arguments or output: in tuples, lists, dicts, attributes, `depth` levels deep."""
+    """Yield the tensors in `output`, also in nested tuples, lists, dicts and attributes up to `depth` levels deep."""
     if isinstance(output, Tensor):
         yield output
     elif depth and isinstance(output, dict):

@@ -38,14 +38,14 @@ class Place(NamedTuple):
 
 
 class Site(NamedTuple):
-    """The user's line that makes a call, and a key of the call: its place in the line and its chain of callers."""
+    """The line of user code that makes a call, and a hash of the calling instruction and its chain of callers."""
 
     place: Place
     key: int
 
 
 def find_calling_site() -> Site:
-    """Return the innermost running line of user code; without user code, the innermost outside torch and Lowtide."""
+    """Return the innermost running line of user code, or of another package if no user code is running."""
     frame: FrameType | None = sys._getframe(1)
     place: Place | None = None
     fallback: Place | None = None
@@ -65,20 +65,20 @@ def find_calling_site() -> Site:
 
 
 def is_called_by_user() -> bool:
-    """Return True if the innermost frame outside torch and Lowtide is the user's, and not another library's."""
+    """Return True if the innermost frame outside torch and Lowtide is user code, not another library."""
     kinds = (origin(frame.f_code.co_filename) for frame in walk_frames(sys._getframe(1)))
     return next((kind for kind in kinds if kind != "ours"), "") == "user"
 
 
-def find_store_line(code: CodeType, name: str, now: int) -> int:
-    """Return the line of `code` that most likely assigned variable `name`, as seen while line `now` runs.
+def find_store_line(code: CodeType, name: str, current_line: int) -> int:
+    """Return the line of `code` that most likely assigned variable `name`, while `current_line` runs.
 
-    That is the last assignment at or above line `now`; else the last one below, from an earlier iteration of a loop;
-    else line `now` itself (for arguments).
+    That is the last assignment at or above `current_line`; else the last one below it, from an earlier iteration of a
+    loop; else `current_line` itself, as for arguments.
     """
     lines = _stores(code).get(name, ())
-    above = [line for line in lines if line <= now]
-    return max(above or lines, default=now)
+    above = [line for line in lines if line <= current_line]
+    return max(above or lines, default=current_line)
 
 
 def stores(code: CodeType, name: str) -> bool:
@@ -87,9 +87,9 @@ def stores(code: CodeType, name: str) -> bool:
 
 
 def is_carried(cls: type, attribute: str) -> bool:
-    """Return True if `attribute` is state that objects of class `cls` carry from call to call.
+    """Return True if objects of class `cls` keep state from call to call in `attribute`.
 
-    It is state if a method reads the attribute before assigning it, or never assigns it but reads its entries.
+    The attribute is state if a method reads it before assigning it, or never assigns it but reads its entries.
     """
     functions = (f for base in cls.__mro__ for name, f in vars(base).items() if name != "__init__")
     codes = (f.__code__ for f in functions if isinstance(f, FunctionType) and origin(f.__code__.co_filename) != "ours")
@@ -106,7 +106,7 @@ def _reads_first(code: CodeType, attribute: str) -> bool:
 
 @lru_cache(maxsize=1024)
 def is_carried_variable(code: CodeType, name: str) -> bool:
-    """Return True if a loop of `code` reads variable `name` before it assigns it: state carried from step to step."""
+    """Return True if a loop in `code` reads variable `name` before assigning it, so that iterations share state."""
     every = list(dis.get_instructions(code))
     for jump in every:
         if "JUMP" in jump.opname and isinstance(jump.argval, int) and jump.argval < jump.offset:
@@ -118,7 +118,7 @@ def is_carried_variable(code: CodeType, name: str) -> bool:
 
 
 _FILLING = ("append", "extend", "clear", "add", "update", "insert", "setdefault", "pop")
-"""Methods of containers that depend on none of the container's entries."""
+"""Methods of containers that do not count as reading the container's entries."""
 
 
 @lru_cache(maxsize=256)

@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from lowtide.diagnostics.leaks.finding_log import FindingLog
 
 _MOST_REGIONS = 512
-"""Largest number of checkpointed calls that are observed: mistakes show in the first steps."""
+"""Largest number of checkpointed calls that are observed. Mistakes show in the first steps."""
 
 
 class CheckpointChecks:
-    """Check for mistakes with `torch.utils.checkpoint`, from the modules called in forward and in recomputation.
+    """Checks for mistakes with `torch.utils.checkpoint`, by the modules called in forward and in recomputation.
 
-    `names` returns the names of modules by id, `step` the current step.
+    `names` returns a dict from ids of modules to their names, and `step` returns the number of the current step.
     """
 
     def __init__(self, log: FindingLog, names: Callable[[], dict[int, str]], step: Callable[[], int]) -> None:
@@ -37,7 +37,7 @@ class CheckpointChecks:
         self._without_gradients: dict[Place, dict[int, str]] = {}
 
     def observe(self, arguments: tuple[Any, ...], is_reentrant: bool) -> _Region | None:
-        """Return an observer of a checkpointed call; None if gradients are off, or enough calls were observed."""
+        """Return an observer of a checkpointed call; None if gradients are disabled or enough calls were observed."""
         if self._n_regions >= _MOST_REGIONS or not torch.is_grad_enabled():
             return None
         self._n_regions += 1
@@ -78,7 +78,7 @@ class CheckpointChecks:
         self._log.record("LT026", str(place), held_bytes=0, step=self._step(), text=text, made_at=place)
 
     def record_counted_twice(self, place: Place, module: nn.Module) -> None:
-        """Log that the checkpoint at `place` updates statistics of `module` in forward and again in backward."""
+        """Log that the checkpoint at `place` updates buffers of `module` in forward and again in backward."""
         if not (names := self._add_name(self._counted_twice, place, module)):
             return
         more = f" and {len(names) - 1} more like it" if len(names) > 1 else ""
@@ -94,7 +94,10 @@ class CheckpointChecks:
         self._log.record("LT028", str(place), held_bytes=0, step=self._step(), text=text, name=names[0], made_at=place)
 
     def _add_name(self, names_at: dict[Place, dict[int, str]], place: Place, module: nn.Module) -> list[str]:
-        """Add the name of `module` to the names of `place`, and return them all; none if the name was there before."""
+        """Add the name of `module` to the names recorded for `place`, and return all of them.
+
+        Return an empty list if the module was recorded before.
+        """
         known = names_at.setdefault(place, {})
         if id(module) in known:
             return []
@@ -103,7 +106,7 @@ class CheckpointChecks:
 
 
 class _Region:
-    """Observer of one checkpointed call, in forward and in recomputation. Refers to modules weakly."""
+    """Observer of one checkpointed call, in forward and in recomputation. Its references to modules are weak."""
 
     def __init__(self, checks: CheckpointChecks, place: Place, *, loses_gradients: bool) -> None:
         self._checks, self._place, self._loses_gradients = checks, place, loses_gradients
@@ -113,9 +116,9 @@ class _Region:
     def forward(self) -> Iterator[None]:
         with self._checks.recording() as calls:
             yield
-        calls.note_written()
+        calls.record_written_buffers()
         self._in_forward = calls
-        trained = calls.with_parameters()
+        trained = calls.list_trained_modules()
         if self._loses_gradients and trained:
             self._checks.record_lost_gradients(self._place, trained[0])
 
@@ -128,14 +131,20 @@ class _Region:
                 self._compare(calls)
 
     def _compare(self, calls: _Calls) -> None:
-        """Compare the modules called in recomputation, which torch may stop early, with those called in forward."""
-        calls.note_written()
-        pairs = zip(self._in_forward.with_parameters(), calls.with_parameters(), strict=False)
+        """Compare the modules called in recomputation with those called in forward.
+
+        torch may stop recomputation early, so the later list may be shorter.
+        """
+        calls.record_written_buffers()
+        pairs = zip(self._in_forward.list_trained_modules(), calls.list_trained_modules(), strict=False)
         different = next(((first, second) for first, second in pairs if first is not second), None)
         if different is not None:
             self._checks.record_other_block(self._place, *different)
         for module in calls.modules():
-            if module.training and (_counts(module) or self._in_forward.wrote(module) & calls.wrote(module)):
+            if module.training and (
+                _updates_statistics(module)
+                or self._in_forward.find_written_buffers(module) & calls.find_written_buffers(module)
+            ):
                 self._checks.record_counted_twice(self._place, module)
 
 
@@ -150,29 +159,29 @@ class _Calls:
     def add(self, module: nn.Module) -> None:
         self._called.append(weakref.ref(module))
         if module._buffers and not _is_norm(module):
-            self._before.setdefault(id(module), _versions(module))
+            self._before.setdefault(id(module), _read_buffer_versions(module))
 
-    def note_written(self) -> None:
-        """Record the buffers that the calls wrote to: those whose version has changed since the call began."""
+    def record_written_buffers(self) -> None:
+        """Record the buffers that the calls wrote to: those whose version counter has changed since the call began."""
         for module in self.modules():
             before = self._before.pop(id(module), {})
-            after = _versions(module) if before else {}
+            after = _read_buffer_versions(module) if before else {}
             self._written[id(module)] = {name for name, version in before.items() if after.get(name) != version}
 
-    def wrote(self, module: nn.Module) -> set[str]:
-        """Return the names of the buffers that the calls of `module` wrote to; none for batch and instance norms."""
+    def find_written_buffers(self, module: nn.Module) -> set[str]:
+        """Return the names of the buffers that calls of `module` wrote to; none for batch and instance norms."""
         return self._written.get(id(module), set())
 
     def modules(self) -> Iterator[nn.Module]:
         return (module for reference in self._called if (module := reference()) is not None)
 
-    def with_parameters(self) -> list[nn.Module]:
-        """Return the called modules that have trained parameters of their own."""
+    def list_trained_modules(self) -> list[nn.Module]:
+        """Return the called modules that have parameters of their own that require gradients."""
         return [m for m in self.modules() if any(p is not None and p.requires_grad for p in m._parameters.values())]
 
 
-def _versions(module: nn.Module) -> dict[str, tuple[int, int]]:
-    """Return the identity and version counter of each buffer, by name; writes through `.data` change neither."""
+def _read_buffer_versions(module: nn.Module) -> dict[str, tuple[int, int]]:
+    """Return the id and version counter of each buffer, by name. Writes through `.data` change neither."""
     buffers = {name: buffer for name, buffer in module._buffers.items() if buffer is not None}
     return {name: (id(buffer), buffer._version) for name, buffer in buffers.items() if not buffer.is_inference()}
 
@@ -182,6 +191,6 @@ def _is_norm(module: nn.Module) -> bool:
     return {"running_mean", "num_batches_tracked"} <= module._buffers.keys()
 
 
-def _counts(module: nn.Module) -> bool:
-    """Return True if the module is a batch or instance norm whose running statistics a training forward updates."""
+def _updates_statistics(module: nn.Module) -> bool:
+    """Return True if the module is a batch or instance norm that updates running statistics in a training forward."""
     return _is_norm(module) and module._buffers["running_mean"] is not None and bool(getattr(module, "momentum", None))

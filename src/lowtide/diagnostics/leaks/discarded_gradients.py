@@ -15,7 +15,7 @@ from lowtide._torch.autograd_graph import leaves_of
 from lowtide.diagnostics.leaks.live_tensors import storage_bytes
 from lowtide.diagnostics.leaks.module_paths import find_outermost_modules
 from lowtide.diagnostics.leaks.running_frames import find_variable_name
-from lowtide.diagnostics.leaks.tensor_graphs import computing, split_by_leaves
+from lowtide.diagnostics.leaks.tensor_graphs import collect_computing_nodes, split_by_leaves
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from lowtide.diagnostics.leaks.finding_log import FindingLog
 
 _WATCHED_PASSES = 24
-"""Number of backward passes that are followed, from the first one on."""
+"""Number of backward passes that are checked, from the first one on."""
 _TIMES = 2
-"""Number of times that gradients of a line must be discarded before the line is reported."""
+"""Number of times that gradients of a line's backward passes must be discarded before the line is reported."""
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class _Pass:
 
 
 @dataclass(slots=True)
-class _Line:
+class _LineRecord:
     """Record of all backward passes that one line of code starts."""
 
     n_discarded: int = 0
@@ -56,24 +56,23 @@ class _Line:
 
 
 class DiscardedGradients:
-    """Check for gradients that each step computes and `zero_grad` resets before their optimizer reads them.
+    """Check for gradients that each step computes and that `zero_grad` resets before their optimizer reads them.
 
-    A line that starts backward passes counts only if another optimizer has read other gradients of its pass, as in a
-    GAN whose discriminator is trained on images that are not detached. Without any update, the user's own code may have
-    read the gradients.
+    Example: a GAN whose discriminator is trained on generated images that are not detached. The pass counts only if an
+    optimizer has read other gradients of it. If none has, the user's own code may have read the gradients.
     """
 
     def __init__(self, log: FindingLog, calls: CallLog) -> None:
         self._log, self._calls = log, calls
         self._n_passes = 0
         self._passes: list[_Pass] = []
-        self._lines: dict[Place, _Line] = {}
+        self._lines: dict[Place, _LineRecord] = {}
         self._trained: set[int] = set()
         """Ids of the parameters that an optimizer has updated."""
 
     @property
     def is_active(self) -> bool:
-        """True until the check has followed the limited number of backward passes that it looks at."""
+        """True until `_WATCHED_PASSES` backward passes have been checked."""
         return self._n_passes < _WATCHED_PASSES
 
     def backward_begins(self, nodes: Iterable[Node], backward: Backward) -> None:
@@ -81,15 +80,15 @@ class DiscardedGradients:
         if not self.is_active or backward.create_graph or backward.is_partial:
             return
         self._n_passes += 1
-        graph = computing(nodes)
+        graph = collect_computing_nodes(nodes)
         unread = {id(leaf) for leaf in leaves_of(graph) if isinstance(leaf, nn.Parameter)}
         self._passes.append(_Pass(backward, unread))
-        line = self._lines.setdefault(backward.place, _Line())
+        line = self._lines.setdefault(backward.place, _LineRecord())
         if line.parameters:
             line.is_needed |= split_by_leaves(graph, line.parameters) is None
 
     def updated(self, parameters: Iterable[Tensor]) -> None:
-        """Record that an optimizer updated `parameters`, and so read their gradients."""
+        """Record that an optimizer has updated `parameters`, and so has read their gradients."""
         updated = {id(p) for p in parameters} if self._passes else set()
         self._trained |= updated
         for record in self._passes:
@@ -100,10 +99,10 @@ class DiscardedGradients:
             record.unread -= read
 
     def zeroed(self, parameters: Iterable[Tensor], place: Place, least_bytes: int) -> None:
-        """Note that `zero_grad` at `place` is about to reset `parameters`, and log gradients that were never read.
+        """Log the gradients of `parameters` that were never read, before `zero_grad` at `place` resets them.
 
-        They are logged only if they take at least `least_bytes` bytes, and earlier backward passes at the same line
-        computed gradients that were discarded, too.
+        They are logged only if they take at least `least_bytes` bytes, and if gradients of an earlier backward pass
+        from the same line were discarded, too.
         """
         given = {id(p): p for p in parameters} if self._passes else {}
         for record in self._passes:
@@ -120,16 +119,17 @@ class DiscardedGradients:
         self._passes = [each for each in self._passes if each.unread]
 
     def drop_needed(self) -> None:
-        """Withdraw the findings about a line of backward passes if its discarded gradients turned out to be needed.
+        """Withdraw the findings about lines whose discarded gradients have turned out to be needed.
 
-        They are needed if an optimizer read them later, or if their part of the graph also leads to other parameters.
+        Gradients are needed if an optimizer reads them in other steps, or if their part of the graph also leads to
+        other parameters.
         """
         for place, line in self._lines.items():
             if line.is_needed:
                 self._log.entries.pop(f"LT031 {place}", None)
 
     def _report(self, record: _Pass, parameters: set[int], n_bytes: int, place: Place) -> None:
-        module = _module_of(parameters)
+        module = _find_module_of(parameters)
         if module is None:
             return
         name, backward = find_variable_name(module) or type(module).__name__, record.backward
@@ -149,8 +149,8 @@ class DiscardedGradients:
         )
 
 
-def _module_of(parameters: set[int]) -> nn.Module | None:
-    """Return the outermost module all of whose parameters are among these ids; None if there is none."""
+def _find_module_of(parameters: set[int]) -> nn.Module | None:
+    """Return the outermost module whose parameters' ids are all in `parameters`; None if there is none."""
     modules = [obj for obj in gc.get_objects() if isinstance(obj, nn.Module)]
     for root in find_outermost_modules(modules):
         for module in root.modules():

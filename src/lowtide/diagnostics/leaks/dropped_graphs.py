@@ -1,4 +1,4 @@
-"""Graphs that a model's forward makes and drops, such as the graph of a teacher whose output the model detaches."""
+"""Graphs that a model's forward creates and drops, such as the graph of a teacher whose output the model detaches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide._torch.nodes import next_sequence_number, node_metadata, sequence_number
 from lowtide.diagnostics.leaks.call_log import collect_tensors
 from lowtide.diagnostics.leaks.call_site import Site, find_calling_site
-from lowtide.diagnostics.leaks.tensor_graphs import computing, map_kept_bytes_beside
+from lowtide.diagnostics.leaks.tensor_graphs import collect_computing_nodes, map_kept_bytes_beside
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -41,7 +41,7 @@ class _Part:
 
     @property
     def is_dropped(self) -> bool:
-        """True if the nodes at the end of the part's graph have been freed."""
+        """True if the graph behind the module's outputs has been freed."""
         return all(end() is None for end in self.ends)
 
 
@@ -57,10 +57,10 @@ def _count_wrappers(model: nn.Module) -> int:
 
 
 class DroppedGraphs:
-    """Check for modules called by a model's forward whose graph does not outlive that forward.
+    """Check for modules that a model's forward calls and whose graph is freed before that forward ends.
 
-    Holds no reference to modules or nodes. The check observes only a few calls of each model, and none in which a
-    backward pass runs, because that pass may need the graph. `names` returns the names of modules by id.
+    The check observes a few calls of each model, and holds no reference to modules or nodes. It skips forwards in which
+    a backward pass runs, because that pass may need the graph. `names` returns a dict from ids of modules to names.
     """
 
     def __init__(self, log: FindingLog, names: Callable[[], dict[int, str]]) -> None:
@@ -86,7 +86,7 @@ class DroppedGraphs:
     def part_ends(self, module: nn.Module, output: Any, arguments: Callable[[], list[Tensor]]) -> None:
         """Record the graph of `module`, which has returned `output` inside the observed forward.
 
-        `output` is None if the module raised. `arguments` returns the tensors passed to the model, whose memory does
+        `output` is None if the module raised. `arguments` returns the tensors passed to the model. Their memory does
         not count as part of the graph.
         """
         self._depth -= 1
@@ -96,7 +96,7 @@ class DroppedGraphs:
         outputs = list(collect_tensors(output))
         nodes = [n for t in outputs if (n := t.grad_fn) is not None and sequence_number(n) >= part.first]
         part.ends = [weakref.ref(node_metadata(node).setdefault(_MARK, _Mark())) for node in nodes]
-        inside = [node for node in computing(nodes) if sequence_number(node) >= part.first]
+        inside = [node for node in collect_computing_nodes(nodes) if sequence_number(node) >= part.first]
         kept = map_kept_bytes_beside(inside, module.parameters(), module.buffers(), outputs, arguments())
         part.graph_bytes = sum(kept.values())
 
@@ -105,9 +105,9 @@ class DroppedGraphs:
         self.is_observing = False
 
     def model_ends(self, step: int, least_bytes: int) -> None:
-        """End the observed forward, and log the modules called in it whose graph has been freed already.
+        """End the observed forward, and log the modules called in it whose graphs have been freed already.
 
-        A module is logged from the second such forward on, if its graph kept at least `least_bytes` bytes.
+        A module is logged when that happens for the second time, if its graph kept at least `least_bytes` bytes.
         """
         parts, self._parts = [part for part in self._parts if part.ends], []
         if not self.is_observing:

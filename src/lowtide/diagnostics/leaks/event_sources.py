@@ -1,4 +1,4 @@
-"""Subscriptions of the watch: torch's global hooks, and patches of `backward` and `zero_grad`."""
+"""Subscriptions of `lowtide.watch`: torch's global hooks, and patches of `backward` and `zero_grad`."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class EventSources:
             self._undo.pop()()
 
     def arguments(self) -> list[Tensor]:
-        """Return the tensors passed to the running modules, whose memory the callers hold; empty if none is running."""
+        """Return the tensors passed to the module calls in progress; an empty list if no module is running."""
         return [tensor for value in self._values() for tensor in collect_tensors(value)]
 
     def takes_containers(self) -> bool:
-        """Return True if an argument of a running module may be a container that its call can extend."""
+        """Return True if an argument of a module call in progress may be a container to which the call adds tensors."""
         return not all(value is None or isinstance(value, Tensor | int | float | str) for value in self._values())
 
     def _values(self) -> list[Any]:
@@ -95,12 +95,12 @@ class EventSources:
     def _zero_grad(self, original: Callable[..., None]) -> Callable[..., None]:
         watch = self._watch
 
-        def zero_grad(of: nn.Module | Optimizer, set_to_none: bool = True) -> None:
-            watch.gradients_zeroed(_parameters(of), set_to_none)
-            original(of, set_to_none)
+        def zero_grad(owner: nn.Module | Optimizer, set_to_none: bool = True) -> None:
+            watch.gradients_zeroed(_parameters(owner), set_to_none)
+            original(owner, set_to_none)
 
         return zero_grad
 
 
-def _parameters(of: nn.Module | Optimizer) -> Iterable[Tensor]:
-    return of.parameters() if isinstance(of, nn.Module) else list_parameters(of)
+def _parameters(owner: nn.Module | Optimizer) -> Iterable[Tensor]:
+    return owner.parameters() if isinstance(owner, nn.Module) else list_parameters(owner)

@@ -1,4 +1,4 @@
-"""Entry in the log of findings: what one holder of memory held at each inspection, and the rule that it breaks."""
+"""Entry of the finding log: the memory that one object held at each inspection, and the rule that it breaks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LEAST_PART = 0.05
 
 @dataclass(slots=True, kw_only=True)
 class HolderWords:
-    """Names of a holder and of its parts, and the advice that uses them."""
+    """Names of an object that holds memory and of its parts, and the advice that uses these names."""
 
     text: str = ""
     name: str = ""
@@ -39,30 +39,30 @@ class HolderWords:
     container: str = ""
     part: str = ""
     names: tuple[str, ...] = ()
-    """All variables that hold the memory, which is freed once none of them does."""
+    """All variables that hold the memory. It is freed once all of them are deleted or assigned again."""
     release: str = ""
     """Code that frees the memory by changing all these variables, and breaks no code that reads them later."""
     parts: tuple[str, ...] = ()
-    """Containers and objects that hold the graph by one of their parts; the advice must not be to delete them whole."""
+    """Entries and attributes that hold the graph. The advice must not be to delete the whole container or object."""
     fix: str = ""
     """Advice of the rule for this holder, a format string."""
     remedy: str = ""
 
     @classmethod
     def of(cls, main: RetainedObject, group: Sequence[RetainedObject], rule: Rule, history: History) -> HolderWords:
-        """Make the words for one holder, which holds the objects of `group`; `main` is the object to report."""
+        """Describe the holder of the objects in `group`; `main` is the object to report."""
         n_others = len({item.holder.text for item in group if item.holder is not None}) - 1
         of_gradients = ".grad" if main.subject == "gradients" else ""
         variables = [holder for holder in main.holders if holder.kind == "variable" and holder.name]
         parts = [holder for holder in variables if rule.names_part(holder, history)]
         return cls(
-            text=_text(main) + of_gradients + (f" and {n_others} more like it" if n_others else ""),
-            name=_name(main, group),
+            text=_describe_holder(main) + of_gradients + (f" and {n_others} more like it" if n_others else ""),
+            name=_choose_name(main, group),
             owner=main.holder.owner if main.holder else "",
             container=main.holder.container if main.holder else "",
             part=main.holder.part if main.holder else "",
             names=tuple(dict.fromkeys(holder.name for holder in variables if holder not in parts)),
-            release=_release([holder for holder in variables if holder not in parts]),
+            release=_suggest_release([holder for holder in variables if holder not in parts]),
             parts=tuple(dict.fromkeys(holder.name for holder in parts)),
             fix=rule.choose_fix(main, history),
         )
@@ -86,7 +86,7 @@ class HolderWords:
 
 @dataclass(slots=True, kw_only=True)
 class Entry:
-    """Observations about one holder, and the rule that it breaks."""
+    """Observations about one object that holds memory, such as a list, and the rule that it breaks."""
 
     since_step: int
     rule: Rule | None = None
@@ -99,21 +99,21 @@ class Entry:
     calls: set[int] = field(default_factory=set)
     """Numbers of the calls that made the graph."""
     pending: list[Call] = field(default_factory=list)
-    """Calls that no backward pass has reached yet; the finding is void once one does."""
+    """Calls that no backward pass has reached yet; the finding is withdrawn once one does."""
     outputs: list[weakref.ref[UntypedStorage]] = field(default_factory=list)
-    """Storages that must outlive the next forward for the finding to count."""
+    """Storages that must still be alive after the next forward for the finding to count."""
     has_lasted: bool = False
     is_of_copies: bool = False
     """True if the holder keeps models or optimizers."""
     idle_since: dict[int, int] = field(default_factory=dict)
-    """Ids of modules that were not in use -> steps of the last inspection; the finding is void once one is called."""
+    """Ids of idle modules -> step of the last inspection; the finding is withdrawn once one of them is called."""
     is_carried: bool = False
     """True if the holder carries tensors without a graph from step to step."""
     is_cycle: bool = False
     """True for an `itertools.cycle`, which keeps its entries for good although they no longer grow in number."""
 
     def inspect(self, group: Sequence[RetainedObject], largest_graph_bytes: int, step: int) -> History:
-        """Record an inspection in `step` that found the objects of `group`; return the history that ends with it."""
+        """Record that an inspection in `step` found the objects of `group`. Return the history of all inspections."""
         self.is_of_copies = group[0].subject in ("models", "optimizers")
         self.is_carried = any(item.subject == "carried" or item.is_state for item in group)
         self.idle_since = {number: step for item in group for number in item.idle_ids}
@@ -121,7 +121,7 @@ class Entry:
         return self.inspections.add(group, step, largest_graph_bytes, are_copies=are_copies)
 
     def judge(self, main: RetainedObject, history: History) -> Rule | None:
-        """Return the rule that the holder of `main` breaks, given its history; None if it breaks none."""
+        """Return the rule that the holder of `main` breaks, according to its history; None if it breaks none."""
         self.is_cycle = main.holder is not None and main.holder.is_cycle
         if self.rule and self.is_cycle:
             return self.rule
@@ -135,7 +135,7 @@ class Entry:
         return next((rule for rule in rules if rule.matches(main, history)), None)
 
     def note_calls(self, rule: Rule, group: Sequence[RetainedObject]) -> None:
-        """Record the calls that made the graphs in `group`, and their backward passes, for a finding under `rule`."""
+        """Record the calls that created the graphs in `group`, and their backward passes, for a finding of `rule`."""
         calls = sorted((call for item in group for call in item.calls), key=lambda call: call.number)
         self.calls = {call.number for call in calls}
         if calls:
@@ -175,8 +175,8 @@ class Entry:
         )
 
 
-def _release(variables: Sequence[Holder]) -> str:
-    """Return code that frees the graphs held by `variables`: `del`, or a detached value if a variable is read later."""
+def _suggest_release(variables: Sequence[Holder]) -> str:
+    """Return code that frees the graphs held by `variables`: `del`, or `.detach()` if a variable is read later."""
     names = {reads: list(dict.fromkeys(v.name for v in variables if v.reads is reads)) for reads in Reads}
     phrases = [f"`del {', '.join(names[Reads.NONE])}`"] if names[Reads.NONE] else []
     phrases += [f"`{name} = {name}.detach()`" for name in names[Reads.AFTER_THE_LOOP]]
@@ -185,8 +185,8 @@ def _release(variables: Sequence[Holder]) -> str:
     return " and ".join(phrases)
 
 
-def _text(item: RetainedObject) -> str:
-    """Describe the holder of `item`; if it is a variable, all variables that hold the same graph."""
+def _describe_holder(item: RetainedObject) -> str:
+    """Describe the holder of `item`. If the holder is a variable, describe all variables that hold the same graph."""
     holder = item.holder
     assert holder is not None
     if holder.kind != "variable":
@@ -197,8 +197,8 @@ def _text(item: RetainedObject) -> str:
     return " and ".join(dict.fromkeys(v.text for v in own or variables))
 
 
-def _name(main: RetainedObject, group: Sequence[RetainedObject]) -> str:
-    """Return the name of the holder for the advice; for parts of a container's entries, the names of all such parts."""
+def _choose_name(main: RetainedObject, group: Sequence[RetainedObject]) -> str:
+    """Return the name to use in the advice: of the holder, or of the parts of a container's entries that it holds."""
     if main.holder is None:
         return ""
     sizes: Counter[str] = Counter()

@@ -9,7 +9,7 @@ from lowtide.diagnostics.leaks.call_log import Backward, SiteStats
 from lowtide.diagnostics.leaks.call_site import Place
 from lowtide.diagnostics.leaks.finding_entry import Entry, HolderWords
 from lowtide.diagnostics.leaks.holder_history import GROWTHS, collect_storages, count_held_entries
-from lowtide.diagnostics.leaks.joined_findings import joined, keep_one_per_line
+from lowtide.diagnostics.leaks.joined_findings import join_findings, keep_one_per_line
 from lowtide.diagnostics.leaks.retained_object import RetainedObject
 from lowtide.diagnostics.leaks.rules import RULES
 from lowtide.report.finding import Finding
@@ -19,18 +19,18 @@ LEAST_BYTES = 16 * 1024
 
 
 class FindingLog:
-    """Log of findings: one entry for each holder of memory, filled by inspections and events."""
+    """Log of findings: one entry for each object that holds memory, updated by inspections and events."""
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
         self._carried: set[str] = set()
-        """Keys of holders whose outputs are passed to the next call, and so have to be alive during backward."""
+        """Keys of holders whose outputs are passed to the next call, and so must be alive during backward."""
 
     def add(self, retained: Iterable[RetainedObject], *, least_bytes: int, largest_graph_bytes: int, step: int) -> None:
-        """Log the objects that an inspection in `step` found, if their holder holds at least `least_bytes`."""
+        """Log the objects that an inspection in `step` found, for each holder that keeps at least `least_bytes`."""
         for key, group in _group_by_holder(retained).items():
             if key in self._carried:  # also if another model is called, or none at the end of the watch
-                group = [_as_carried(item) for item in group]
+                group = [_mark_as_carried(item) for item in group]
             for subject in ("nodes", "evaluation", "carried", "gradients", "models", "optimizers", "parameters"):
                 others = [item for item in group if item.subject == subject]
                 if subject == "carried" and others:
@@ -44,15 +44,15 @@ class FindingLog:
             if _count_unique_bytes(graphs) < least_bytes:
                 group = [item for item in group if not item.has_graph]
             if _count_unique_bytes(group) >= least_bytes:
-                self._add(self._claimant(group) or key, group, largest_graph_bytes, step)
+                self._add(self._find_claiming_key(group) or key, group, largest_graph_bytes, step)
 
     def knows(self, item: RetainedObject) -> bool:
-        """Return True if an earlier inspection found the holder of `item`."""
+        """Return True if an earlier inspection has found the holder of `item`."""
         key = "" if item.holder is None else item.holder.key
         return key in self.entries or key in self._carried or f"{item.subject} {key}" in self.entries
 
     def backward_begins(self) -> None:
-        """Confirm the findings whose outputs are still alive now that a backward pass begins."""
+        """Confirm the findings about outputs that are still alive when a backward pass begins."""
         for entry in self.entries.values():
             entry.has_lasted |= any(output() is not None for output in entry.outputs)
             entry.outputs.clear()
@@ -60,7 +60,7 @@ class FindingLog:
     def retract(self, retained: Iterable[RetainedObject], step: int) -> None:
         """Withdraw findings about containers that have stopped growing.
 
-        `retained` are the objects that an inspection in `step` found, which show the containers' present sizes.
+        `retained` are the objects found by an inspection in `step`. They show the present sizes of the containers.
         """
         growing = [e for e in self.entries.values() if e.rule and e.rule.ends_without_growth and not e.is_cycle]
         for group in _group_by_holder(retained).values() if growing else ():
@@ -89,7 +89,7 @@ class FindingLog:
         made_at: Place | None = None,
         backward: Backward | None = None,
     ) -> None:
-        """Record under rule `code` a finding that an event shows; `key` identifies the holder from step to step."""
+        """Record a finding of the rule `code` about the holder that `key` identifies in all steps."""
         if code == "LT006" and key in self._carried:
             return
         entry = self.entries.setdefault(f"{code} {key}", Entry(since_step=step))
@@ -99,9 +99,10 @@ class FindingLog:
         entry.inspections.n += 1
 
     def findings(self, stats: Iterable[SiteStats], *, least_bytes: int) -> list[Finding]:
-        """Return all certain findings, the largest first.
+        """Return all confirmed findings, largest first.
 
-        Among them is one for each line in `stats` whose graphs no backward pass reaches, from `least_bytes` bytes on.
+        They include one for each line in `stats` whose graphs no backward pass reaches, if a graph keeps at least
+        `least_bytes` bytes.
         """
         stats = list(stats)
         found: list[tuple[Entry, Finding]] = []
@@ -128,13 +129,13 @@ class FindingLog:
         for s in stats:
             if id(s) not in explained and s.is_never_reached and s.unreached_bytes >= least_bytes:
                 lines.setdefault((s.site.place, s.model), []).append(s)
-        findings = keep_one_per_line([*joined(found), *map(_make_unreached_finding, lines.values())])
+        findings = keep_one_per_line([*join_findings(found), *map(_make_unreached_finding, lines.values())])
         return sorted(findings, key=lambda finding: (-finding.held_bytes, finding.code))
 
-    def _claimant(self, group: list[RetainedObject]) -> str | None:
+    def _find_claiming_key(self, group: list[RetainedObject]) -> str | None:
         """Return the key of the entry that already reports the graph of `group`; None if no entry does.
 
-        Another holder of the same graph is then not reported as well.
+        A second holder of the same graph is not reported.
         """
         calls = {call.number for s in group if s.has_graph and not s.is_input for call in s.calls}
         claims = (key for key, e in self.entries.items() if e.rule and e.rule.claims_graph and e.calls & calls)
@@ -161,14 +162,14 @@ class FindingLog:
         entry.note_calls(rule, group)
 
 
-def _as_carried(item: RetainedObject) -> RetainedObject:
+def _mark_as_carried(item: RetainedObject) -> RetainedObject:
     if item.subject != "tensors" or item.has_graph:
         return item
     return replace(item, subject="carried", is_input=True, is_output=False)
 
 
 def _is_in_use(entry: Entry, stats: Iterable[SiteStats]) -> bool:
-    """Return True if a model that the entry reports as idle has been called since: programs may use models in turn."""
+    """Return True if a model that the entry reports as idle has been called since, as in loops that use several."""
     last = {number: step for s in stats for number, step in s.module_ids.items() if number in entry.idle_since}
     return any(step > entry.idle_since[number] for number, step in last.items())
 
@@ -187,7 +188,7 @@ def _group_by_holder(retained: Iterable[RetainedObject]) -> dict[str, list[Retai
 
 
 def _make_unreached_finding(stats: list[SiteStats]) -> Finding:
-    """Make the finding for a line of code whose graphs were all freed without backward, from the line's counts."""
+    """Make the finding for a line of code whose graphs were all freed without backward, from the counts `stats`."""
     rule = RULES["LT002"]
     place, model, n_times = stats[0].site.place, stats[0].model, sum(s.n_unreached for s in stats)
     return Finding(

@@ -1,4 +1,4 @@
-"""Updates of weights by the user's own code, in loops without an optimizer."""
+"""Detection of weight updates by the user's own code, in loops without an optimizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from lowtide._torch.autograd_graph import leaves_of
-from lowtide.diagnostics.leaks.tensor_graphs import computing
+from lowtide.diagnostics.leaks.tensor_graphs import collect_computing_nodes
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -20,7 +20,7 @@ _PARAMETERS, _ELEMENTS = 16, 8
 """Number of parameters of a module, and of elements of each, that are compared."""
 
 _WITHOUT_MODEL = 0
-"""Number that stands for the leaves of a loop without a model, which no id of a module equals."""
+"""Key for the leaves of a loop without a model. It never equals the id of a module."""
 
 
 class HandUpdates:
@@ -35,18 +35,18 @@ class HandUpdates:
         self._weights: dict[int, tuple[float, ...]] = {}  # id of a parameter -> some of its values
 
     def compare_weights(self, module: nn.Module) -> bool:
-        """Return True if weights of `module` have changed since its previous call, with a backward pass in between;
-        record them for the next call.
+        """Return True if weights of `module` have changed since its previous call, with a backward pass in between.
+
+        The weights are recorded for the next comparison.
         """
-        return self._compare(id(module), lambda: _trained(module))
+        return self._compare(id(module), lambda: _list_trained(module))
 
     def compare_leaves(self, nodes: Iterable[Node]) -> bool:
-        """Return True if leaves of the graph at `nodes` have changed, or are new tensors, since the last backward pass;
-        record them for the next one.
+        """Return True if leaves of the graph at `nodes` have changed, or are new tensors, since the last backward pass.
 
-        For loops that call no model.
+        The leaves are recorded for the next comparison. This is for loops that call no model.
         """
-        return self._compare(_WITHOUT_MODEL, lambda: _leaves(nodes))
+        return self._compare(_WITHOUT_MODEL, lambda: _find_leaves(nodes))
 
     def _compare(self, number: int, tensors: Callable[[], Iterable[Tensor]]) -> bool:
         if self._calls.last_updates or self._n_backwards.get(number) == self._calls.n_backwards:
@@ -61,12 +61,12 @@ class HandUpdates:
         return (has_changed or (are_new and number == _WITHOUT_MODEL)) and self._calls.n_backwards > 0
 
 
-def _trained(module: nn.Module) -> list[Tensor]:
+def _list_trained(module: nn.Module) -> list[Tensor]:
     return [p for p in module.parameters() if type(p) is nn.Parameter and p.requires_grad]
 
 
-def _leaves(nodes: Iterable[Node]) -> list[Tensor]:
-    leaves = {id(leaf): leaf for leaf in leaves_of(computing(nodes))}
+def _find_leaves(nodes: Iterable[Node]) -> list[Tensor]:
+    leaves = {id(leaf): leaf for leaf in leaves_of(collect_computing_nodes(nodes))}
     return [leaf for leaf in leaves.values() if type(leaf) in (Tensor, nn.Parameter)]
 
 

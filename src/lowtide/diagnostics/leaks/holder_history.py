@@ -1,4 +1,4 @@
-"""Observations of one holder over several inspections, which the rules judge."""
+"""Observations of one holder of memory over several inspections. The rules of `lowtide.watch` judge them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
     from lowtide.diagnostics.leaks.retained_object import RetainedObject
 
 GROWTHS = 3
-"""Number of consecutive inspections at which a container must have grown."""
+"""Number of consecutive inspections at which a container must have grown to be reported."""
 
 LEAST_PARTS = 3
-"""Smallest number of parts that counts as entries: a pair of tensors gathers nothing."""
+"""Smallest number of tuple elements or attributes that count as entries of a container. A pair does not."""
 
 LEAST_GATHERED_BYTES = 2**20
 """Smallest container, in bytes, that is reported although it is emptied now and then, as after each epoch."""
@@ -28,7 +28,7 @@ _MOST_EARLIER = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """Observations of one holder over several inspections, the latest one last."""
+    """Observations of one holder of memory, such as a list, over several inspections; the latest one is last."""
 
     has_changed: bool = False
     """True if the holder has memory now that it did not have at the previous inspection."""
@@ -43,12 +43,12 @@ class History:
     n_alike: int = 0
     """Largest number of the holder's graphs that one call site made."""
     largest_graph_bytes: int = 0
-    """Largest graph of a single forward pass measured so far."""
+    """Bytes of the largest graph of a single forward pass measured so far."""
 
 
 @dataclass(slots=True)
 class Inspections:
-    """Inspections of one holder so far. Each list has one item for each of the latest inspections, in order."""
+    """Record of all inspections of one holder of memory. Each list has one item per recent inspection, in order."""
 
     n: int = 0
     steps: list[int] = field(default_factory=list)
@@ -65,7 +65,7 @@ class Inspections:
     def add(
         self, retained: Sequence[RetainedObject], step: int, largest_graph_bytes: int, *, are_copies: bool
     ) -> History:
-        """Add an inspection in `step` that found the objects `retained`; return the history that ends with it.
+        """Add an inspection in `step` that found the objects `retained`. Return the history including it.
 
         `are_copies` is True if the objects are copies of models or optimizers.
         """
@@ -98,8 +98,8 @@ class Inspections:
     def is_refilled(self, retained: Sequence[RetainedObject]) -> bool:
         """Return True if a container of model outputs was emptied and filled again since the last inspection.
 
-        That happens once an epoch: all entries are new, and their number differs. In a full queue, the number stays the
-        same.
+        Loops often do so once an epoch. All entries are then new, and their number differs. In a full queue, the number
+        stays the same.
         """
         is_of_outputs = any(item.calls for item in retained)
         is_large = max(*self.held_bytes, sum(collect_storages(retained).values()), 0) >= LEAST_GATHERED_BYTES
@@ -126,7 +126,7 @@ def grows(sizes: Sequence[int], n: int = GROWTHS) -> bool:
 
 
 def has_slowed(entries: Sequence[int], steps: Sequence[int]) -> bool:
-    """Return True if the number of entries grew by less than half as much per step as before: a cache that is full.
+    """Return True if the number of entries grew by less than half as much per step as before, as in a full cache.
 
     Args:
         entries: Numbers of entries at the inspections.
@@ -140,15 +140,15 @@ def has_slowed(entries: Sequence[int], steps: Sequence[int]) -> bool:
 
 
 def collect_storages(retained: Iterable[RetainedObject]) -> dict[int, int]:
-    """Return the bytes of all storages that the objects hold, by storage."""
+    """Map each storage that the objects hold to its bytes."""
     return {number: n_bytes for item in retained for number, n_bytes in item.storages.items()}
 
 
 def count_held_entries(retained: Iterable[RetainedObject]) -> int:
-    """Count the entries of all containers through which the holder of `retained` reaches its tensors.
+    """Count the entries of all containers through which one holder keeps the tensors of `retained`.
 
-    Without containers, count instead, from three on, the parts of a tuple, the attributes whose names differ in numbers
-    (`h1`, `h2`), or the generators that wait at one place.
+    Without containers, count tuple elements, attributes such as `h1` and `h2`, or suspended generators instead, if
+    there are at least LEAST_PARTS of them.
     """
     containers: dict[int, int] = {}
     parts: set[str] = set()

@@ -1,4 +1,4 @@
-"""Holders of tensors: named objects that keep them alive, and their descriptions for a person."""
+"""Holders of tensors: named objects that keep tensors alive, and their descriptions for people."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ RANK = (
     "iterator",
     "cycle",
 )
-"""Kinds of holders in order of precedence: the first one that is found is reported."""
+"""Kinds of holders in order of precedence. If a tensor has several holders, the one of the first kind is reported."""
 
 
 class StoredIn(NamedTuple):
-    """Variable or attribute, with the file whose code assigns it or adds to it."""
+    """A variable or attribute that stores tensors, and the file whose code assigns it or adds to it."""
 
     file: str
     name: str
@@ -49,9 +49,9 @@ class StoredIn(NamedTuple):
 
 
 def stored_in(way: ReferencePath, name: str, file: str) -> StoredIn:
-    """Return the variable or attribute that code assigns, or adds to, in order to store the tensors.
+    """Return the variable or attribute that source code assigns or adds to when it stores the tensors.
 
-    `name` is the variable or attribute in `file` from which the references of `way` lead to the tensors.
+    `way` is the path of references to the tensors. It begins at the variable or attribute `name` of code in `file`.
     """
     attributes = [attribute_name(step) for step in takewhile(lambda step: step.startswith("."), way.path)]
     part = way.path[-1] if len(way.path) > 1 and ENTRIES.fullmatch(way.path[-2]) else ""
@@ -61,7 +61,7 @@ def stored_in(way: ReferencePath, name: str, file: str) -> StoredIn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Holder:
-    """Named object that keeps tensors alive: `text` is for people, `key` stays the same from step to step."""
+    """Named object that keeps tensors alive. `text` describes it to people; `key` identifies it in all steps."""
 
     kind: str
     text: str
@@ -104,7 +104,10 @@ class Holder:
 
 
 def make_context_holder(way: ReferencePath, context: BackwardCFunction) -> Holder:
-    """Make the holder for an attribute of `context`, the ctx of a custom Function; `way` begins at the attribute."""
+    """Make the holder for an attribute of `context`, the ctx of a custom autograd Function.
+
+    `way` is the path of references from the attribute to the tensors.
+    """
     attribute = attribute_name(way.path[0]) if way.path else "?"
     of = type(context).__name__.removesuffix("Backward")
     text = f"ctx attribute '{attribute}' of {of}"
@@ -112,10 +115,10 @@ def make_context_holder(way: ReferencePath, context: BackwardCFunction) -> Holde
 
 
 def make_context_variable_holder(way: ReferencePath, inner: ReferencePath) -> Holder | None:
-    """Make the holder for a context variable whose value leads to tensors; None if `way` has not reached a variable.
+    """Make the holder for a `ContextVar` whose value leads to tensors; return None if `way` has not reached one.
 
-    `way` ends at a node of the tree inside a `contextvars.Context`, reached from the object of `inner`. Upper nodes of
-    the tree refer to other nodes, not to variables.
+    `way` is `inner`, extended outwards to a node of the tree inside a `contextvars.Context`. Upper nodes of the tree
+    refer to other nodes, not to variables.
     """
     referents = gc.get_referents(way.obj)  # in reverse order, each value before its variable
     for value, variable in pairwise(referents):
@@ -136,7 +139,7 @@ def make_context_variable_holder(way: ReferencePath, inner: ReferencePath) -> Ho
 
 
 def make_class_holder(way: ReferencePath, kind: type) -> Holder:
-    """Make the holder for an attribute of the class `kind`; `way` begins at the attribute."""
+    """Make the holder for an attribute of the class `kind`. `way` is the path from the attribute to the tensors."""
     name = f"{kind.__qualname__}.{attribute_name(way.path[0]) if way.path else '?'}"
     way.path = way.path[1:]
     _, full_name, grouped = way.shown(name, "")

@@ -23,9 +23,9 @@ LEAST_COPIES = 3
 
 
 def find_idle_copies(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
-    """Find models that were not called in the last step, and optimizers that made no update in that step.
+    """Find models that were not called in the last step, and optimizers that did not step in it.
 
-    Only classes with at least three instances count. An optimizer that has never made an update is not idle.
+    Only classes with at least three instances count. An optimizer that has never stepped is not idle.
     """
     last_calls = (call for stats in view.calls.stats.values() for call in stats.module_ids.items())
     called = {number for number, step in last_calls if step >= view.last_step}
@@ -67,7 +67,7 @@ def find_idle_copies(view: InspectionInput, live: LiveObjects) -> list[RetainedO
 
 
 def find_orphaned_parameters(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
-    """Find the parameters that only optimizers still refer to; their holders are the optimizers' lists of groups."""
+    """Find the parameters that only optimizers still refer to. Their holder is the optimizer's `param_groups`."""
     found = list(find_orphans(live))
     items = [
         RetainedObject(
@@ -91,7 +91,7 @@ def find_orphaned_parameters(view: InspectionInput, live: LiveObjects) -> list[R
 
 
 def _make_groups_holder(holder: Holder, orphans: Orphans) -> Holder:
-    """Make the holder for the parameter groups of an optimizer from `holder`, which holds the optimizer."""
+    """Make the holder for an optimizer's `param_groups` from `holder`, the variable that holds the optimizer."""
     entries = f"[{orphans.n_groups} entries]"
     return replace(
         holder,

@@ -1,4 +1,4 @@
-"""One inspection: the objects that a step left alive at its boundary, and their properties."""
+"""One inspection of memory: the objects that a step has left alive, and their properties."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 
 
 LEAST_NODE_BYTES = 1024
-"""Smallest host memory of an empty graph that counts; smaller graphs compute a single value, without a model."""
+"""Smallest host memory of a graph without saved tensors that counts. Smaller graphs compute a single value."""
 
 
 @dataclass(slots=True, kw_only=True)
 class InspectionInput:
-    """Input of an inspection: the model, which names its parts, and the records of calls, steps and storages."""
+    """Input of an inspection: the model, whose modules have names, and the records of calls, steps and storages."""
 
     model: nn.Module | None
     calls: CallLog
@@ -56,9 +56,9 @@ class InspectionInput:
 
 
 def inspect(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
-    """Find all objects that the step left alive, and their holders.
+    """Find all objects that the last step has left alive, and the holders that keep them alive.
 
-    Small objects count too, because one holder may have many.
+    Small objects count too, because one holder may keep many of them.
     """
     excused = live.standing | {0}
     tensors = live.tensors
@@ -103,7 +103,7 @@ def inspect(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
     outputs = view.calls.find_output_calls(set(by_storage) | view.inputs)
     for number, indices in by_storage.items():
         retained.append((_make_retained_storage(number, indices, outputs.get(number), view, live), indices))
-    retained += _carried(plain & view.inputs & outputs.keys(), held, outputs, view, live)
+    retained += _find_carried_outputs(plain & view.inputs & outputs.keys(), held, outputs, view, live)
     retained.sort(key=lambda entry: -entry[0].held_bytes)
     node_bytes = sum(item.held_bytes for item, _ in retained if item.subject == "nodes")
     if node_bytes >= LEAST_BYTES or sum(item.held_bytes for item, _ in retained) >= view.least_bytes:
@@ -111,9 +111,9 @@ def inspect(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
     with_graph = {index for graph in graphs if graph.unfreed for index in graph.gradient_of}
     for item, _ in retained:
         if item.is_of_gradients:
-            text = f"gradient graph of {_parameters(with_graph, view, live)} (create_graph)"
+            text = f"gradient graph of {_describe_parameters(with_graph, view, live)} (create_graph)"
             item.holders = [Holder(kind="gradient", text=text, key="gradients")]
-    _note_data(retained, view, live)
+    _mark_cached_samples(retained, view, live)
     buffers = list(_find_new_buffers(view, live))
     view.known.note(tensors, view.last_step)
     copies = [] if view.in_evaluation else find_idle_copies(view, live)
@@ -121,13 +121,13 @@ def inspect(view: InspectionInput, live: LiveObjects) -> list[RetainedObject]:
     return [item for item, _ in retained] + copies + orphans + buffers
 
 
-def _carried(
+def _find_carried_outputs(
     numbers: set[int], held: list[int], outputs: dict[int, Call], view: InspectionInput, live: LiveObjects
 ) -> Iterator[tuple[RetainedObject, list[int]]]:
-    """Yield a record, with the indices of its tensors, for each storage in `numbers`.
+    """Yield a record and the indices of its tensors for each storage in `numbers`.
 
-    The storages hold outputs of earlier calls (`outputs` maps storage to call), without a graph, which are passed to
-    the current call.
+    The storages hold outputs of earlier calls, without a graph, that are inputs of the current call. `outputs` maps a
+    storage to the call that returned it.
     """
     by_storage: dict[int, list[int]] = {}
     for index in held if numbers else ():
@@ -159,8 +159,10 @@ def _find_new_buffers(view: InspectionInput, live: LiveObjects) -> Iterator[Reta
         )
 
 
-def _note_data(retained: list[tuple[RetainedObject, list[int]]], view: InspectionInput, live: LiveObjects) -> None:
-    """Set `is_within_data` of retained objects that may be samples cached by a data set."""
+def _mark_cached_samples(
+    retained: list[tuple[RetainedObject, list[int]]], view: InspectionInput, live: LiveObjects
+) -> None:
+    """Set `is_within_data` of retained objects that may be cached samples of a data set."""
     cached = [item for item, _ in retained if not item.calls and item.holder is not None and item.holder.is_keyed]
     if cached:
         view.calls.n_samples = max(view.calls.n_samples, live.n_samples)
@@ -170,7 +172,7 @@ def _note_data(retained: list[tuple[RetainedObject, list[int]]], view: Inspectio
 
 
 def _is_relevant(index: int, graph: Graph, item: RetainedObject, live: LiveObjects) -> bool:
-    """Return True if releasing the tensor with this index frees part of `graph`, or 5 % of the bytes of `item`."""
+    """Return True if freeing the tensor with this index frees part of `graph`, or 5 % of the bytes of `item`."""
     own_bytes = item.storages.get(get_storage_id(live.tensors[index]), 0)
     return index in graph.keepers or 20 * own_bytes >= item.held_bytes
 
@@ -189,13 +191,13 @@ def _make_retained_graph(graph: Graph, view: InspectionInput, live: LiveObjects,
         unfreed_bytes=sum(unfreed.values()),
         context_bytes=sum(n for number, n in context.items() if number not in unfreed),
         calls=calls,
-        steps=tuple(sorted({view.steps.of(number) for number in numbers})),
+        steps=tuple(sorted({view.steps.find_step(number) for number in numbers})),
         backwards=list(backwards.values()),
         has_graph=True,
         is_scalar=bool(graph.tensors) and live.tensors[graph.tensors[0]].numel() == 1,
         is_input=(is_input := any(get_storage_id(t) in view.inputs for t in tensors)),
         is_fed_back=is_input and view.is_fed_back,
-        made_in_step=min(view.steps.of(number) for number in numbers),
+        made_in_step=min(view.steps.find_step(number) for number in numbers),
         storages=alive,
         n_tensors=len(tensors),
         is_of_gradients=bool(graph.gradient_of),
@@ -211,8 +213,8 @@ def _make_retained_nodes(graph: Graph, view: InspectionInput) -> RetainedObject:
     return RetainedObject(
         held_bytes=graph.node_bytes,
         calls=[call for call in view.calls.between(min(numbers), max(numbers)) if has_made(call, numbers)],
-        steps=tuple(sorted({view.steps.of(number) for number in numbers})),
-        made_in_step=min(view.steps.of(number) for number in numbers),
+        steps=tuple(sorted({view.steps.find_step(number) for number in numbers})),
+        made_in_step=min(view.steps.find_step(number) for number in numbers),
         storages={-min(numbers): graph.node_bytes},  # no storage has a negative number
         n_tensors=len(graph.tensors),
         subject="nodes",
@@ -239,14 +241,14 @@ def _make_retained_storage(
         calls=[call] if call else [],
         subject="evaluation" if view.in_evaluation else "tensors",
         is_output=output_of is not None,
-        made_in_step=view.steps.of(min(numbers)) if numbers else call.step if call else since or view.last_step,
+        made_in_step=view.steps.find_step(min(numbers)) if numbers else call.step if call else since or view.last_step,
         storages={number: n_bytes},
         n_tensors=len(tensors),
     )
 
 
-def _parameters(indices: set[int], view: InspectionInput, live: LiveObjects) -> str:
-    """Describe parameters as `parameter 'weight' and 3 more`, with the name of the first in the order of the model."""
+def _describe_parameters(indices: set[int], view: InspectionInput, live: LiveObjects) -> str:
+    """Describe the parameters with these indices, as in `parameter 'weight' and 3 more`, in the model's order."""
     wanted = {id(live.tensors[index]) for index in indices}
     for module in ([view.model] if view.model is not None else []) + find_outermost_modules(live.modules):
         for name, parameter in module.named_parameters():

@@ -1,4 +1,4 @@
-"""The inspections of a watch: the moments at which memory is inspected, and the findings that are logged."""
+"""The inspections of `lowtide.watch`: when memory is inspected, and which objects are logged as findings."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from lowtide.diagnostics.leaks.inspection import inspect as inspect_memory
 from lowtide.diagnostics.leaks.live_tensors import KnownStorages, LiveObjects, storage_bytes
 from lowtide.diagnostics.leaks.output_checks import record_duplicate_inputs
 from lowtide.diagnostics.leaks.step_boundaries import FIRST, StepBoundaries
-from lowtide.diagnostics.leaks.tensor_graphs import computing
+from lowtide.diagnostics.leaks.tensor_graphs import collect_computing_nodes
 from lowtide.diagnostics.leaks.unread_gradients import UnreadGradients
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
 LEAST_SHARE = 0.01
-"""Share of the largest forward's graph below which findings are not reported."""
+"""Findings that hold a smaller share of the largest forward's graph are not reported."""
 
 _SUSPICIONS = 3
 
 
 class Inspector:
-    """Inspector of memory between the calls of a watched loop; adds the retained objects that it finds to the log."""
+    """Inspector of memory between the model calls of a watched loop. It logs the objects that stay alive."""
 
     def __init__(
         self,
@@ -49,16 +49,16 @@ class Inspector:
         *,
         ignores_older: bool,
     ) -> None:
-        """Create an inspector, before the first call of a model.
+        """Create an inspector before the first call of a model.
 
-        `arguments` returns the tensors passed to the running module, and `running_module` its id. `ignores_older`
-        leaves out graphs that were made before the first call.
+        `arguments` returns the tensors passed to the running module, and `running_module` returns its id. With
+        `ignores_older`, graphs that were created before the first call are left out.
         """
         self._model, self._calls, self._steps, self._log, self._unread = model, calls, steps, log, unread
         self._arguments, self._running_module, self._ignores_older = arguments, running_module, ignores_older
         self.boundaries, self.known, self._by_hand = StepBoundaries(), KnownStorages(), HandUpdates(calls)
         self.has_begun = False
-        """True once a step has begun: a model was called with gradients, or a backward pass ran without any."""
+        """True once a step has begun: a model was called with gradients, or a backward pass ran without any model."""
         self.largest_graph_bytes = 0
         """Bytes that the graph of the largest forward keeps."""
         self.has_model = False
@@ -79,9 +79,9 @@ class Inspector:
         self.known.note(LiveObjects().tensors, 0)
 
     def call_begins(self, key: int, module: nn.Module, *, is_evaluation: bool) -> None:
-        """Inspect memory, if an inspection is due, before the user's code at place `key` calls the model `module`.
+        """Inspect memory, if an inspection is due, before user code calls the model `module`.
 
-        `is_evaluation` is False for calls without gradients that belong to training.
+        `key` identifies the calling line. `is_evaluation` is False for calls without gradients that belong to training.
         """
         if not self._watched_from:
             self._watched_from = next_sequence_number() or 1
@@ -94,9 +94,9 @@ class Inspector:
             self.inspect(next_sequence_number(), only=lambda item: item.is_held_as("exception"))
 
     def backward_begins(self, key: int, nodes: list[Node]) -> None:
-        """Begin a step if a backward pass is the first of a new step, in a loop that calls no model.
+        """Begin a step if this backward pass is the first one of a step, in a loop that calls no model.
 
-        The pass starts at `nodes`, and the user's code runs it at the place `key`.
+        The pass starts at `nodes`. `key` identifies the line of user code that starts it.
         """
         if self.has_model:
             return
@@ -109,14 +109,14 @@ class Inspector:
         self.boundaries.called(key)
 
     def backward_ends(self) -> None:
-        """Record that a backward pass has ended, after which code may update weights by hand."""
+        """Record that a backward pass has ended. User code may update weights by hand from now on."""
         if not self.has_model:
             self._after_backward = next_sequence_number()
 
     def inspect_end(self) -> None:
-        """Inspect memory a last time, at the end of the watch: graphs, and objects of holders that were found before.
+        """Inspect memory at the end of the watch, and log graphs and objects of holders that are known already.
 
-        Other objects do not count, because no forward follows whose peak they would raise.
+        Other objects do not count, because they can't raise the peak of a forward any more.
         """
         if self.has_begun:
             self._calls.forget_old()
@@ -132,7 +132,7 @@ class Inspector:
         return max(LEAST_BYTES, int(LEAST_SHARE * self.largest_graph_bytes))
 
     def _begin_step_or_inspect(self, key: int, module: nn.Module, *, has_gradients: bool) -> None:
-        """Begin a step if this call of `module` is its first; otherwise inspect memory that the step has left."""
+        """Begin a step if this call of `module` is the step's first; otherwise inspect memory left by earlier calls."""
         if has_gradients and self._by_hand.compare_weights(module):
             self.boundaries.stepped(next_sequence_number())
         if self.has_begun and self.boundaries.count_step(key):
@@ -153,9 +153,9 @@ class Inspector:
             self._at_boundary = False
 
     def _inspect_suspect(self, key: int, module: nn.Module) -> None:
-        """Inspect memory if a line calls `module` again within one step, and an earlier graph of that line is suspect.
+        """Inspect memory if a line calls `module` again within one step and an earlier graph may be kept by mistake.
 
-        A graph is suspect if backward has not reached it, or if its output is passed to this call.
+        That is a graph from the same line that backward has not reached, or whose output is passed to this call.
         """
         stats = self._calls.stats.get((key, type(module).__name__))
         if stats is None or (stats.n_calls & (stats.n_calls - 1) and stats.n_calls > _SUSPICIONS):
@@ -171,9 +171,9 @@ class Inspector:
             )
 
     def _inspect_evaluation(self, key: int) -> None:
-        """Inspect memory after 2, 4, 8 ... calls without gradients at the place `key`, and no weight update.
+        """Inspect memory after 2, 4, 8 ... calls without gradients from the line `key`, without a weight update.
 
-        Beyond the first few, such inspections are left out if inspections have taken more than their share of the time.
+        After the first few, such an inspection is skipped if inspections have taken more than their share of the time.
         """
         n_updates, n_calls = self._evaluations.get(key, (-1, 0))
         n_calls = n_calls + 1 if n_updates == self.boundaries.n_updates else 1
@@ -192,10 +192,10 @@ class Inspector:
         is_later: bool = False,
         in_evaluation: bool = False,
     ) -> None:
-        """Inspect all live objects, and log those that `only` selects; None selects all.
+        """Inspect all live objects, and log those for which `only` returns True, or all if it is None.
 
-        `new_from` is the number of the first node of the step that begins now. `is_later` is True if a step has ended
-        since the last full inspection.
+        `new_from` is the sequence number of the first autograd node of the step that begins now. `is_later` is True if
+        a step has ended since the last full inspection.
         """
         began = time.perf_counter()
         with torch.no_grad():
@@ -219,7 +219,7 @@ class Inspector:
         self.boundaries.inspected(time.perf_counter() - began)
 
     def view(self, new_from: int) -> InspectionInput:
-        """Return the input of an inspection; `new_from` is the number of the first node of the step that begins now."""
+        """Return the input of an inspection. `new_from` is the sequence number of the first node of the new step."""
         return InspectionInput(
             model=self._model,
             calls=self._calls,
@@ -237,6 +237,6 @@ class Inspector:
     def _is_fed_back(self) -> bool:
         """Return True if an input of the running call was computed by an earlier call of the same module."""
         roots = [node for tensor in self._arguments() if (node := tensor.grad_fn) is not None]
-        numbers = [sequence_number(node) for node in computing(roots) if is_numbered(node)]
+        numbers = [sequence_number(node) for node in collect_computing_nodes(roots) if is_numbered(node)]
         calls = self._calls.between(min(numbers), max(numbers)) if numbers else []
         return any(call.module_id == self._running_module() and has_made(call, numbers) for call in calls)

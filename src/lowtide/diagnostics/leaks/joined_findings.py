@@ -1,4 +1,4 @@
-"""Findings about one mistake, joined into one."""
+"""Several findings about one mistake, joined into a single finding."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ if TYPE_CHECKING:
     from lowtide.diagnostics.leaks.finding_entry import Entry
 
 _GATHERING = ("LT008", "LT010", "LT021", "LT029", "LT030")
-"""Codes of findings about containers. LT008 is first: a container of graphs and values is reported for its graphs."""
+"""Codes of findings about containers, in order of precedence: a container of graphs is reported as LT008."""
 
-_BESIDE = ("LT006", "LT023")
-"""Codes of findings that are left out for a container that has a finding of `_GATHERING`."""
+_LEFT_OUT = ("LT006", "LT023")
+"""Codes of findings that are left out if their container has a finding of `_GATHERING`."""
 
 MOST_NAMES = 3
-"""Largest number of parts of an entry that an advice names."""
+"""Largest number of parts of an entry that the advice names."""
 
 
-def joined(findings: Iterable[tuple[Entry, Finding]]) -> list[Finding]:
-    """Join findings about one mistake, and return all findings that remain.
+def join_findings(findings: Iterable[tuple[Entry, Finding]]) -> list[Finding]:
+    """Join findings about the same mistake, and return all findings that remain.
 
-    Findings are joined if they are about parts of the same container's entries, or about graphs that one call made and
-    one backward pass retains. Where a container gathers tensors, that finding replaces those about single outputs of
-    the same line alive in backward, and about empty graphs in the same container.
+    Findings are joined if they are about parts of the same container's entries, or about graphs that one call created
+    and one backward pass retains. A finding about a growing container replaces findings about single outputs of the
+    same line, and about graphs without saved tensors in the same container.
     """
     findings = list(findings)
     gathering = {entry.words.container for entry, finding in findings if finding.code in _GATHERING} - {""}
     gathered_at = {
         finding.made_at for _, finding in findings if finding.code in _GATHERING
     }  # outputs of these lines stay alive in a container, whatever variable is deleted
-    findings = [(e, f) for e, f in findings if f.code not in _BESIDE or e.words.container not in gathering]
+    findings = [(e, f) for e, f in findings if f.code not in _LEFT_OUT or e.words.container not in gathering]
     findings = [(e, f) for e, f in findings if f.code != "LT006" or f.made_at not in gathered_at]
     groups: dict[object, list[tuple[Entry, Finding]]] = {}
     for number, (entry, finding) in enumerate(findings):
@@ -77,10 +77,10 @@ def _join(group: list[tuple[Entry, Finding]]) -> Finding:
 
 
 def keep_one_per_line(findings: list[Finding]) -> list[Finding]:
-    """Keep only the largest finding LT002 (a forward needs no graph) of each line, and all findings about other lines.
+    """Keep only the largest finding LT002 (a forward needs no graph) of each line.
 
-    Findings about graphs of the same line in a container (LT008), or its outputs alive in backward (LT006), are left
-    out.
+    LT008 (a container of graphs) and LT006 (an output alive in backward) are left out for the same line. All findings
+    about other lines are kept.
     """
     largest: dict[str | None, Finding] = {}
     for finding in findings:

@@ -1,4 +1,4 @@
-"""All live tensors, modules and optimizers, and the owners of the tensors' memory."""
+"""All live tensors, modules and optimizers, and NumPy arrays that share the tensors' memory."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def storage_bytes(tensor: Tensor) -> int:
 
 
 def find_live_arrays() -> tuple[list[Any], list[Any]]:
-    """Return all NumPy arrays, and all objects that refer to arrays but are not named by `gc.get_referrers`.
+    """Return all NumPy arrays, and all objects with references to arrays that `gc.get_referrers` does not find.
 
-    The garbage collector does not track arrays, nor a dict or tuple that contains only untracked objects.
+    The garbage collector tracks neither arrays nor dicts and tuples that contain only untracked objects.
     """
     numpy = sys.modules.get("numpy")
     if numpy is None:
@@ -57,13 +57,13 @@ def find_live_arrays() -> tuple[list[Any], list[Any]]:
 
 
 def find_live_tasks() -> list[Any]:
-    """Return all tasks of asyncio, which `gc.get_referrers` does not name although they refer to their results."""
+    """Return all asyncio tasks. They refer to their results, but `gc.get_referrers` does not find them."""
     asyncio = sys.modules.get("_asyncio")
     return [] if asyncio is None else [obj for obj in gc.get_objects() if type(obj) is asyncio.Task]
 
 
 def find_arrays_over(tensors: dict[int, int], arrays: Iterable[Any]) -> list[tuple[int, Any]]:
-    """Return the NumPy arrays in the memory of `tensors` (id -> number), each with the number of its tensor."""
+    """Return pairs of a tensor's number and a NumPy array in its memory. `tensors` maps ids of tensors to numbers."""
     pairs: list[tuple[int, Any]] = []
     for array in arrays:
         base = array
@@ -93,7 +93,7 @@ def map_standing_storages(owner: nn.Module | Optimizer) -> dict[int, int]:
 class LiveObjects:
     """Snapshot of all live tensors, modules, optimizers and data sets. Valid only until user code continues.
 
-    Refers to tensors through its list `tensors` only.
+    Only the list `tensors` refers to tensors.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class LiveObjects:
 
     @property
     def ids(self) -> set[int]:
-        """Ids of the snapshot's own lists, which do not count as holders."""
+        """Ids of the snapshot's own lists, which do not count as holders of tensors."""
         return {id(self.tensors), id(self.modules), id(self.optimizers), id(self.datasets)}
 
     @property
@@ -152,14 +152,14 @@ class LiveObjects:
 class KnownStorages:
     """Record of the step in which each storage was first seen.
 
-    Weak references notice when a storage is freed, after which another storage may get its number.
+    It holds weak references, because the number of a freed storage may be used again by another one.
     """
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[weakref.ref[UntypedStorage], int]] = {}
 
     def note(self, tensors: Iterable[Tensor], when: int) -> None:
-        """Record the step `when` for those storages of the tensors that are not known yet."""
+        """Record step `when` for the storages of `tensors` that were not seen before."""
         self._seen = {number: entry for number, entry in self._seen.items() if entry[0]() is not None}
         for tensor in tensors:
             number = get_storage_id(tensor)
@@ -167,6 +167,6 @@ class KnownStorages:
                 self._seen[number] = (weakref.ref(tensor.untyped_storage()), when)
 
     def since(self, number: int) -> int | None:
-        """Return the step in which storage `number` was first seen; None if it is not known."""
+        """Return the step in which storage `number` was first seen; None if it was never seen."""
         entry = self._seen.get(number)
         return None if entry is None or entry[0]() is None else entry[1]

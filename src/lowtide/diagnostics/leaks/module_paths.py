@@ -8,7 +8,7 @@ from torch import nn
 
 
 def module_names(model: nn.Module | None, modules: Iterable[nn.Module]) -> dict[int, str]:
-    """Map ids of modules to names: `model.encoder` inside the watched model, the class name inside others."""
+    """Map ids of modules to names: `model.encoder` in the watched model, `ClassName.encoder` in other models."""
     names: dict[int, str] = {}
     roots = [root for root in find_outermost_modules(modules) if root is not model]
     for root, name in [*((root, type(root).__name__) for root in roots), *([(model, "model")] if model else [])]:
@@ -18,6 +18,6 @@ def module_names(model: nn.Module | None, modules: Iterable[nn.Module]) -> dict[
 
 
 def find_outermost_modules(modules: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the outermost modules: the modules that are no child of another module among them."""
+    """Return those of `modules` that are not a child of another one."""
     inside = {id(child) for module in modules for child in module.children()}
     return [module for module in modules if id(module) not in inside]

@@ -1,4 +1,4 @@
-"""Parameters that only an optimizer still refers to: replaced by others, and never removed from its groups."""
+"""Parameters that only an optimizer still refers to: the model replaced them, and its `param_groups` kept them."""
 
 from __future__ import annotations
 
@@ -26,9 +26,10 @@ class Orphans:
 
 
 def find_orphans(live: LiveObjects) -> Iterator[Orphans]:
-    """Yield, for each optimizer, the parameters to which nothing else refers, if it has such parameters and others.
+    """Yield the parameters of each optimizer that nothing else refers to.
 
-    A local variable of a running function does not count as a reference, because `gc.get_referrers` does not see it.
+    Optimizers with no such parameters, or with no others, are skipped. A local variable of a running function does not
+    count as a reference, because `gc.get_referrers` does not see it.
     """
     of_modules = {id(p) for m in live.modules for p in m.__dict__.get("_parameters", {}).values()}
     for optimizer in live.optimizers:

@@ -1,6 +1,4 @@
-"""Checks at the beginning of forward and backward: outputs that are still alive, sums of separate graphs, inputs that
-are in memory twice.
-"""
+"""Checks before forward and backward: outputs that are still alive, sums of separate graphs, duplicate inputs."""
 
 from __future__ import annotations
 
@@ -25,16 +23,16 @@ from lowtide.diagnostics.leaks.module_paths import module_names
 from lowtide.diagnostics.leaks.referrers import HolderSearch
 from lowtide.diagnostics.leaks.registered_hooks import RegisteredHooks
 from lowtide.diagnostics.leaks.rules.long_lived_outputs import SHARE
-from lowtide.diagnostics.leaks.tensor_graphs import computing, map_kept_bytes
+from lowtide.diagnostics.leaks.tensor_graphs import collect_computing_nodes, map_kept_bytes
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
 
 def record_outputs_alive(view: InspectionInput, roots: list[Node], backward: Backward, log: FindingLog) -> None:
-    """Log outputs of this step that variables hold as `backward` begins at `roots`, and that its graph does not need.
+    """Log outputs of this step that variables still hold when `backward` begins at `roots`, although it needs none.
 
-    An output computed by a root is left out: a loss may share the memory of all elements that it is the mean of.
+    Outputs that a root has computed, such as the loss itself, are left out.
     """
     if backward.create_graph:
         return  # later code goes on with the graph, and may read the outputs
@@ -48,15 +46,15 @@ def record_outputs_alive(view: InspectionInput, roots: list[Node], backward: Bac
             del tensor
     if not large:
         return
-    saved, context = map_kept_bytes(computing(roots))
+    saved, context = map_kept_bytes(collect_computing_nodes(roots))
     graph_bytes = sum(saved.values())
-    large = [(call, output) for call, output in large if _bytes_of(output) >= SHARE * graph_bytes]
+    large = [(call, output) for call, output in large if _count_bytes(output) >= SHARE * graph_bytes]
     live = LiveObjects()
     for call, output in large:
         tensor = output()
         if tensor is None or tensor.grad_fn in roots or get_storage_id(tensor) in {*saved, *context, *live.standing}:
             continue
-        for holder in _holders(view, live, tensor):
+        for holder in _find_holders(view, live, tensor):
             if holder.kind == "variable":
                 log.record(
                     "LT006",
@@ -73,7 +71,7 @@ def record_outputs_alive(view: InspectionInput, roots: list[Node], backward: Bac
                 break
 
 
-def _bytes_of(output: weakref.ref[Tensor]) -> int:
+def _count_bytes(output: weakref.ref[Tensor]) -> int:
     tensor = output()
     return 0 if tensor is None else storage_bytes(tensor)
 
@@ -87,11 +85,11 @@ def _is_in_model_output(tensor: Tensor) -> bool:
 
 
 def record_summed_graphs(view: InspectionInput, roots: list[Any], backward: Backward, log: FindingLog) -> None:
-    """Log a finding if `backward` begins at a sum of losses, whose separate graphs several calls of one line made."""
+    """Log a finding if `backward` begins at a sum of losses whose separate graphs were created by calls of one line."""
     if backward.create_graph or backward.retain_graph:
         return
     nodes = [node for root in roots if (node := getattr(root, "grad_fn", None)) is not None]
-    summands = list(_summands(nodes))
+    summands = list(_find_summands(nodes))
     graphs: dict[int, dict[int, tuple[Call, int]]] = {}  # by line and by call, which may make several terms
     for part in components(summands) if len(summands) > 1 else ():
         numbers = [sequence_number(node) for node in part.nodes if is_numbered(node)]
@@ -124,10 +122,10 @@ def record_summed_graphs(view: InspectionInput, roots: list[Any], backward: Back
 _ADDING = re.compile(r"(?:Add|Sum|Stack|Cat|Mean|Unsqueeze|Mul|Div|Neg)Backward\d+")
 
 
-def _summands(nodes: Iterable[Node]) -> Iterator[Node]:
-    """Yield the nodes that computed the scalar terms of a sum, walking upstream from `nodes`.
+def _find_summands(nodes: Iterable[Node]) -> Iterator[Node]:
+    """Yield the autograd nodes that computed the scalar terms of a sum, walking upstream from `nodes`.
 
-    The walk passes through sums, means and scalar multiples whose inputs are all scalars; any other node made a term.
+    The walk continues through sums, means and scalar multiples whose inputs are all scalars, and ends at other nodes.
     """
     pending = list(nodes)
     visited = set()
@@ -143,7 +141,7 @@ def _summands(nodes: Iterable[Node]) -> Iterator[Node]:
 
 
 def _is_scalar(node: Node) -> bool:
-    """Return True if a node's first output is a scalar, or a vector made by stack, cat or unsqueeze."""
+    """Return True if a node's first output is a scalar, or a vector from stack, cat or unsqueeze."""
     if not is_numbered(node):
         return False
     try:
@@ -155,13 +153,13 @@ def _is_scalar(node: Node) -> bool:
 
 def _find_variable(view: InspectionInput, root: Any) -> Holder | None:
     live = LiveObjects()
-    return next((holder for holder in _holders(view, live, root) if holder.kind == "variable"), None)
+    return next((holder for holder in _find_holders(view, live, root) if holder.kind == "variable"), None)
 
 
 def record_duplicate_inputs(
     view: InspectionInput, live: LiveObjects, inputs: Iterable[Tensor], log: FindingLog
 ) -> None:
-    """Log tensors that equal an input of the running model and share no memory with it."""
+    """Log tensors that equal an input of the running model but do not share its memory."""
     shapes: dict[tuple[int, ...], list[Tensor]] = {}
     for tensor in inputs:
         if storage_bytes(tensor) >= view.least_bytes and not tensor.requires_grad:
@@ -176,7 +174,7 @@ def record_duplicate_inputs(
             if number in view.inputs or number in live.standing or view.known.since(number) == 0:
                 continue
             if other.device == tensor.device and torch.equal(other.to(tensor.dtype), tensor):
-                for holder in _holders(view, live, other)[:1]:
+                for holder in _find_holders(view, live, other)[:1]:
                     log.record(
                         "LT019",
                         holder.key,
@@ -187,7 +185,7 @@ def record_duplicate_inputs(
                     )
 
 
-def _holders(view: InspectionInput, live: LiveObjects, tensor: Tensor) -> list[Holder]:
+def _find_holders(view: InspectionInput, live: LiveObjects, tensor: Tensor) -> list[Holder]:
     search = HolderSearch(module_names(view.model, live.modules), RegisteredHooks(live.modules), live.ids)
     target = (0, tensor)
     search.ignored.add(id(target))

@@ -1,4 +1,4 @@
-"""Unreachable objects that refer to each other, and so keep tensors alive until the garbage collector runs."""
+"""Reference cycles: unreachable objects that keep tensors alive until the garbage collector runs."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _LEVELS = 12
 
 
 def find_cycle_holder(tensor: Any, ignored: Iterable[int]) -> Holder | None:
-    """Return the holder for a reference cycle that keeps `tensor` alive; None if a name may still lead to it.
+    """Return the holder for a reference cycle that keeps `tensor` alive; None if other objects may keep it alive.
 
-    Local variables of running functions are no referrers, so a tensor with a named holder must not be passed.
+    The search does not see local variables of running functions.
 
     Args:
-        tensor: The tensor, without a named holder.
-        ignored: Ids of lists that refer to the tensor but are no holders, such as the caller's.
+        tensor: A tensor that no variable, module or other named object holds.
+        ignored: Ids of lists that refer to the tensor but do not count, such as the caller's.
     """
     level_of, objects = {id(tensor): 0}, [tensor]
     outermost, own = [tensor], {*ignored, id(level_of), id(objects)}
@@ -51,9 +51,9 @@ def _is_namespace(obj: Any) -> bool:
 
 
 def _find_link(obj: Any, level_of: dict[int, int]) -> str | None:
-    """Return the attribute of `obj`, as `Class.name`, by which the cycle leads away from the tensor; None if none does.
+    """Return the attribute of `obj`, as `Class.name`, that refers to an object of the cycle farther from the tensor.
 
-    `level_of` maps ids of objects to their distance from the tensor.
+    Return None if no attribute does. `level_of` maps ids of objects to their distance from the tensor.
     """
     attributes = getattr(obj, "__dict__", None)
     for name, value in attributes.items() if isinstance(attributes, dict) else ():

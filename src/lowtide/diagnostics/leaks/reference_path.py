@@ -32,20 +32,18 @@ CYCLED = "itertools.cycle "
 
 @dataclass(slots=True)
 class ReferencePath:
-    """Path of references from `obj` to tensors (a set of numbers). `path` is the path as code, beginning at `obj`."""
+    """Path of references from `obj` to tensors, given by their numbers. `path` holds its steps as code: `.cache`."""
 
     obj: Any
     tensors: set[int]
     path: tuple[str, ...] = ()
     containers: dict[int, int] = field(default_factory=dict)
-    """Unbounded containers inside `obj` -> numbers of their entries. All containers with named entries, such as dicts
-    with string keys, count as one, with the entries of the largest.
+    """Ids of unbounded containers inside `obj` -> numbers of their entries. All containers with named entries, such as
+    dicts with string keys, count as one, which has the entries of the largest.
     """
     container: type | None = None
     attribute: str = ""
-    """The part of the path from the outermost attribute of an object of a user's class on, such as
-    `Reviews.cache[8 entries]`.
-    """
+    """The end of the path, from the outermost attribute of a user's class on: `Reviews.cache[8 entries]`."""
     outermost: type | None = None
     """Class of the last container so far whose entries have no names."""
     innermost: type | None = None
@@ -55,7 +53,7 @@ class ReferencePath:
 
     @property
     def all_containers(self) -> dict[int, int]:
-        """Unbounded containers on the path, including `obj` itself -> numbers of their entries, as in `containers`."""
+        """Like `containers`, including `obj` itself: ids of unbounded containers -> numbers of their entries."""
         is_queue = isinstance(self.obj, deque) and self.obj.maxlen is not None  # bounded
         is_counted = is_array_of_objects(self.obj) or is_block_of_tee(self.obj)
         if is_queue or not (isinstance(self.obj, list | deque | set | dict) or is_counted):
@@ -64,15 +62,15 @@ class ReferencePath:
         return merged(self.containers, {_NAMED if has_names else id(self.obj): n_entries(self.obj)})
 
     def including_its_object(self) -> ReferencePath:
-        """Return a copy of the path, with `obj` itself among the containers."""
+        """Return a copy of the path whose `containers` include `obj` itself."""
         kind = next((kind for kind in CONTAINERS if isinstance(self.obj, kind)), None)
         return replace(self, containers=self.all_containers, innermost=self.innermost or kind)
 
     @property
     def is_keyed(self) -> bool:
-        """True if the tensors are in a dict that is no namespace, or in the cache of a function.
+        """True if the tensors are in an ordinary dict, or in the cache of a function.
 
-        False if more than one container on the path has entries without names.
+        False for namespaces, and if more than one container on the path has entries without names.
         """
         n_unnamed = sum(bool(ENTRIES.fullmatch(step)) for step in self.path)
         kind = self.outermost if n_unnamed else self.innermost
@@ -89,11 +87,11 @@ class ReferencePath:
         return "".join(self.path)
 
     def shown(self, name: str, kind: str) -> tuple[str, str, str]:
-        """Return three texts for the variable `name`, from which the path leads to tensors.
+        """Return three texts about the path, which begins at the variable `name`: description, name and key.
 
-        The first text describes the variable, a `kind` such as a local variable, and the path. The second is the name
-        of the part that holds the tensors. The third is a key, equal for all entries of one dict, all parts of tuples,
-        and attributes whose names differ in numbers.
+        The description states `kind` (as in "local variable"), the variable and the path. The name is that of the part
+        that holds the tensors. The key is the same for all entries of one dict, all elements of tuples, and attributes
+        whose names differ only in numbers.
         """
         path = self.path
         if self.gathers:
@@ -115,7 +113,7 @@ class ReferencePath:
         return shown, "".join((name, *keys)) if leads_to_list else grouped, without_numbers(grouped)
 
     def find_outermost_container(self, name: str) -> str:
-        """Return the outermost container on the path whose entries have no names, as code; empty if there is none.
+        """Return the code of the outermost container on the path whose entries have no names; "" if there is none.
 
         The path begins at the variable `name`.
         """
@@ -123,9 +121,10 @@ class ReferencePath:
         return "".join((name, *before)) if len(before) < len(self.path) else ""
 
     def owner(self, name: str) -> str:
-        """Return the object at whose attribute the path ends, as code; empty if no name leads there.
+        """Return the code of the object whose attribute is the last step of the path, as in `model.cache`.
 
-        The path begins at the variable `name`.
+        Return "" if the path does not end at an attribute, or leads through entries without names. It begins at the
+        variable `name`.
         """
         if not self.path or not self.path[-1].startswith(".") or any(ENTRIES.fullmatch(step) for step in self.path):
             return ""
@@ -133,11 +132,11 @@ class ReferencePath:
 
 
 _NAMED = 0
-"""Key of all containers with named entries in `ReferencePath.containers`: no object has this id."""
+"""Key in `ReferencePath.containers` for all containers with named entries. No object has this id."""
 
 
 def merged(containers: Mapping[int, int], others: Mapping[int, int]) -> dict[int, int]:
-    """Join two maps of containers (id -> number of entries), and keep the larger number of each container."""
+    """Join two maps from ids of containers to numbers of entries, with the larger number for each container."""
     return {**containers, **{number: max(n, containers.get(number, 0)) for number, n in others.items()}}
 
 
@@ -147,12 +146,12 @@ def is_array_of_objects(obj: Any) -> bool:
 
 
 def is_block_of_tee(obj: Any) -> bool:
-    """Return True if `obj` is a block of the queue inside an `itertools.tee`."""
+    """Return True if `obj` is a block of the internal queue of an `itertools.tee`."""
     return type(obj).__name__ == "_tee_dataobject"
 
 
 def n_entries(container: Any) -> int:
-    """Count the entries of a container, except None entries of an array."""
+    """Count the entries of a container, except None in an array of objects."""
     if is_array_of_objects(container):
         return sum(element is not None for element in container.flat)
     if is_block_of_tee(container):
@@ -168,7 +167,7 @@ def is_container(kind: type | None) -> bool:
 def map_labels(container: Any) -> dict[int, str] | None:
     """Map ids of a container's entries to their names as code: `.field`, `[0]` or `['key']`.
 
-    The map is empty for a container without names, and None if `container` is no container.
+    Return an empty map if the entries have no names, and None if `container` is not a container.
     """
     if isinstance(container, tuple):
         names = getattr(type(container), "_fields", ())

@@ -1,6 +1,7 @@
-"""Search for the holders of an object, by `gc.get_referrers`, and their descriptions for people.
+"""Search for the holders of an object by `gc.get_referrers`, and describe them.
 
-Each path from a tensor outwards ends at an object that has a name: a variable, a module, a hook, an exception.
+References are followed from a tensor outwards until they reach an object with a name: a variable, a module, a hook, an
+exception.
 """
 
 from __future__ import annotations
@@ -73,8 +74,8 @@ MOST_TENSORS = 2_000
 """Largest number of objects whose referrers are searched for at once."""
 
 _MANY = 256
-"""Number of objects above which one pass over all objects is faster than `gc.get_referrers`, which compares each with
-each.
+"""Number of objects above which one pass over all live objects is faster than `gc.get_referrers`. Its time grows with
+the product of both numbers.
 """
 
 _GENERATORS = {
@@ -88,7 +89,7 @@ _OUTPUT_NAME = re.compile(r"_+|_[oi]*\d+|_oh|Out|_i+|_ih|In")
 
 
 def _is_output(name: str) -> bool:
-    """Return True if a prompt or notebook gives this name, such as `_` or `_12`, to results.
+    """Return True if a prompt or notebook assigns results to this name, such as `_` or `_12`.
 
     In a script, `_` is an ordinary variable.
     """
@@ -97,7 +98,7 @@ def _is_output(name: str) -> bool:
 
 @dataclass(slots=True)
 class HolderSearch:
-    """Search for holders among the objects that exist. Used once, then dropped with all that the search refers to."""
+    """Search for holders among all live objects. It refers to user objects, so use it once and drop it."""
 
     modules: dict[int, str]
     """Ids of modules -> names such as `model.encoder`."""
@@ -105,18 +106,18 @@ class HolderSearch:
     ignored: set[int] = field(default_factory=set)
     variables: RunningFrames = field(default_factory=RunningFrames)
     has_unnamed_lists: bool = False
-    """True if a list that only an expression refers to, such as a comprehension that still runs, counts as a holder."""
+    """True if a list without a name counts as a holder, such as that of a comprehension in progress."""
     linked: LinkedObjects = field(default_factory=LinkedObjects)
     unseen: list[Any] = field(default_factory=list)
     """Objects, such as NumPy arrays of objects, that the garbage collector does not name as referrers."""
     gathered: dict[CodeType, bool] = field(default_factory=dict)
-    """Code of functions with closures -> True if a list, set or queue contains such functions."""
+    """Code of functions with closures -> True if a list, set or deque contains such functions."""
 
     def holders(self, tensors: Iterable[tuple[int, Any]]) -> dict[int, list[Holder]]:
-        """Find the holders of objects, given as pairs (number, object); return them by number, nearest first.
+        """Find the holders of objects, given as pairs of number and object. Return them by number, nearest first.
 
-        Tensors that only C++ refers to have none. Beyond the first MOST_TENSORS, an object's holders are only found if
-        it shares a container with one of the first.
+        Tensors that only C++ refers to have no holders. Referrers are searched for MOST_TENSORS objects at a time, so
+        holders of further objects are found only in containers that they share with these.
         """
         holders_of: dict[int, list[Holder]] = {}
         ways = [ReferencePath(obj, {number}) for number, obj in tensors]
@@ -131,24 +132,24 @@ class HolderSearch:
                 tensors_through.setdefault(id(way.obj), set()).update(way.tensors)
                 for variable in self.variables.find_by_object(way.obj):
                     whole = way.including_its_object()
-                    _add(holders_of, way, self._variable(whole, variable, "local variable"))
+                    _add_holder(holders_of, way, self._make_variable_holder(whole, variable, "local variable"))
             referrers = _find_referrers(tuple(same[0].obj for same in islice(by_id.values(), MOST_TENSORS)))
-            referrers += [obj for obj in self.unseen if not by_id.keys().isdisjoint(map(id, _referents(obj)))]
+            referrers += [obj for obj in self.unseen if not by_id.keys().isdisjoint(map(id, _list_referents(obj)))]
             self.ignored.add(id(referrers))
             ways = []
             reached: set[int] = set()
             for referrer in referrers:
                 if id(referrer) in self.ignored or self._is_ours(referrer):
                     continue
-                met = dict.fromkeys(number for r in _referents(referrer) if (number := id(r)) in by_id)
+                met = dict.fromkeys(number for r in _list_referents(referrer) if (number := id(r)) in by_id)
                 reached |= met.keys()
                 known = tensors_through.setdefault(id(referrer), set())
-                for way, inner in self._outward(referrer, [way for number in met for way in by_id[number]]):
+                for way, inner in self._extend_outwards(referrer, [way for number in met for way in by_id[number]]):
                     if way.tensors <= known:
                         continue
-                    named = self._named(way, inner)
+                    named = self._find_named_holder(way, inner)
                     if named is not None:  # later paths may reach it again
-                        _add(holders_of, way, named)
+                        _add_holder(holders_of, way, named)
                     else:
                         known |= way.tensors
                         ways.append(way)
@@ -157,11 +158,11 @@ class HolderSearch:
             unnamed += [way for way in unreferenced if way.path and (isinstance(way.obj, list) or CYCLED in way.path)]
         for way in unnamed if self.has_unnamed_lists else ():
             way.tensors -= holders_of.keys()
-            _add(holders_of, way, self._unnamed(way))
+            _add_holder(holders_of, way, self._make_unnamed_holder(way))
         return holders_of
 
-    def _unnamed(self, way: ReferencePath) -> Holder:
-        """Make the holder for a list, or an `itertools.cycle`, that only an expression refers to."""
+    def _make_unnamed_holder(self, way: ReferencePath) -> Holder:
+        """Make the holder for a list or an `itertools.cycle` without a name, to which only an expression refers."""
         place = find_calling_site().place
         if CYCLED in way.path:
             return Holder(
@@ -184,7 +185,7 @@ class HolderSearch:
             place=place,
         )
 
-    def _variable(self, way: ReferencePath, variable: Variable, kind: str) -> Holder:
+    def _make_variable_holder(self, way: ReferencePath, variable: Variable, kind: str) -> Holder:
         name, place = variable.name, variable.place
         where = str(place) if place.line else str(place).rpartition(":")[0]
         shown, full_name, grouped = way.shown(name, kind)
@@ -212,11 +213,13 @@ class HolderSearch:
             is_state=variable.is_carried,
         )
 
-    def _outward(self, referrer: Any, inner: list[ReferencePath]) -> Iterator[tuple[ReferencePath, ReferencePath]]:
-        """Yield the paths `inner` extended outwards to `referrer`, each with the path that it extends.
+    def _extend_outwards(
+        self, referrer: Any, inner: list[ReferencePath]
+    ) -> Iterator[tuple[ReferencePath, ReferencePath]]:
+        """Yield pairs of a path from `referrer` and the path in `inner` that it extends.
 
-        Each entry of `referrer` with a name gets a path of its own. Entries without names share one extended path if
-        they have equal paths in `inner`.
+        Each named entry of `referrer` gets a path of its own. Entries without names share one path if their paths in
+        `inner` are equal.
         """
         if isinstance(referrer, dict) and _is_of_module(referrer):
             for way in inner:
@@ -250,24 +253,24 @@ class HolderSearch:
                 same[0].containers = merged(same[0].containers, inside.containers)
         yield from gathered.values()
 
-    def _named(self, way: ReferencePath, inner: ReferencePath) -> Holder | None:
-        """Make the holder if the path `way` has reached a named object; else update `way` and return None.
+    def _find_named_holder(self, way: ReferencePath, inner: ReferencePath) -> Holder | None:
+        """Make the holder if the path `way` begins at a named object. Otherwise update `way` and return None.
 
-        `inner` is the path before its last step.
+        `inner` is the path that `way` extends by one reference.
         """
         obj = way.obj
         if isinstance(obj, dict):
-            return self._namespace(way, obj)
+            return self._find_namespace_holder(way, obj)
         if isinstance(obj, nn.Module):
-            return self._module(way, inner)
+            return self._make_module_holder(way, inner)
         if isinstance(obj, BackwardCFunction) and not is_of_torch(type(obj)):
             return make_context_holder(way, obj)
         if isinstance(obj, BaseException):
-            return self._exception(way, obj)
+            return self._make_exception_holder(way, obj)
         if isinstance(obj, GeneratorType | CoroutineType | AsyncGeneratorType):
-            return self._generator(way, inner, obj)
+            return self._make_generator_holder(way, inner, obj)
         if isinstance(obj, FunctionType):
-            return self._function(way, inner, obj)
+            return self._find_function_holder(way, inner, obj)
         if isinstance(obj, type):
             is_special = bool(way.path) and attribute_name(way.path[0]).startswith("__")  # Python's own, or a mock's
             return None if is_special else make_class_holder(way, obj)
@@ -301,9 +304,9 @@ class HolderSearch:
         return None
 
     def _follow_links(self, way: ReferencePath, inner: ReferencePath) -> None:
-        """Continue `way` from the head of the linked list that contains its object, if it is in one.
+        """Replace the object of `way` by the head of the linked list that contains it, if there is one.
 
-        The path then reads as if the object were an entry of a list as long as the linked list.
+        The path then reads as if the object were an entry of a Python list of the same length.
         """
         head = self.linked.find_head(way.obj)
         if head is not None:
@@ -311,7 +314,7 @@ class HolderSearch:
             way.obj, way.containers = head[0], merged(way.containers, {id(head[0]): head[1]})
             way.path = (f"[{head[1]} entries]", *path)
 
-    def _generator(self, way: ReferencePath, inner: ReferencePath, generator: Any) -> Holder:
+    def _make_generator_holder(self, way: ReferencePath, inner: ReferencePath, generator: Any) -> Holder:
         kind, prefix = _GENERATORS[type(generator)]
         code = getattr(generator, f"{prefix}_code")
         if way.attribute and origin(code.co_filename) != "user":
@@ -327,9 +330,9 @@ class HolderSearch:
             )
         frame = getattr(generator, f"{prefix}_frame")
         local = find_name_in_frame(frame, inner.obj) if frame is not None else None
-        return self._inside("generator", f"{kind} '{generator.__name__}'", code, way, local)
+        return self._make_code_holder("generator", f"{kind} '{generator.__name__}'", code, way, local)
 
-    def _function(self, way: ReferencePath, inner: ReferencePath, function: FunctionType) -> Holder | None:
+    def _find_function_holder(self, way: ReferencePath, inner: ReferencePath, function: FunctionType) -> Holder | None:
         hook = self.hooks.by_function.get(id(function))
         if hook is not None:
             return Holder(kind="hook", text=str(hook), key=f"hook {hook.place}", place=hook.place)
@@ -344,12 +347,12 @@ class HolderSearch:
             return None
         kind = "default argument" if inner.obj is function.__defaults__ else "closure"
         text = f"{kind} of '{function.__qualname__}' at {place}"
-        return self._inside("closure", text, function.__code__, way, local)
+        return self._make_code_holder("closure", text, function.__code__, way, local)
 
-    def _inside(self, kind: str, text: str, code: CodeType, way: ReferencePath, local: str | None) -> Holder:
-        """Make the holder for a suspended or stored function, described by `text`.
+    def _make_code_holder(self, kind: str, text: str, code: CodeType, way: ReferencePath, local: str | None) -> Holder:
+        """Make the holder for a suspended or stored function that `text` describes.
 
-        Its variable `local` leads to the tensors; if that is None, the holder names the function only.
+        Its variable `local` leads to the tensors. If `local` is None, the holder names the function only.
         """
         if local is None:
             return Holder(kind=kind, text=text, key=text, containers=way.containers)
@@ -358,7 +361,7 @@ class HolderSearch:
             kind=kind, text=f"{text}, its {shown}", key=f"{text} {grouped}", name=name, containers=way.containers
         )
 
-    def _namespace(self, way: ReferencePath, namespace: dict[str, Any]) -> Holder | None:
+    def _find_namespace_holder(self, way: ReferencePath, namespace: dict[str, Any]) -> Holder | None:
         name = attribute_name(way.path[0])
         if namespace is vars(builtins):
             if name == "_":
@@ -371,14 +374,14 @@ class HolderSearch:
             is_history = name in ("Out", "_oh") and bool(inner.path)
             text = f"notebook history {'Out' + inner.path[0] if is_history else repr(name)}"
             return Holder(kind="notebook", text=text, key=f"notebook {name}", name=name)
-        variable = self.variables.of_module(namespace, name)
-        holder = self._variable(inner, variable, "global variable")
+        variable = self.variables.find_module_variable(namespace, name)
+        holder = self._make_variable_holder(inner, variable, "global variable")
         hook = self.hooks.find_by_global(namespace, name)
         if hook is not None:
             return Holder(kind="hook", text=str(hook), key=f"hook {hook.place}", place=hook.place)
         return holder
 
-    def _module(self, way: ReferencePath, inner: ReferencePath) -> Holder:
+    def _make_module_holder(self, way: ReferencePath, inner: ReferencePath) -> Holder:
         name = self.modules.get(id(way.obj), type(way.obj).__name__)
         path = way.path
         if vars(way.obj) is not inner.obj:  # since Python 3.13 objects refer to their attributes directly
@@ -403,9 +406,9 @@ class HolderSearch:
             stored_in=stored_in(replace(way, path=tuple(path[1:])), attribute, find_defining_file(type(way.obj))),
         )
 
-    def _exception(self, way: ReferencePath, error: BaseException) -> Holder:
+    def _make_exception_holder(self, way: ReferencePath, error: BaseException) -> Holder:
         kind = type(error).__name__
-        handled = _handled()
+        handled = _list_handled_exceptions()
         if id(error) in handled:
             return Holder(kind="exception", text=f"exception being handled ({kind})", key=f"exception {kind}")
         target = (0, error)
@@ -417,7 +420,7 @@ class HolderSearch:
         return Holder(kind="exception", text=f"exception {kind} that is kept", key=f"exception {kind}")
 
     def _is_gathered(self, function: FunctionType) -> bool:
-        """Return True if `function` is an entry of a list, set or queue. Each code object is searched for only once."""
+        """Return True if `function` is an entry of a list, set or deque. Each code object is searched for only once."""
         if function.__code__ not in self.gathered:
             others = (r for r in gc.get_referrers(function) if id(r) not in self.ignored)
             self.gathered[function.__code__] = any(isinstance(r, list | deque | set) for r in others)
@@ -429,7 +432,7 @@ class HolderSearch:
         if isinstance(obj, FunctionType):
             return origin(obj.__code__.co_filename) == "ours"
         if isinstance(obj, GeneratorType):
-            return obj.gi_code is HolderSearch._outward.__code__
+            return obj.gi_code is HolderSearch._extend_outwards.__code__
         return type(obj) in (ReferencePath, HolderSearch, RunningFrames) or isinstance(obj, BuiltinFunctionType)
 
 
@@ -441,8 +444,8 @@ def _is_of_module(namespace: dict[str, Any]) -> bool:
     return "__builtins__" in namespace or (isinstance(module, ModuleType) and vars(module) is namespace)
 
 
-def _handled() -> set[int]:
-    """Return the ids of exceptions whose `except` blocks are running, and of their causes."""
+def _list_handled_exceptions() -> set[int]:
+    """Return the ids of the exceptions that `except` blocks are handling now, and of their causes."""
     handled: set[int] = set()
     error = sys.exc_info()[1]
     while error is not None and id(error) not in handled:
@@ -451,7 +454,7 @@ def _handled() -> set[int]:
     return handled
 
 
-def _add(holders_of: dict[int, list[Holder]], way: ReferencePath, holder: Holder) -> None:
+def _add_holder(holders_of: dict[int, list[Holder]], way: ReferencePath, holder: Holder) -> None:
     for number in way.tensors:
         holders = holders_of.setdefault(number, [])
         if all(other.key != holder.key for other in holders):
@@ -467,15 +470,15 @@ def _find_referrers(things: tuple[Any, ...]) -> list[Any]:
     return [o for o in objects if not numbers.isdisjoint(map(id, gc.get_referents(o))) and id(o) != own]
 
 
-def _referents(obj: Any) -> Iterable[Any]:
-    """Return the objects that `obj` refers to, which may be a NumPy array of objects."""
+def _list_referents(obj: Any) -> Iterable[Any]:
+    """Return the objects that `obj` refers to. For a NumPy array of objects, `gc.get_referents` does not list them."""
     return obj.flat if is_array_of_objects(obj) else gc.get_referents(obj)
 
 
 def _find_function_variable(function: FunctionType, inner: ReferencePath) -> str | None:
-    """Return the closure variable or default argument by which a function refers to the object of `inner`.
+    """Return the name of the closure variable or argument by which a function refers to the object of `inner`.
 
-    None if the function refers to the object in another way.
+    Return None if the function refers to the object in another way.
     """
     if not inner.path or not inner.path[0].strip("[]").isdigit():
         return None
@@ -489,7 +492,7 @@ def _find_function_variable(function: FunctionType, inner: ReferencePath) -> str
 
 
 def _find_holding_attribute(obj: Any, inner: Any) -> str | None:
-    """Return the attribute by which `obj` refers to `inner`, without running any property; None if there is none."""
+    """Return the name of the attribute of `obj` that refers to `inner`; None if there is none. No property is run."""
     slots = [name for cls in type(obj).__mro__ for name in cls.__dict__.get("__slots__", ())]
     for name in slots if not hasattr(obj, "__dict__") else [*vars(obj), *slots]:
         try:

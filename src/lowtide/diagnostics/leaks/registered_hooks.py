@@ -1,4 +1,4 @@
-"""Hooks of modules: the function that each one runs, and the line that registered it."""
+"""Hooks of modules: their functions, and the lines that registered them."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _TABLES = {
 class Hook:
     """A user's function that a module runs as a hook."""
 
-    what: str
+    kind: str
     place: Place
     is_registration: bool
     """True if `place` is the registering line; False if it is the first line of the function."""
 
     def __str__(self) -> str:
-        return f"{self.what} {'registered' if self.is_registration else 'defined'} at {self.place}"
+        return f"{self.kind} {'registered' if self.is_registration else 'defined'} at {self.place}"
 
 
 class RegisteredHooks:
@@ -46,26 +46,26 @@ class RegisteredHooks:
         for module in modules:
             for table, kind in _TABLES.items():
                 for function in list(module.__dict__.get(table, {}).values()):
-                    hook = self._read(function, kind)
+                    hook = self._add_hook(function, kind)
                     if hook is not None:
                         self._by_table[id(module), table] = hook
 
     def find_in_table(self, module: nn.Module, table: str) -> Hook | None:
-        """Return a hook in the dict `table` of `module`, such as `_forward_hooks`; None if there is none."""
+        """Return a hook in `table`, a dict of `module` such as `_forward_hooks`; None if there is none."""
         return self._by_table.get((id(module), table))
 
     def find_by_global(self, namespace: dict[str, Any], name: str) -> Hook | None:
-        """Return a hook that uses the global variable `name` of the module with this namespace; None if none does."""
+        """Return a hook that uses the global variable `name` of the Python module with this `__dict__`, or None."""
         return self._by_global.get((id(namespace), name))
 
-    def _read(self, function: Any, kind: str) -> Hook | None:
+    def _add_hook(self, function: Any, kind: str) -> Hook | None:
         if isinstance(function, MethodType):
             function = function.__func__
         function = function if isinstance(function, FunctionType) else type(function).__dict__.get("__call__")
         if not isinstance(function, FunctionType) or origin(function.__code__.co_filename) != "user":
             return None
         code = function.__code__
-        line = _registration(code.co_filename, function.__qualname__, code.co_firstlineno)
+        line = _find_registration_line(code.co_filename, function.__qualname__, code.co_firstlineno)
         hook = Hook(kind, Place(code.co_filename, line or code.co_firstlineno), line is not None)
         self.by_function[id(function)] = hook
         for name in code.co_names:
@@ -75,11 +75,11 @@ class RegisteredHooks:
 
 
 @lru_cache(maxsize=256)
-def _registration(file: str, qualified: str, defined: int) -> int | None:
+def _find_registration_line(file: str, qualified: str, defined: int) -> int | None:
     """Return the line of `file` that registers a hook; None if there is none.
 
-    The line passes the hook, or the function that makes it, by a name in `qualified` (the hook's qualified name), or a
-    lambda that is at line `defined`.
+    The line passes the hook, or the function that creates it, by a name in `qualified` (the hook's qualified name), or
+    as a lambda at line `defined`.
     """
     names = set(qualified.split(".")) - {"<locals>"}
     try:

@@ -1,4 +1,4 @@
-"""Search for the holders of retained objects: the objects in the program that refer to them."""
+"""Search for the holders of retained objects: the program's objects that refer to them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def find_holders(retained: list[tuple[RetainedObject, list[int]]], view: InspectionInput, live: LiveObjects) -> None:
-    """Find and set the holders of retained objects, each given with the indices of its tensors in `live`."""
+    """Find the holders of retained objects, and set them. Each object comes with its tensors' indices in `live`."""
     search = make_holder_search(view, live)
     search.has_unnamed_lists = True
     wanted: dict[int, list[RetainedObject]] = {}
@@ -55,9 +55,9 @@ def make_holder_search(view: InspectionInput, live: LiveObjects) -> HolderSearch
 def assign_holders(
     wanted: dict[int, list[RetainedObject]], search: HolderSearch, targets: list[tuple[int, Any]]
 ) -> None:
-    """Find the holders of `targets`, and add them to the retained objects.
+    """Find the holders of `targets`, pairs of a tensor's index and an object, and add them to the retained objects.
 
-    Each target is a pair of a tensor's index and an object; `wanted` maps the index to retained objects.
+    `wanted` maps each index to the retained objects that get the holders.
     """
     search.ignored.add(id(targets))
     search.ignored |= {id(pair) for pair in targets}

@@ -26,32 +26,32 @@ class Variable(NamedTuple):
     name: str
     place: Place
     code: CodeType | None = None
-    """Code of the function or module, once it was seen to run."""
+    """Code of the function or module; None if it was not seen to run."""
     offset: int = -1
-    """Offset of the instruction that the code has reached."""
+    """Offset of the bytecode instruction that the code has reached."""
     module: str = ""
     """For a module's variable, the file or name of the module: the cells of a notebook have files of their own."""
 
     @property
     def home(self) -> str:
-        """File or module that the variable belongs to."""
+        """File or Python module that the variable belongs to."""
         return self.module or self.place.file
 
     @property
     def is_carried(self) -> bool:
-        """True if a loop reads the variable before it assigns it."""
+        """True if a loop reads the variable before assigning it, so that iterations share state."""
         return self.code is not None and is_carried_variable(self.code, self.name)
 
     @property
     def reads(self) -> Reads:
-        """Later reads of the variable's value, which a `del` would break."""
+        """Later reads of the variable's value. Deleting the variable would break them."""
         return Reads.NONE if self.code is None else find_later_reads(self.code, self.name, self.offset)
 
 
 class RunningFrames:
-    """The variables of all running functions, except torch's and Lowtide's, looked up by object.
+    """Index of the variables of all running functions by object, except functions of torch and Lowtide.
 
-    Holds no reference to user objects. Valid only until user code continues.
+    It refers to no user objects, and is valid only until user code continues.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class RunningFrames:
             while frame is not None:
                 self._running.add(id(frame))
                 if origin(frame.f_code.co_filename) != "ours":
-                    self._read(frame)
+                    self._record_variables(frame)
                 frame = frame.f_back
 
     def find_by_object(self, obj: object) -> list[Variable]:
@@ -78,8 +78,8 @@ class RunningFrames:
     def is_running(self, frame: FrameType) -> bool:
         return id(frame) in self._running
 
-    def of_module(self, namespace: dict[str, Any], name: str) -> Variable:
-        """Return the variable `name` of the module with this namespace; with line 0 if its assignment is unknown."""
+    def find_module_variable(self, namespace: dict[str, Any], name: str) -> Variable:
+        """Return the variable `name` of the Python module with this `__dict__`. Its line is 0 if unknown."""
         frame = self._module_lines.get(id(namespace))
         file = namespace.get("__file__") or namespace.get("__name__") or "<unknown>"
         is_of_other_cell = frame is not None and frame.f_code.co_filename != file and not stores(frame.f_code, name)
@@ -91,7 +91,7 @@ class RunningFrames:
         variable = _module_variables[str(file), name] = Variable(name, place, code, frame.f_lasti, str(file))
         return variable
 
-    def _read(self, frame: FrameType) -> None:
+    def _record_variables(self, frame: FrameType) -> None:
         code = frame.f_code
         if not code.co_flags & inspect.CO_OPTIMIZED:  # a module or class body, whose variables are a dict
             self._module_lines.setdefault(id(frame.f_locals), frame)
@@ -104,7 +104,7 @@ class RunningFrames:
 
 
 def find_variable_name(obj: object) -> str | None:
-    """Return the variable that refers to `obj` in the nearest calling frame of user code; None if none does."""
+    """Return the name of the variable that refers to `obj` in the nearest frame of user code; None if none does."""
     for frame in walk_frames(sys._getframe(1)):
         if origin(frame.f_code.co_filename) == "user" and (name := find_name_in_frame(frame, obj)) is not None:
             return name

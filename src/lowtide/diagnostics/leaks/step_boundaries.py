@@ -1,4 +1,4 @@
-"""Boundaries between steps, and the choice of those to inspect."""
+"""Boundaries between training steps, and the choice of those at which memory is inspected."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import time
 import torch
 
 FIRST = 4
-"""Number of boundaries at the start that are all inspected. Later inspections are at powers of two, and where memory
-has grown.
+"""Number of boundaries at the start at which memory is always inspected. Later, memory is inspected at powers of two,
+and where it has grown.
 """
 
 MOST_TIME = 0.01
@@ -20,15 +20,15 @@ _BETWEEN = 0.002
 
 
 class StepBoundaries:
-    """Detector of steps: a step begins when a line calls a model again and weights were updated in between.
+    """Detector of steps. A step begins when a line calls a model again and weights were updated in between.
 
-    This holds for loops with several models, losses, accumulation or optimizers: a graph may live from one model's call
-    to another's, but not from one round of the loop to the next.
+    The rule also works in loops with several models, losses or optimizers, and with accumulated gradients. A graph may
+    live from one model's call to another's, but not until the next step.
     """
 
     def __init__(self) -> None:
         self.first_number = 0
-        """Number of the first graph node after the last update."""
+        """Sequence number of the first autograd node after the last update."""
         self.n_updates = 0
         """Number of updates of weights."""
         self._called: dict[int, int] = {}  # place -> updates before its last call
@@ -40,16 +40,16 @@ class StepBoundaries:
         self._exempt = 0.0
 
     def stepped(self, next_number: int) -> None:
-        """Record an update of the weights; `next_number` is the number of the next graph node."""
+        """Record an update of the weights. `next_number` is the sequence number of the next autograd node."""
         self.n_updates += 1
         self.first_number = next_number
 
     def called(self, key: int) -> None:
-        """Record that a model is called at the place `key`."""
+        """Record that the line identified by `key` calls a model."""
         self._called[key] = self.n_updates
 
     def count_step(self, key: int) -> bool:
-        """Count a step if a call at the place `key` begins a new one; return True if so."""
+        """Count a step and return True if a call from the line identified by `key` begins a new one."""
         before = self._called.get(key)
         if before is None or before == self.n_updates:
             return False
@@ -65,11 +65,14 @@ class StepBoundaries:
         return self.has_time() and (is_power_of_two or self._has_grown())
 
     def has_time(self) -> bool:
-        """Return True if inspections after the first have taken no more than their allowed share of the time so far."""
+        """Return True if inspections, except those of the first steps, have taken at most a share MOST_TIME of time."""
         return self._spent - self._exempt <= MOST_TIME * (time.perf_counter() - self._began)
 
     def _has_grown(self) -> bool:
-        """Return True if memory has grown since the last inspection; memory is read at most every _BETWEEN seconds."""
+        """Return True if memory in use has grown since the last inspection.
+
+        Memory is read at most every _BETWEEN seconds; in between, the result is False.
+        """
         now = time.perf_counter()
         if now - self._last_read_s < _BETWEEN:
             return False
@@ -77,7 +80,7 @@ class StepBoundaries:
         return _level() - self._level > _LEAST_GROWTH
 
     def inspected(self, seconds: float) -> None:
-        """Record the time that an inspection took, and the memory in use after it."""
+        """Record the time that an inspection took, and the memory in use now."""
         self._spent += seconds
         if self._n <= FIRST:
             self._exempt = self._spent
@@ -85,7 +88,7 @@ class StepBoundaries:
 
 
 def _level() -> int:
-    """Return the bytes in use: by torch on CUDA, else by the process; 0 where no cheap query exists."""
+    """Return the bytes in use by torch on CUDA, or by the process if CUDA is not in use; 0 if unknown."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return torch.cuda.memory_allocated()
     try:

@@ -24,9 +24,9 @@ def find_value_place(file: str, name: str, step: str, *, is_container: bool) -> 
 
     Args:
         file: Path of the source.
-        name: Identifier of the variable or attribute.
-        step: For a container whose entries have parts, the part as code: `[1]` or `['logits']`; else empty.
-        is_container: True if entries of `name` are meant, and not its own value.
+        name: Name of the variable or attribute.
+        step: If the value is part of a container's entries, the part as code: `[1]` or `['logits']`; else empty.
+        is_container: True to find the value of an entry of `name`, False to find the value of `name` itself.
     """
     try:
         tree = ast.parse(Path(file).read_text(encoding="utf-8"))
@@ -34,58 +34,60 @@ def find_value_place(file: str, name: str, step: str, *, is_container: bool) -> 
         return None
     for scope in ast.walk(tree):
         if isinstance(scope, ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            for statement, value in _stores(scope, name, is_container=is_container):
-                line = _find_line(_part(value, step), scope, name, _MOST_NAMES)
+            for statement, value in _find_stores(scope, name, is_container=is_container):
+                line = _find_line(_select_part(value, step), scope, name, _MOST_NAMES)
                 return Place(file, line or statement.lineno)
     return None
 
 
-def _own(scope: ast.AST) -> Iterator[ast.AST]:
-    """Yield the syntax nodes of a function or module, except those inside its inner functions."""
+def _walk_scope(scope: ast.AST) -> Iterator[ast.AST]:
+    """Yield the AST nodes of a function or module, except those inside its inner functions."""
     for child in ast.iter_child_nodes(scope):
         yield child
         if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            yield from _own(child)
+            yield from _walk_scope(child)
 
 
-def _stores(scope: ast.AST, name: str, *, is_container: bool) -> Iterator[tuple[ast.expr | ast.stmt, ast.expr]]:
-    """Yield the calls and assignments that store something under `name`, each with the stored expression.
+def _find_stores(scope: ast.AST, name: str, *, is_container: bool) -> Iterator[tuple[ast.expr | ast.stmt, ast.expr]]:
+    """Yield the calls and assignments that store a value under `name`, each with the stored expression.
 
     With `is_container`, an assignment that replaces the container does not count.
     """
-    for node in _own(scope):
+    for node in _walk_scope(scope):
         if isinstance(node, ast.Call) and node.args:
             is_method = isinstance(node.func, ast.Attribute) and node.func.attr in _ADDING
             into = node.func.value if is_method else node.args[0]  # type: ignore[attr-defined]
-            if (is_method or _identifier(node.func) == "heappush") and _identifier(into) == name:
+            if (is_method or _find_last_name(node.func) == "heappush") and _find_last_name(into) == name:
                 yield node, node.args[-1]
         elif isinstance(node, ast.Assign | ast.AnnAssign | ast.AugAssign) and node.value is not None:
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            adds = isinstance(node, ast.AugAssign) or name in map(_identifier, _loaded(node.value))
+            adds = isinstance(node, ast.AugAssign) or name in map(_find_last_name, _find_names(node.value))
             for target in targets:
                 is_entry = isinstance(target, ast.Subscript)
-                if _identifier(target) == name and (is_entry or adds or not (is_container or _is_empty(node.value))):
+                if _find_last_name(target) == name and (
+                    is_entry or adds or not (is_container or _is_empty(node.value))
+                ):
                     yield node, node.value
 
 
-def _loaded(value: ast.expr) -> Iterator[ast.expr]:
+def _find_names(value: ast.expr) -> Iterator[ast.expr]:
     return (node for node in ast.walk(value) if isinstance(node, ast.Name | ast.Attribute))
 
 
 def _is_empty(value: ast.expr) -> bool:
-    """Return True if an expression refers to no variables: a constant, or a container of constants."""
+    """Return True if an expression contains no names: a constant, or a container of constants."""
     return not any(isinstance(node, ast.Name | ast.Attribute) for node in ast.walk(value))
 
 
-def _identifier(node: ast.expr) -> str:
+def _find_last_name(node: ast.expr) -> str:
     """Return the last name in an expression: `kept` for `log.kept[n]["loss"]`."""
     while isinstance(node, ast.Subscript) or (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
         node = node.value if isinstance(node, ast.Subscript) else node.func.value  # type: ignore[attr-defined]
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
-def _part(value: ast.expr, step: str) -> ast.expr:
-    """Return the part of a tuple or dict expression that `step` names, such as `[1]`; if none, the whole value."""
+def _select_part(value: ast.expr, step: str) -> ast.expr:
+    """Return the part of a tuple or dict expression at `step`, such as `[1]`; the whole value if there is none."""
     key = step.removeprefix("[").removesuffix("]")
     if isinstance(value, ast.Tuple) and key.isdigit() and int(key) < len(value.elts):
         return value.elts[int(key)]
@@ -96,9 +98,9 @@ def _part(value: ast.expr, step: str) -> ast.expr:
 
 
 def _find_line(value: ast.expr, scope: ast.AST, name: str, depth: int) -> int | None:
-    """Return the line that computes `value`, followed back through up to `depth` assignments of variables.
+    """Return the line that computes `value`, following up to `depth` assignments of variables backwards.
 
-    None if no assignment is found, as for an argument of the function.
+    Return None if no assignment is found, as for an argument of the function.
     """
     while True:
         if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute) and value.func.attr in _SAME_MEMORY:
@@ -111,7 +113,7 @@ def _find_line(value: ast.expr, scope: ast.AST, name: str, depth: int) -> int | 
             break
     if not isinstance(value, ast.Name) or value.id == name or not depth:
         return value.lineno if not isinstance(value, ast.Name) else None
-    assignments = [node for node in _own(scope) if value.id in _assigned(node)]
+    assignments = [node for node in _walk_scope(scope) if value.id in _list_assigned_names(node)]
     above = [node for node in assignments if node.lineno <= value.lineno]  # type: ignore[attr-defined]
     latest = max(above or assignments, key=lambda node: node.lineno, default=None)  # type: ignore[attr-defined]
     if latest is None:
@@ -122,7 +124,7 @@ def _find_line(value: ast.expr, scope: ast.AST, name: str, depth: int) -> int | 
     return line
 
 
-def _assigned(node: ast.AST) -> set[str]:
+def _list_assigned_names(node: ast.AST) -> set[str]:
     """Return the names that a statement assigns."""
     if isinstance(node, ast.Assign):
         targets = node.targets

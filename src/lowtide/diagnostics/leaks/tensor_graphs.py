@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 NODE_BYTES, SLOT_BYTES = 577, 107
-"""Host memory of one node with its edges and metadata, and of each of its slots; within 2 % of glibc's count for the
-models in docs/retention.md.
+"""Host bytes of one node with its edges and metadata, and of each tensor that it can save; within 2 % of glibc's count
+for the models in docs/retention.md.
 """
 
 _NEXT_TO_NOTHING = 0.05
@@ -31,7 +31,7 @@ _NEXT_TO_NOTHING = 0.05
 
 @dataclass(slots=True)
 class Graph:
-    """Autograd nodes that are connected (a shared parameter connects none), and indices of tensors computed by them."""
+    """Connected autograd nodes, and indices of the tensors that they computed. A shared parameter connects no nodes."""
 
     nodes: list[Node] = field(default_factory=list)
     tensors: list[int] = field(default_factory=list)
@@ -42,7 +42,7 @@ class Graph:
     context: dict[int, int] = field(default_factory=dict)
     """Storage -> bytes of tensors that custom Functions put on their ctx as attributes."""
     keepers: set[int] = field(default_factory=set)
-    """Indices of tensors upstream of which a node still keeps tensors. Backward has freed all other graphs."""
+    """Indices of tensors whose graph still holds saved tensors. Backward has freed the graphs of all others."""
     n_slots: int = 0
     """Number of tensors that the nodes can save, whether they still hold them or not."""
     gradient_of: list[int] = field(default_factory=list)
@@ -61,20 +61,20 @@ class Graph:
 
 
 def find_computing_node(tensor: Tensor) -> Node | None:
-    """Return the autograd node that computed a tensor; None if there is none."""
+    """Return the autograd node that computed a tensor; None for leaves and tensors without a graph."""
     node = producer(tensor)
     return node if node is not None and is_numbered(node) else None
 
 
-def computing(nodes: Iterable[Node]) -> list[Node]:
-    """Return `nodes` and all nodes upstream of them, except those that accumulate gradients of leaves."""
+def collect_computing_nodes(nodes: Iterable[Node]) -> list[Node]:
+    """Return `nodes` and all nodes upstream of them, except `AccumulateGrad` nodes."""
     return [node for node in collect_nodes(nodes) if is_numbered(node)]
 
 
 def split_by_leaves(graph: Iterable[Node], leaves: set[int]) -> tuple[list[Node], list[Node]] | None:
-    """Split a graph into the nodes that lead to no leaves except `leaves` (ids of tensors), and all other nodes.
+    """Split a graph into the nodes that lead only to `leaves`, given by their ids, and all other nodes.
 
-    None if a node that uses these leaves also passes gradients to other leaves.
+    Return None if a node that uses one of these leaves also passes gradients to other leaves.
     """
     leads_to_others: dict[Node, bool] = {}
     parts: tuple[list[Node], list[Node]] = [], []
@@ -90,20 +90,20 @@ def split_by_leaves(graph: Iterable[Node], leaves: set[int]) -> tuple[list[Node]
 
 
 def map_kept_bytes(nodes: Iterable[Node]) -> tuple[dict[int, int], dict[int, int]]:
-    """Return bytes by storage, in two maps: of tensors that nodes saved, and of tensors that Functions put on ctx."""
+    """Return two maps of bytes by storage: of tensors that nodes saved, and of tensors in attributes of ctx."""
     saved: dict[int, int] = {}
     context: dict[int, int] = {}
     for node in nodes:
         for kept in raw_saved(node):
             if isinstance(kept, Tensor):
                 saved[get_storage_id(kept)] = storage_bytes(kept)
-        for kept in _attributes(node):
+        for kept in _find_ctx_tensors(node):
             context[get_storage_id(kept)] = storage_bytes(kept)
     return saved, context
 
 
 def map_kept_bytes_beside(nodes: Iterable[Node], *others: Iterable[Tensor]) -> dict[int, int]:
-    """Return the bytes, by storage, of all tensors that `nodes` keep, except the storages of tensors in `others`."""
+    """Return the bytes by storage of all tensors that `nodes` keep, except storages of the tensors in `others`."""
     saved, context = map_kept_bytes(nodes)
     excused = {get_storage_id(tensor) for group in others for tensor in group}
     return {number: n_bytes for number, n_bytes in {**saved, **context}.items() if number not in excused}
@@ -112,10 +112,10 @@ def map_kept_bytes_beside(nodes: Iterable[Node], *others: Iterable[Tensor]) -> d
 def find_graphs(
     tensors: Sequence[Tensor], held: Iterable[int], gradients: Iterable[tuple[int, Tensor]], *, new_from: int
 ) -> list[Graph]:
-    """Return the connected graphs behind the tensors with indices `held`, and behind `gradients`.
+    """Return the connected graphs of the tensors with indices `held`, and of `gradients`.
 
-    Each of `gradients` is the index of a leaf and its gradient. A graph all of whose nodes have the sequence number
-    `new_from` or a higher one is left out.
+    `gradients` are pairs of a leaf's index and its gradient. A graph is left out if the sequence numbers of all its
+    nodes are `new_from` or higher.
     """
     roots: list[tuple[int, Node, int | None]] = [
         (index, node, None) for index in held if (node := find_computing_node(tensors[index])) is not None
@@ -149,7 +149,10 @@ def find_graphs(
 
 
 def _find_keepers(keeping: set[Node], ends: list[tuple[int, Node]]) -> set[int]:
-    """Return the indices of tensors computed from a node in `keeping`; `ends` are pairs of tensor index and node."""
+    """Return the indices of tensors whose graph contains a node in `keeping`.
+
+    `ends` are pairs of a tensor's index and its `grad_fn`.
+    """
     in_vain: set[Node] = set()
     keepers = set()
     for index, root in ends:
@@ -165,12 +168,12 @@ def _find_keepers(keeping: set[Node], ends: list[tuple[int, Node]]) -> set[int]:
 
 
 def is_of_torch(node_class: type) -> bool:
-    """Return True if the custom Function of this node class is torch's own, so that users can't change its ctx."""
+    """Return True if the custom Function of this node class belongs to torch, so that users can't change its ctx."""
     function = getattr(node_class, "_forward_cls", node_class)
     return str(function.__module__).split(".")[0] == "torch"
 
 
-def _attributes(node: Node) -> Iterator[Tensor]:
+def _find_ctx_tensors(node: Node) -> Iterator[Tensor]:
     ctx: Any = node
     if isinstance(ctx, torch.autograd.function.BackwardCFunction) and not is_of_torch(type(ctx)):
         for value in vars(ctx).values():

@@ -1,6 +1,4 @@
-"""Gradients of parameters that are in no optimizer: backward adds to them over several updates, and nothing resets
-them.
-"""
+"""Gradients of parameters that are in no optimizer. Backward adds to them in each step, and nothing resets them."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from lowtide._torch.tensors import get_storage_id, has_accumulation_hooks, has_g
 from lowtide.diagnostics.leaks.live_tensors import storage_bytes
 from lowtide.diagnostics.leaks.module_paths import find_outermost_modules, module_names
 from lowtide.diagnostics.leaks.running_frames import find_variable_name
-from lowtide.diagnostics.leaks.tensor_graphs import computing, map_kept_bytes, split_by_leaves
+from lowtide.diagnostics.leaks.tensor_graphs import collect_computing_nodes, map_kept_bytes, split_by_leaves
 from lowtide.units import format_bytes
 
 if TYPE_CHECKING:
@@ -27,14 +25,14 @@ if TYPE_CHECKING:
     from lowtide.diagnostics.leaks.live_tensors import LiveObjects
 
 _INSPECTED_UPDATES = (2, 4)
-"""Numbers of updates after which a step is inspected: first to find candidates, then to check that their gradients are
-still there.
+"""Numbers of updates after which gradients are inspected: first to find candidates, then to check that their gradients
+are still there.
 """
 
 
 @dataclass(slots=True)
 class _Candidate:
-    """A parameter outside all optimizers, with its gradient at the first inspection."""
+    """A parameter outside all optimizers, and its gradient at the first inspection."""
 
     parameter: weakref.ref[Tensor]
     gradient: weakref.ref[Tensor]
@@ -42,7 +40,7 @@ class _Candidate:
 
     @property
     def is_idle(self) -> bool:
-        """True if backward has kept adding to the gradient, and nothing has set it to zero or None."""
+        """True if the gradient is the same tensor as before and not zero: nothing has reset it to zero or None."""
         parameter, gradient = self.parameter(), self.gradient()
         if parameter is None or gradient is None or parameter.grad is not gradient:
             return False
@@ -67,7 +65,7 @@ class _Idle:
 
 
 class UnreadGradients:
-    """Check for gradients that no optimizer reads, which compares all gradients after an early and a later update."""
+    """Check for gradients that no optimizer reads. It inspects all gradients after an early and a later update."""
 
     def __init__(self, log: FindingLog) -> None:
         self._log = log
@@ -85,10 +83,10 @@ class UnreadGradients:
             self._updated.update(map(id, parameters))
 
     def step_begins(self, live: LiveObjects, model: nn.Module | None, step: int, least_bytes: int) -> None:
-        """Look for unread gradients as a step's first forward begins: first for candidates, later for idle modules.
+        """Look for unread gradients before a step's first forward: first for candidates, later for idle modules.
 
-        Gradients that a loop resets after each update are gone by then. Modules with less than `least_bytes` bytes of
-        gradients do not count.
+        A loop that resets gradients after each update has none at that point. Modules with less than `least_bytes`
+        bytes of gradients do not count.
         """
         if not self._has_looked and self._n_updates >= _INSPECTED_UPDATES[0]:
             self._has_looked = True
@@ -119,10 +117,10 @@ class UnreadGradients:
         self._candidates.clear()
 
     def backward_begins(self, nodes: Iterable[Node], stats: Iterable[SiteStats]) -> None:
-        """Report the idle modules found, with the bytes that the graph at `nodes` keeps for them."""
+        """Log the modules with unread gradients, and the bytes that the graph at `nodes` keeps for them."""
         if not self._idle:
             return
-        graph = computing(nodes)
+        graph = collect_computing_nodes(nodes)
         for idle in self._idle:
             module = idle.module()
             if module is not None:
@@ -156,9 +154,9 @@ class UnreadGradients:
 
 
 def _count_avoidable_bytes(graph: list[Node], module: nn.Module) -> int | None:
-    """Return the bytes that `graph` would not save if `module` ran under no_grad.
+    """Return the bytes that `graph` would not save if `module` ran under `torch.no_grad()`.
 
-    None if gradients flow through the module to other parameters, which no_grad would cut off.
+    Return None if gradients flow through the module to other parameters, because `no_grad` would cut them off.
     """
     parts = split_by_leaves(graph, {id(p) for p in module.parameters()})
     if parts is None:
@@ -185,9 +183,9 @@ def _is_read(parameter: Tensor) -> bool:
 
 
 def _find_idle_modules(module: nn.Module, idle: set[int], unsure: set[int]) -> Iterator[nn.Module]:
-    """Yield the largest modules inside `module` whose trained parameters all have idle or unsure gradients.
+    """Yield the largest modules inside `module` whose trained parameters are all in `idle` or `unsure`.
 
-    `idle` and `unsure` are sets of parameters' ids; at least one of a module's parameters is in `idle`.
+    Both are sets of ids of parameters. At least one parameter of a yielded module is in `idle`.
     """
     with_gradient = [p for p in module.parameters() if p.grad is not None]
     if not any(id(p) in idle for p in with_gradient):

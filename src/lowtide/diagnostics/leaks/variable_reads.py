@@ -1,6 +1,6 @@
-"""Later reads of a variable, found in the bytecode of its function: a `del` before such a read breaks the program.
+"""Later reads of a variable, found in the bytecode of its function. A `del` before such a read breaks the program.
 
-The flow through exception handlers is not followed.
+Control flow through exception handlers is not followed.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class Reads(Enum):
     AFTER_THE_LOOP = "after the loop"
     """Code after the loop reads the value; each step assigns the variable before it reads it."""
     NEXT_STEP = "next step"
-    """A later step reads the value, or may leave the variable as it was."""
+    """A later step reads the value, or may not assign the variable again."""
 
 
 @lru_cache(maxsize=1024)
 def find_later_reads(code: CodeType, name: str, offset: int) -> Reads:
-    """Return the later reads of the value that variable `name` has when `code` is at the instruction `offset`.
+    """Return the later reads of the value that variable `name` has when `code` has reached the instruction `offset`.
 
-    The instruction is inside the loop over the steps, where the next step begins.
+    The instruction is inside the training loop, where the next step begins.
     """
     if _is_read_by_others(code, name):
         return Reads.NEXT_STEP
-    flow = _flow(code)
+    flow = _build_flow(code)
     offset = max((at for at in flow if at <= offset), default=0)  # a frame may be at an instruction's inline cache
     if _is_read(flow, name, flow[offset].following):
         return Reads.NEXT_STEP
@@ -62,16 +62,16 @@ class _Instruction(NamedTuple):
     """True for the instruction that begins each round of a `for` loop, or ends the loop."""
 
     def find_first_access(self, name: str) -> str | None:
-        """Return the kind of the first access to the variable `name`, such as "LOAD"; None if there is none."""
+        """Return the kind of the first access to variable `name`: "LOAD", "STORE" or "DELETE". None if never."""
         return next((kind for kind, of in self.accesses if of == name), None)
 
 
 _Flow = dict[int, _Instruction]
-"""Instructions by offset, in order."""
+"""Bytecode instructions by offset, in order."""
 
 
 @lru_cache(maxsize=64)
-def _flow(code: CodeType) -> _Flow:
+def _build_flow(code: CodeType) -> _Flow:
     instructions = list(dis.get_instructions(code))
     flow: _Flow = {}
     line = code.co_firstlineno
@@ -82,11 +82,11 @@ def _flow(code: CodeType) -> _Flow:
         if one.opcode in dis.hasjrel and isinstance(one.argval, int):
             following.append(one.argval)
         line = one.positions.lineno or line if one.positions else line
-        flow[one.offset] = _Instruction(tuple(_accesses(one)), tuple(following), line, one.opname == "FOR_ITER")
+        flow[one.offset] = _Instruction(tuple(_list_accesses(one)), tuple(following), line, one.opname == "FOR_ITER")
     return flow
 
 
-def _accesses(instruction: dis.Instruction) -> Iterator[tuple[str, str]]:
+def _list_accesses(instruction: dis.Instruction) -> Iterator[tuple[str, str]]:
     kinds = _ACCESS.findall(instruction.opname)
     names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
     return zip(kinds, map(str, names), strict=False)
@@ -105,8 +105,7 @@ def _find_innermost_loop(flow: _Flow, offset: int) -> range | None:
 def _find_body_ends(flow: _Flow, loop: range) -> list[int]:
     """Return the offsets at which the body of `loop` may end.
 
-    Python 3.11 repeats the condition of a `while` loop there, with a line above the body: the body ends where the
-    repetition begins.
+    Python 3.11 repeats the condition of a `while` loop after the body. The body ends where that repetition begins.
     """
     inside = [offset for offset in flow if offset in loop]
     ends = []
@@ -125,7 +124,7 @@ def _is_read(flow: _Flow, name: str, begin: Iterable[int], within: range | None 
 
 
 def _is_kept(flow: _Flow, name: str, loop: range, ends: Iterable[int]) -> bool:
-    """Return True if the body of `loop` assigns variable `name`, but not on each path to its `ends`."""
+    """Return True if the body of `loop` assigns variable `name`, but not on every path to an offset in `ends`."""
     if not any("STORE" in (kind for kind, of in flow[at].accesses if of == name) for at in flow if at in loop):
         return False
     return not _find_offsets_until_access(flow, name, (loop.start,), loop).isdisjoint(ends)
@@ -134,7 +133,7 @@ def _is_kept(flow: _Flow, name: str, loop: range, ends: Iterable[int]) -> bool:
 def _find_offsets_until_access(flow: _Flow, name: str, begin: Iterable[int], within: range | None) -> set[int]:
     """Return the offsets that are reached from `begin`, up to the first access to variable `name` on each path.
 
-    A `for` loop that accesses the variable is taken to run at least once.
+    A `for` loop that accesses the variable is assumed to run at least once.
     """
     pending, reached = [(offset, False) for offset in begin], set[tuple[int, bool]]()
     while pending:
@@ -146,13 +145,13 @@ def _find_offsets_until_access(flow: _Flow, name: str, begin: Iterable[int], wit
         if one.find_first_access(name) is not None:
             continue
         following = one.following
-        if one.is_for and not is_next_round and _accesses_within(flow, name, range(*following)):
+        if one.is_for and not is_next_round and _is_accessed_within(flow, name, range(*following)):
             following = following[:1]
         pending += [(target, target <= offset) for target in following]
     return {offset for offset, _ in reached}
 
 
-def _accesses_within(flow: _Flow, name: str, part: range) -> bool:
+def _is_accessed_within(flow: _Flow, name: str, part: range) -> bool:
     return any(at in part and one.find_first_access(name) is not None for at, one in flow.items())
 
 
@@ -164,7 +163,7 @@ def _is_read_by_others(code: CodeType, name: str) -> bool:
 
 def _reads_outer(code: CodeType, name: str) -> bool:
     is_outer = name not in code.co_varnames and name not in code.co_cellvars
-    reads = is_outer and any(("LOAD", name) in one.accesses for one in _flow(code).values())
+    reads = is_outer and any(("LOAD", name) in one.accesses for one in _build_flow(code).values())
     return reads or any(_reads_outer(function, name) for function in _find_inner_code(code))
 
 

@@ -1,4 +1,4 @@
-"""`lowtide.watch`: observes a training loop from outside, and reports memory that stays in use without need."""
+"""`lowtide.watch`: observes a training loop, and reports memory that stays in use without need."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from lowtide.diagnostics.leaks.output_checks import (
     record_outputs_alive,
     record_summed_graphs,
 )
-from lowtide.diagnostics.leaks.tensor_graphs import computing, map_kept_bytes_beside
+from lowtide.diagnostics.leaks.tensor_graphs import collect_computing_nodes, map_kept_bytes_beside
 from lowtide.diagnostics.leaks.unread_gradients import UnreadGradients
 from lowtide.diagnostics.leaks.zero_grad import ZeroGradChecks
 from lowtide.errors import LowtideError
@@ -52,7 +52,7 @@ _log = logging.getLogger("lowtide")
 
 
 class Watch(Displayed):
-    """A watch over a training loop: a context manager, or an iterable that replaces the loop's batches.
+    """Observer of a training loop: a context manager, or an iterable that replaces the loop's batches.
 
     `findings` and `print(watch)` report the findings so far, or all findings once the watch has ended.
     """
@@ -60,7 +60,7 @@ class Watch(Displayed):
     def __init__(
         self, model: nn.Module | None, batches: Iterable[Any] | None = None, *, ignores_older: bool = False
     ) -> None:
-        """Create a watch; with `ignores_older` it reports no graph that was made before the model's first call."""
+        """Create a watch. With `ignores_older`, graphs created before the model's first call are not reported."""
         self._model, self._batches = model, batches
         self._calls, self._steps = CallLog(), StepNumbers()
         self._finding_log = FindingLog()
@@ -90,14 +90,14 @@ class Watch(Displayed):
 
     @property
     def findings(self) -> tuple[Finding, ...]:
-        """All certain findings, the largest first."""
+        """All confirmed findings, largest first."""
         if self._findings is not None:
             return self._findings
         return tuple(self._finding_log.findings(self._calls.stats.values(), least_bytes=self._inspector.least_bytes))
 
     @property
     def n_steps(self) -> int:
-        """Steps begun so far."""
+        """Number of training steps begun so far."""
         return self._steps.now if self._inspector.has_begun else 0
 
     def __enter__(self) -> Self:
@@ -120,7 +120,7 @@ class Watch(Displayed):
             _log.warning("%s", self)
 
     def pause(self) -> None:
-        """Stop watching until `resume`. Code in between runs at full speed and is not seen."""
+        """Stop watching until `resume` is called. Code in between runs at full speed and is not observed."""
         self._events.remove()
 
     def resume(self) -> None:
@@ -140,7 +140,7 @@ class Watch(Displayed):
         return format_repr(type(self).__name__, f"{self.n_steps} steps, {len(self.findings)} findings")
 
     def to_record(self, command: str = "lowtide.watch(model)", subject: str = "") -> RunRecord:
-        """Return the findings as a RunRecord, from which reports are made."""
+        """Return the findings as a RunRecord, the input of reports."""
         return RunRecord(
             command=command,
             versions=versions(),
@@ -176,7 +176,7 @@ class Watch(Displayed):
     # --- events -----------------------------------------------------------------------------------------------------
 
     def forward_begins(self, module: nn.Module) -> None:
-        """Handle the call of a module, from the user's code or inside another module."""
+        """Handle the beginning of a module call, made by user code or by another module."""
         if self._checkpoints.is_recording:
             self._checkpoints.module_called(module)
         if self._root is not None:
@@ -188,7 +188,7 @@ class Watch(Displayed):
             self._run_guarded(lambda: self._begin_call(module))
 
     def forward_ends(self, module: nn.Module, output: Any) -> None:
-        """Handle the return of a module; `output` is None if it raised."""
+        """Handle the end of a module call. `output` is None if the module raised."""
         if self._root != id(module) or self._nested:
             self._nested -= self._root == id(module)
             if self._dropped.is_observing and not is_compiling_here():
@@ -200,9 +200,9 @@ class Watch(Displayed):
             self._run_guarded(lambda: self._end_call(call, module, output))
 
     def backward_begins(self, roots: Iterable[Any], retain: bool, create: bool, partial: bool) -> None:
-        """Handle the beginning of a backward pass at `roots`, with its options `retain_graph` and `create_graph`.
+        """Handle the beginning of a backward pass at `roots`.
 
-        `partial` is True if the pass was given `inputs=`.
+        `retain` and `create` are its options `retain_graph` and `create_graph`; `partial` is True if it has `inputs=`.
         """
         site, roots = find_calling_site(), list(roots)
         if not self._inspector.has_model:
@@ -215,7 +215,7 @@ class Watch(Displayed):
         self._run_guarded(lambda: self._begin_backward(backward, roots))
 
     def backward_ends(self, *, has_failed: bool) -> None:
-        """Handle the end of a backward pass; `has_failed` is True if an exception has ended it."""
+        """Handle the end of a backward pass. `has_failed` is True if the pass raised an exception."""
         self._calls.running_backward = None
         self._has_failed = has_failed
         self._inspector.backward_ends()
@@ -231,7 +231,7 @@ class Watch(Displayed):
             self._run_guarded(lambda: self._discarded.updated(updated))
 
     def checkpointed(self, function: Any, arguments: tuple[Any, ...], is_reentrant: bool) -> Any:
-        """Handle a checkpointed call; return an observer of its runs, or None to leave it unobserved."""
+        """Handle a call of `torch.utils.checkpoint`. Return an observer of its runs, or None to observe nothing."""
         return None if self._failure is not None else self._checkpoints.observe(arguments, is_reentrant)
 
     def gradients_zeroed(self, parameters: Iterable[Tensor], set_to_none: bool) -> None:
@@ -280,7 +280,7 @@ class Watch(Displayed):
             return
         stats.n_measured += 1
         arguments = self._events.arguments()
-        inside = [n for n in computing(nodes) if call.first <= sequence_number(n) < call.stop]
+        inside = [n for n in collect_computing_nodes(nodes) if call.first <= sequence_number(n) < call.stop]
         self._calls.mark(call, min(inside, key=sequence_number))
         kept = map_kept_bytes_beside(inside, module.parameters(), module.buffers(), collect_tensors(output), arguments)
         call.graph_bytes = sum(n_bytes for number, n_bytes in kept.items() if self._inspector.known.since(number) != 0)
@@ -320,16 +320,16 @@ class Watch(Displayed):
 def watch(model: nn.Module | None = None, batches: Iterable[Any] | None = None) -> Watch:
     """Watch a training loop for tensors and graphs that stay in memory without need.
 
-    Nothing is kept alive: only numbers and weak references are remembered. The first steps are inspected closely, later
+    The watch keeps nothing alive: it holds only numbers and weak references. It inspects each of the first steps, later
     ones now and then, and when memory grows. Findings below 16 KiB or 1 % of the forward's graph are not reported.
 
     Args:
-        model: Model whose modules have names in the findings; other models are watched, too.
+        model: Model whose modules are named in the findings; other models are watched, too.
         batches: Batches to iterate over, if the watch is used as the loop's iterable.
 
     Returns:
-        The watch, whose `findings` are the report. Used as an iterable, it yields the batches and logs its findings at
-        the end.
+        The watch; its `findings` are the report. If used as an iterable, it yields the batches and logs its findings
+        at the end.
 
     Example:
         >>> import torch, lowtide

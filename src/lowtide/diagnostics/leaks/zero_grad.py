@@ -28,9 +28,9 @@ class ZeroGradChecks:
         least_bytes: int,
         place: Place,
     ) -> None:
-        """Check gradients that `zero_grad`, called at `place`, is about to reset.
+        """Check the gradients of `parameters` before `zero_grad`, called at `place`, resets them.
 
-        `waiting` is the last forward, if backward has not reached its graph yet.
+        `waiting` is the last model call if no backward pass has reached its graph yet, else None.
         """
         held_bytes = sum(storage_bytes(p.grad) for p in parameters if p.grad is not None)
         if held_bytes < least_bytes:
@@ -48,7 +48,7 @@ class ZeroGradChecks:
             self._late = (held_bytes, step, place, waiting)
 
     def backward_ends(self) -> None:
-        """Record a finding if gradients were zeroed between the forward of this backward pass and the pass itself."""
+        """Log a finding if gradients were reset between the forward and this backward pass."""
         late, self._late = self._late, None
         if late is None or not late[-1].backwards:  # no pass reached the forward, such as that of a validation
             return

@@ -1,4 +1,4 @@
-"""State carried from step to step together with its graph."""
+"""Rules for state that is passed from step to step together with its graph."""
 
 from lowtide.diagnostics.leaks.holder_history import History
 from lowtide.diagnostics.leaks.retained_object import RetainedObject
@@ -16,7 +16,7 @@ from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
     fix="`{name} = {name}.detach()` before the next forward, and remove `retain_graph` at {backward}",
 )
 class CarriedState(Rule):
-    """Rule for a model input that the model itself has computed, with a graph that a backward pass went through.
+    """Rule for a model's input that is its own earlier output, with a graph that backward has already gone through.
 
     An output of one model that is passed to another does not match, because the other model's loss needs its graph.
     """
@@ -42,13 +42,13 @@ class CarriedState(Rule):
         return item.is_fed_back or is_carried_by_module(item)
 
     def choose_fix(self, item: RetainedObject, history: History) -> str:
-        """Return the advice for `item`, a different one if a module's attribute holds the state."""
+        """Return the advice for `item`. It differs if an attribute of a module holds the state."""
         if item.holder is not None and item.holder.kind == "module":
             return self.fix_of_module_part if item.holder.text.endswith("]") else self.fix_of_module
         return super().choose_fix(item, history)
 
 
 def is_carried_by_module(item: RetainedObject) -> bool:
-    """Return True if a module's attribute holds a graph of several calls that a backward pass has reached."""
+    """Return True if an attribute of a module holds a graph of several calls that backward has reached."""
     is_attribute = item.is_held_as("module") and item.buffer is None and not (item.holder and item.holder.gathers)
     return is_attribute and item.goes_through_calls and bool(item.backwards)

@@ -1,4 +1,4 @@
-"""Containers and sums that accumulate graphs or outputs from step to step."""
+"""Rules for containers and sums that accumulate graphs or outputs from step to step."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from lowtide.diagnostics.leaks.rules.rule_registry import RULES, Rule, rule
 if TYPE_CHECKING:
     from lowtide.diagnostics.leaks.call_log import SiteStats
 
-JOINS = 5
-"""Number of consecutive inspections at which a single tensor must have grown: batches of several sizes may grow thrice.
+CONCATENATIONS = 5
+"""Number of consecutive inspections at which a single tensor must have grown to be reported. With batches of several
+sizes, an output may grow three times in a row by chance.
 """
 
 
@@ -32,9 +33,9 @@ def _accumulates(item: RetainedObject) -> bool:
     fix="store numbers in `{name}`: `.item()` (`.detach()` frees the graph, but not the value itself)",
 )
 class ListOfGraphs(Rule):
-    """Rule for containers of tensors whose graphs are from several steps.
+    """Rule for containers of tensors with graphs of several steps.
 
-    A list that is made anew in each step does not match, because it never has two graphs from one call site.
+    A list that each step creates does not match, because it never has two graphs from one line.
     """
 
     is_refuted_by_backward = True
@@ -47,13 +48,14 @@ class ListOfGraphs(Rule):
     fix_of_terms = "; if the loss is computed from the entries, clear them after its backward pass"
 
     def fix_unreached(self, fix: str) -> str:
-        """Return the advice to run the forward under `no_grad`, because no backward pass follows, and then `fix`."""
+        """Return the advice to run the forward under `torch.no_grad()`, followed by the advice `fix`."""
         return "run the forward at {made} under `torch.no_grad()`, because no backward pass reaches it; and " + fix
 
     def choose_fix(self, item: RetainedObject, history: History) -> str:
-        """Return the advice for `item`: to store `.item()` if it is a scalar, else `.detach().cpu()`.
+        """Return the advice for `item`: store `.item()` of a scalar, or `.detach().cpu()` of a larger tensor.
 
-        If backward has reached the graph, entries that are terms of a loss are to be cleared after its backward pass.
+        If backward has reached the graph, the entries may be terms of a loss. The advice is then also to clear them
+        after the backward pass.
         """
         fix = super().choose_fix(item, history) if item.is_scalar else self.fix_of_values
         return fix + self.fix_of_terms if item.backwards else fix
@@ -75,7 +77,7 @@ class ListOfGraphs(Rule):
     fix="add values without a graph to `{name}`: `.detach()` or `.item()`",
 )
 class RunningSumOfGraphs(Rule):
-    """Rule for a sum or running mean whose graph goes through several calls at one line.
+    """Rule for a sum or running mean whose graph contains several calls from one line.
 
     Two calls in one step do not match, because they may share a backward pass.
     """
@@ -90,9 +92,9 @@ class RunningSumOfGraphs(Rule):
         return _accumulates(item) and is_sum and is_over_steps and item.goes_through_calls
 
     def refined(self, stats: SiteStats) -> Rule:
-        """Return rule LT002 (a forward needs no graph) if no backward pass reaches this site's graphs, else this rule.
+        """Return rule LT002 (a forward needs no graph) if no backward pass reaches the line's graphs, else this rule.
 
-        Under no_grad, such forwards leave the sum without a graph.
+        Running these forwards under `torch.no_grad()` leaves the sum without a graph.
         """
         return self if stats.n_reached else RULES["LT002"]
 
@@ -177,7 +179,7 @@ class GrowingList(Rule):
         if item.has_graph or item.is_within_data or not grows(history.held_bytes):
             return False
         if item.subject == "carried":
-            return _is_added_to(item, history) or (grows(history.entries, JOINS) and not history.has_stopped)
+            return _is_added_to(item, history) or (grows(history.entries, CONCATENATIONS) and not history.has_stopped)
         if item.subject == "gradients":
             return True
         return (grows(history.entries) and not history.has_stopped) or _is_added_to(item, history)
@@ -199,14 +201,16 @@ _NAMED_KINDS = ("variable", "closure", "generator", "class", "context variable")
 def _is_added_to(item: RetainedObject, history: History) -> bool:
     """Return True if outputs are concatenated to the tensors of `item`.
 
-    That is so if their bytes grew at many inspections, and the numbers of tensors and entries stayed the same.
+    The tensors' bytes then grow at many inspections, while the numbers of tensors and entries stay the same.
     """
     is_joined_state = item.is_state and item.is_held_as("module")
     has_name = item.holder is not None and (item.holder.kind in _NAMED_KINDS or is_joined_state)
-    numbers = {*zip(history.entries[-JOINS:], history.n_storages[-JOINS:], strict=True)}
+    numbers = {*zip(history.entries[-CONCATENATIONS:], history.n_storages[-CONCATENATIONS:], strict=True)}
     is_same_number = has_name and not item.is_output and len(numbers) == 1
     return (
-        is_same_number and grows(history.held_bytes, JOINS) and history.held_bytes[-1] >= 2 * history.held_bytes[-JOINS]
+        is_same_number
+        and grows(history.held_bytes, CONCATENATIONS)
+        and history.held_bytes[-1] >= 2 * history.held_bytes[-CONCATENATIONS]
     )
 
 
@@ -225,9 +229,9 @@ def _is_added_to(item: RetainedObject, history: History) -> bool:
     fix="add values without a graph to `{name}`: `loss.detach()`, or `loss.item()`",
 )
 class RunningTotalOfEmptyGraphs(Rule):
-    """Rule for autograd nodes that stay alive from at least three steps, with next to no saved tensors.
+    """Rule for autograd nodes of at least three steps that stay alive with almost no saved tensors.
 
-    A container that is full, such as a queue of the last losses, does not match.
+    A container of limited size, such as a deque of the last losses, does not match.
     """
 
     subjects = ("nodes",)
@@ -240,7 +244,7 @@ class RunningTotalOfEmptyGraphs(Rule):
     fix_of_module = "assign values without a graph to `self.{name}`: `.detach()` them first"
 
     def choose_fix(self, item: RetainedObject, history: History) -> str:
-        """Return the advice for `item`: one for totals and lists of losses, another for a value stored on a module."""
+        """Return the advice for `item`. It differs for totals, lists of losses, and values stored on a module."""
         is_value = item.is_held_as("module") and item.holder is not None and not item.holder.gathers
         return self.fix_of_module if is_value else super().choose_fix(item, history)
 
@@ -277,7 +281,7 @@ class GatheredOutputs(Rule):
     fix_of_keys_and_values = "call the model with `use_cache=False`, because nothing reads the keys and values; and "
 
     def choose_fix(self, item: RetainedObject, history: History) -> str:
-        """Return the advice for `item`, beginning with turning off the key-value cache if its outputs contain one."""
+        """Return the advice for `item`. If the outputs contain a key-value cache, it says first to turn that off."""
         has_cache = item.holder is not None and "past_key_values" in item.holder.text
         return self.fix_of_keys_and_values * has_cache + super().choose_fix(item, history)
 
@@ -300,7 +304,7 @@ class GatheredOutputs(Rule):
     fix="store a separate copy in `{name}` (`.detach().clone()`, or `.cpu()`), or set it to None after the step",
 )
 class KeptOnObjects(Rule):
-    """Rule for objects whose attributes hold outputs of more and more steps, while no container gets more entries."""
+    """Rule for objects whose attributes hold outputs of more and more steps, while no container grows."""
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         is_part = item.holder is not None and item.holder.is_part and not item.has_graph

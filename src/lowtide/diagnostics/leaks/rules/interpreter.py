@@ -1,4 +1,4 @@
-"""Objects that Python itself remembers: exceptions with their frames, and results of notebook cells."""
+"""Rules for objects that Python itself keeps: exceptions with their frames, and results of notebook cells."""
 
 from lowtide.diagnostics.leaks.holder_history import History, grows
 from lowtide.diagnostics.leaks.retained_object import RetainedObject
@@ -26,7 +26,7 @@ class KeptException(Rule):
     )
 
     def choose_fix(self, item: RetainedObject, history: History) -> str:
-        """Return the advice for `item`, a different one if a prompt or notebook keeps the exception."""
+        """Return the advice for `item`. It differs if a prompt or notebook keeps the exception."""
         is_last = item.holder is not None and item.holder.name in ("last_value", "last_exc", "last_traceback")
         return self.fix_of_prompt if is_last else super().choose_fix(item, history)
 

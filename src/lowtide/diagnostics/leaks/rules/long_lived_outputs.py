@@ -1,4 +1,4 @@
-"""Model outputs that outlive their use."""
+"""Rules for model outputs that stay alive after their last use."""
 
 from lowtide.diagnostics.leaks.holder_history import History
 from lowtide.diagnostics.leaks.holders import Holder
@@ -7,7 +7,7 @@ from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
 from lowtide.diagnostics.leaks.variable_reads import Reads
 
 SHARE = 0.05
-"""Smallest share of the graph's bytes that a reported output has."""
+"""Outputs with a smaller share of the graph's bytes are not reported."""
 
 
 @rule(
@@ -21,7 +21,7 @@ SHARE = 0.05
     fix="compute everything that uses `{name}` before backward, then `del {name}`{remedy}",
 )
 class AliveDuringBackward(Rule):
-    """Rule for model outputs that a variable still holds when a backward pass begins, which does not need them."""
+    """Rule for model outputs that a variable still holds when backward begins, although backward does not need them."""
 
 
 @rule(
@@ -37,7 +37,7 @@ class AliveDuringBackward(Rule):
     fix="{release} at the end of the step",
 )
 class AliveInNextStep(Rule):
-    """Rule for a large output without a graph that is no input of the next step."""
+    """Rule for a large output without a graph that is not an input of the next step."""
 
     must_last = True
     ends_without_change = True
@@ -54,14 +54,14 @@ class AliveInNextStep(Rule):
     def names_part(self, holder: Holder, history: History) -> bool:
         """Return True if the advice is about the entry or attribute that holds the tensors, not about the variable.
 
-        A container of several tensors is deleted as a whole.
+        For a container of several tensors, the advice is to delete all of it.
         """
         return "[..]" not in holder.part and super().names_part(holder, history)
 
     def choose_fix(self, item: RetainedObject, history: History) -> str:
-        """Return the advice for `item`, for most holders to free the variable.
+        """Return the advice for `item`: in most cases, to delete the variable.
 
-        Closures, context variables and variables that code after the loop reads get advice of their own.
+        It differs for closures, context variables, and variables that code after the loop reads.
         """
         if item.is_held_as("context variable"):
             return self.fix_of_context

@@ -1,4 +1,4 @@
-"""Graphs that remain after a backward pass went through them."""
+"""Rules for graphs that stay in memory after a backward pass went through them."""
 
 from lowtide._torch.tensors import get_storage_number
 from lowtide.diagnostics.leaks.holder_history import History
@@ -38,9 +38,7 @@ class RetainGraph(Rule):
     follows_from = ("LT011", "LT031")
 
     def choose_fix(self, item: RetainedObject, history: History) -> str:
-        """Return the advice for `item`: other advice for graphs of earlier steps, and for `create_graph=True`, which
-        needs the graph until the last pass.
-        """
+        """Return the advice for `item`. It differs for graphs of earlier steps, and for `create_graph=True`."""
         if item.is_used_again and not any(b.create_graph for b in item.backwards):
             # The forward of each step needs its graph there; only values for later steps must have none.
             return self.fix_of_earlier_steps if item.calls[0].stats.n_calls > 1 else self.fix_of_earlier_forward
@@ -52,7 +50,7 @@ class RetainGraph(Rule):
         return item.has_graph and any(b.retain_graph for b in item.backwards) and is_sizable(item, history)
 
     def names_part(self, holder: Holder, history: History) -> bool:
-        """Return True if the advice is about an entry, because the holder's container is used for several steps."""
+        """Return True if the advice is about one entry, because several steps use the same container."""
         # A container that each step creates can be deleted.
         is_the_same = len(history.held_bytes) > 1 and not history.has_changed
         has_grown = holder.gathers and bool(holder.containers) and history.entries[-1] > history.entries[0]
@@ -98,8 +96,8 @@ class PartialBackward(Rule):
 def is_sizable(item: RetainedObject, history: History) -> bool:
     """Return True if a large part of a forward's graph is still in memory.
 
-    If two losses run backward in turn, the first with `retain_graph=True`, the second pass frees all but the end of the
-    first loss's graph. Outputs do not count then, because they stay until their variables are assigned again.
+    If two losses run backward in turn, the first one with `retain_graph=True`, the second pass frees all but the end of
+    the first loss's graph. Outputs don't count in that case, because they live until their variables are reassigned.
     """
     passes = [call.backwards for call in item.calls if call.backwards]
     in_turns = any(sequence[0].retain_graph and not sequence[-1].retain_graph for sequence in passes)

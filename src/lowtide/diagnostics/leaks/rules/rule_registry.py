@@ -1,4 +1,4 @@
-"""The registry of watch rules: `@rule(code, ...)` on a class that says which retained objects the rule applies to."""
+"""Registry of the rules of `lowtide.watch`: `@rule(code, ...)` registers a subclass of `Rule`."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ if TYPE_CHECKING:
 
 
 class Rule:
-    """Base class of rules, one subclass per kind of finding. `Entry.judge` asks each rule about a retained object."""
+    """Base class of the rules of `lowtide.watch`, one subclass per kind of finding.
+
+    `Entry.judge` calls `matches` of each rule with an object that a step has left alive.
+    """
 
     code: str
     priority: int | None
-    """Position in the order in which rules are tried on a retained object; the first match counts. None for a rule that
-    only events report.
+    """Rank in the order in which rules are tried on a retained object; the first match counts. None for a rule whose
+    findings come from events only.
     """
     name: str
     what: str
@@ -32,11 +35,11 @@ class Rule:
     """
 
     is_refuted_by_backward = False
-    """True if a later backward pass through the graph withdraws the finding."""
+    """True if the finding is withdrawn when a later backward pass goes through the graph."""
     explains_missing_backward = False
-    """True if the finding explains why no backward pass reached calls of its site."""
+    """True if the finding explains why no backward pass reached the calls of its line."""
     claims_graph = False
-    """True if a graph stays with the holder first found for it, whatever else holds it later."""
+    """True if a graph is reported only for the holder that was found first, although others may hold it later."""
     subjects: tuple[str, ...] = ("tensors",)
     """Retained objects that the rule judges (`RetainedObject.subject`)."""
     ends_without_growth = False
@@ -44,30 +47,30 @@ class Rule:
     ends_without_change = False
     """True if the finding is withdrawn when the same memory, computed once for all, is held through several steps."""
     fix_of_container = ""
-    """Fix where a container gathers the tensors, so that its name must not be deleted or set to None."""
+    """Advice if a container collects the tensors, so that its name must not be deleted or set to None."""
     fix_of_part = ""
-    """Fix where an entry or attribute of the variable holds the tensors."""
+    """Advice if an entry or attribute of the variable holds the tensors."""
     gathers = False
-    """True for containers that gather outputs, which explains outputs of the same line that outlive their step."""
+    """True for containers that collect outputs. Single outputs of the same line are then not reported."""
     unit = ""
     """Words printed after the bytes, such as "of host memory a step"."""
     must_last = False
-    """True if the finding is void unless the outputs are still alive when a backward pass of the next step begins."""
+    """True if the finding counts only if the outputs are still alive when a backward pass of the next step begins."""
     superseded_by = ""
     """Code of a rule whose finding on the same holder replaces this one."""
     follows_from: tuple[str, ...] = ()
-    """Codes of rules whose finding on the same backward pass is the reason for this one, which is left out then."""
+    """Codes of other rules. If one of them has a finding about the same backward pass, this one is left out."""
 
     def matches(self, item: RetainedObject, history: History) -> bool:
-        """Return True if `item` is a case of this rule, given the history of its holder."""
+        """Return True if `item` breaks this rule, judged by the history of its holder."""
         return False
 
     def names_holder(self, item: RetainedObject) -> bool:
-        """Return True if the finding is to name the holder of `item`, and to give advice about it."""
+        """Return True if the finding should name the holder of `item` and give advice about it."""
         return True
 
     def names_part(self, holder: Holder, history: History) -> bool:
-        """Return True if the advice for `holder` is about its entry or attribute, not about the whole variable."""
+        """Return True if the advice is about an entry or attribute of `holder`, not about the whole variable."""
         return holder.is_part and bool(self.fix_of_part)
 
     def choose_fix(self, item: RetainedObject, history: History) -> str:
@@ -80,24 +83,24 @@ class Rule:
         return self.fix
 
     def has_ended(self, history: History) -> bool:
-        """Return True if a finding of this rule is to be withdrawn, because its container no longer grows."""
+        """Return True if a finding of this rule must be withdrawn, because its container no longer grows."""
         return self.ends_without_growth and history.has_stopped
 
     def count_reported_bytes(self, history: History) -> int:
-        """Return the bytes that a finding of this rule reports."""
+        """Return the bytes that a finding of this rule states: by default, the bytes held at the last inspection."""
         return history.held_bytes[-1]
 
     def fix_unreached(self, fix: str) -> str:
-        """Return the advice to give instead of `fix` if no backward pass reaches any graph made at the line."""
+        """Return the advice that replaces `fix` if no backward pass reaches any graph created by the line."""
         return fix
 
     def refined(self, stats: SiteStats) -> Rule:
-        """Return the rule to report instead of this one, given all calls of the site; by default this rule."""
+        """Return the rule to report instead of this one, according to counts of the line's calls; by default itself."""
         return self
 
 
 RULES: dict[str, Rule] = {}
-"""All rules by code, in the order in which they are tried; rules that only events report come last."""
+"""All rules by code, in the order in which they are tried. Rules whose findings come from events only are last."""
 
 
 def rule(
@@ -107,7 +110,7 @@ def rule(
 
     Args:
         code: Stable code; never given to another rule.
-        priority: Place in the order of rules; smaller ones are tried first. None for a rule that only events report.
+        priority: Rank in the order of rules; smaller ones are tried first. None for rules that only record events.
         name: A few words for the finding's first line.
         what: Description of the situation.
         why: Its cost.

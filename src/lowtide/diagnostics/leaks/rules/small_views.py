@@ -1,4 +1,4 @@
-"""Small views that keep large storages alive."""
+"""Rule for small views that keep large storages alive."""
 
 from lowtide.diagnostics.leaks.holder_history import History
 from lowtide.diagnostics.leaks.retained_object import RetainedObject
@@ -16,7 +16,7 @@ from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
     fix="store a copy in `{name}` instead of a view: `.detach().clone()`",
 )
 class PinningView(Rule):
-    """Rule for views that show less than half of an output's storage."""
+    """Rule for views that cover less than half of an output's storage."""
 
     def matches(self, item: RetainedObject, history: History) -> bool:
         if item.is_held_as("variable") and item.holder is not None and not item.holder.containers:

@@ -1,4 +1,4 @@
-"""Gradients that stay in memory longer than needed."""
+"""Rules for gradients that stay in memory longer than needed."""
 
 from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
 

@@ -1,4 +1,4 @@
-"""Tensors stored outside variables: on ctx, by hooks, on modules, in buffers."""
+"""Rules for tensors stored outside variables: on ctx, by hooks, on modules, in buffers."""
 
 from lowtide.diagnostics.leaks.holder_history import History, grows
 from lowtide.diagnostics.leaks.retained_object import RetainedObject
@@ -35,7 +35,7 @@ class ContextAttribute(Rule):
     fix="store a number or a small copy, clear the store each step, or remove the hook: `handle.remove()`",
 )
 class HookStore(Rule):
-    """Rule for tensors that the hook of a module holds."""
+    """Rule for tensors that a hook of a module keeps alive."""
 
     is_refuted_by_backward = True
 
@@ -54,7 +54,7 @@ class HookStore(Rule):
     fix="do not assign `self.{name}`, or set it to None after its last use",
 )
 class ModuleAttribute(Rule):
-    """Rule for tensors that an attribute of a module holds, buffers excluded."""
+    """Rule for tensors that an attribute of a module keeps alive, except buffers."""
 
     fix_of_container = (
         "store less in `self.{name}` (a number, or `.detach().clone()` of a small part), or clear it each step"
@@ -80,7 +80,7 @@ class ModuleAttribute(Rule):
     fix="`.detach()` the value before it is assigned to the buffer `{name}`",
 )
 class BufferWithGraph(Rule):
-    """Rule for a buffer that has a graph."""
+    """Rule for a buffer that has a `grad_fn`, and so keeps a graph alive."""
 
     is_refuted_by_backward = True
 

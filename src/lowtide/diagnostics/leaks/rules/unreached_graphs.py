@@ -1,4 +1,4 @@
-"""Forward passes whose graph no backward pass reaches."""
+"""Rules for forward passes whose graph no backward pass reaches."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class BackwardSkipped(Rule):
     "`loss.detach()` for the total",
 )
 class OneBackwardForSeveralLosses(Rule):
-    """Rule for a sum of several losses with separate graphs, recorded when a backward pass begins at the sum."""
+    """Rule for a sum of several losses with separate graphs, recorded when a backward pass of the sum begins."""
 
 
 @rule(
@@ -63,4 +63,4 @@ class OneBackwardForSeveralLosses(Rule):
     fix="run the forward at {made} under `torch.no_grad()`",
 )
 class NoGradMissing(Rule):
-    """Rule for forwards that never need a graph, recorded when the watch ends, from counts of calls by line."""
+    """Rule for forwards that never need a graph, recorded when `lowtide.watch` ends, from counts of calls by line."""

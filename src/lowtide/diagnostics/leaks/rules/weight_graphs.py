@@ -1,4 +1,4 @@
-"""Values computed from a model's weights outside any forward pass."""
+"""Rule for values computed from a model's weights outside any forward pass."""
 
 from lowtide.diagnostics.leaks.holder_history import History
 from lowtide.diagnostics.leaks.retained_object import RetainedObject
@@ -18,8 +18,9 @@ from lowtide.diagnostics.leaks.rules.rule_registry import Rule, rule
     fix="compute `{name}` under `torch.no_grad()`",
 )
 class WeightAverage(Rule):
-    """Rule for averages of weights that have a graph, such as an EMA updated without no_grad: no call made the graph,
-    and no backward pass reaches it.
+    """Rule for averages of weights that have a graph, such as an EMA that is updated without `torch.no_grad()`.
+
+    No model call created the graph, and no backward pass reaches it.
     """
 
     def matches(self, item: RetainedObject, history: History) -> bool:
