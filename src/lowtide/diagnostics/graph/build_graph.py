@@ -1,7 +1,7 @@
 """Builder of graph records from tensors: two loops without recursion, so that graphs may have any depth.
 
-The first loop finds all nodes upstream of the roots; the second makes records in forward order, so that the inputs of
-each node exist already.
+The first loop finds all nodes upstream of the roots. The second one creates their records in forward order, so that
+each node's inputs exist before the node.
 """
 
 from __future__ import annotations
@@ -17,7 +17,13 @@ from lowtide._torch.autograd_graph import collect_nodes, get_variable, is_leaf, 
 from lowtide._torch.nodes import get_output_metadata, node_metadata, sequence_number
 from lowtide._torch.tensors import get_storage_id
 from lowtide.diagnostics.graph.graph_records import Node, Value
-from lowtide.diagnostics.graph.saved_tensors import SavedSlot, arguments, parse_output_index, read_shape, saved_by
+from lowtide.diagnostics.graph.saved_tensors import (
+    SavedSlot,
+    list_argument_names,
+    parse_output_index,
+    read_shape,
+    saved_by,
+)
 from lowtide.diagnostics.graph.whole_graph import Graph
 
 if TYPE_CHECKING:
@@ -31,13 +37,13 @@ Key = tuple[object, ...]
 class GraphBuilder:
     """Builder of the records of the autograd graph behind the tensors `roots`.
 
-    `names` maps names to tensors. `others` are tensors that are in memory in any case, such as buffers: they count as
+    `names` maps names to tensors. `others` are tensors that are in memory anyway, such as buffers; they count as
     parameters.
     """
 
     def __init__(self, roots: Iterable[Tensor], names: Mapping[str, Tensor], others: Iterable[Tensor]) -> None:
         self._roots = list(roots)
-        self._names = {_place(tensor): name for name, tensor in reversed(list(names.items()))}
+        self._names = {_make_key(tensor): name for name, tensor in reversed(list(names.items()))}
         functions = collect_nodes(root.grad_fn for root in self._roots if root.grad_fn is not None)
         self._functions = {function: number for number, function in enumerate(functions)}
         leaves = [get_variable(function) for function in self._functions if is_leaf(function)]
@@ -47,13 +53,13 @@ class GraphBuilder:
 
     def graph(self) -> Graph:
         """Build the records of all nodes and values, and return the graph."""
-        for function in self._in_order():
-            self._nodes[function] = self._record(function)
+        for function in self._sort_nodes():
+            self._nodes[function] = self._make_node(function)
         roots = tuple(self._get_value(root) for root in self._roots)
         return Graph(roots, tuple(self._nodes.values()), tuple(self._values.values()))
 
-    def _in_order(self) -> Iterable[Function]:
-        """Yield the nodes except AccumulateGrad nodes: each after its inputs, otherwise in the order of the forward."""
+    def _sort_nodes(self) -> Iterable[Function]:
+        """Yield all nodes except AccumulateGrad, in the order of the forward, and each after its inputs."""
         waiting: dict[Function, int] = {}
         consumers: dict[Function, list[Function]] = defaultdict(list)
         ready: list[tuple[int, int, Function]] = []
@@ -74,10 +80,10 @@ class GraphBuilder:
                 if not waiting[consumer]:
                     heapq.heappush(ready, (sequence_number(consumer), self._functions[consumer], consumer))
 
-    def _record(self, function: Function) -> Node:
-        edges = [None if up is None else self._output(up, output) for up, output in function.next_functions]
+    def _make_node(self, function: Function) -> Node:
+        edges = [None if up is None else self._get_output_value(up, output) for up, output in function.next_functions]
         saved = list(saved_by(function))
-        constants = self._constants(function, saved)
+        constants = self._find_constants(function, saved)
         inputs: list[Value] = []
         unrecorded = 0
         for edge, argument in zip(edges, _find_argument_names(function.name(), len(edges)), strict=True):
@@ -93,70 +99,79 @@ class GraphBuilder:
         node = Node(function, index=len(self._nodes), inputs=(*inputs, *rest), kept=kept, unrecorded=unrecorded)
         node.line = _find_line(function)
         for slot in saved:
-            self._locate(function, node, slot)
+            self._record_slot(function, node, slot)
         return node
 
-    def _constants(self, function: Function, saved: list[SavedSlot]) -> dict[str, Value]:
-        """Return the constants that a node has saved (arguments that need no gradient) as values, by argument name."""
-        known = {name for overload in arguments(function.name()) for name in overload}
+    def _find_constants(self, function: Function, saved: list[SavedSlot]) -> dict[str, Value]:
+        """Return the saved arguments that need no gradient as values, by argument name."""
+        known = {name for overload in list_argument_names(function.name()) for name in overload}
         constants = {}
         for slot in saved:
             tensor, name = slot.tensor, slot.name.partition("[")[0]
             if slot.packed or slot.name.startswith("ctx.") or tensor.requires_grad or name not in known:
                 continue
-            key = _place(tensor)
+            key = _make_key(tensor)
             if key not in self._values:
                 self._values[key] = value = Value(
-                    len(self._values), name=self._names.get(key, name), requires_grad=False, **_appearance(tensor)
+                    len(self._values),
+                    name=self._names.get(key, name),
+                    requires_grad=False,
+                    **_read_shape_and_dtype(tensor),
                 )
                 value._places.append((function, slot.name))
             constants[slot.name] = self._values[key]
         return constants
 
-    def _locate(self, function: Function, node: Node, saved: SavedSlot) -> None:
-        """Record in a saved tensor's Value that this slot of `function` holds the tensor, for `Value.tensor`."""
+    def _record_slot(self, function: Function, node: Node, saved: SavedSlot) -> None:
+        """Record in a saved tensor's Value that `function` holds the tensor in this slot; `Value.tensor` reads it."""
         if saved.packed or saved.name.startswith("ctx."):
             return
         maker = producer(saved.tensor)
         if maker is not None and maker in self._nodes:
-            self._output(maker, saved.tensor.output_nr)._places.append((function, saved.name))
+            self._get_output_value(maker, saved.tensor.output_nr)._places.append((function, saved.name))
         elif (output := parse_output_index(saved.name)) is not None and not saved.tensor.requires_grad:
-            self._output(function, output, node)._places.append((function, saved.name))
+            self._get_output_value(function, output, node)._places.append((function, saved.name))
 
-    def _output(self, function: Function, output: int, node: Node | None = None) -> Value:
+    def _get_output_value(self, function: Function, output: int, node: Node | None = None) -> Value:
         if is_leaf(function):
             variable = get_variable(function)
-            key = _place(variable)
+            key = _make_key(variable)
             if key not in self._values:
                 self._values[key] = value = Value(
-                    len(self._values), name=self._names.get(key, ""), **_appearance(variable)
+                    len(self._values), name=self._names.get(key, ""), **_read_shape_and_dtype(variable)
                 )
                 value._places.append((function, ""))
             return self._values[key]
         key = (function, output)
         if key not in self._values:
             self._values[key] = Value(
-                len(self._values), producer=node or self._nodes[function], output=output, **_recorded(function, output)
+                len(self._values),
+                producer=node or self._nodes[function],
+                output=output,
+                **_read_output_metadata(function, output),
             )
         return self._values[key]
 
     def _get_value(self, root: Tensor) -> Value:
         if root.grad_fn is not None:
-            value = self._output(root.grad_fn, root.output_nr)
-            value.name = self._names.get(_place(root), value.name)
+            value = self._get_output_value(root.grad_fn, root.output_nr)
+            value.name = self._names.get(_make_key(root), value.name)
             return value
-        key = _place(root)
+        key = _make_key(root)
         if key not in self._values:
-            self._values[key] = Value(len(self._values), name=self._names.get(key, ""), **_appearance(root))
+            self._values[key] = Value(len(self._values), name=self._names.get(key, ""), **_read_shape_and_dtype(root))
         return self._values[key]
 
 
 def _find_argument_names(node_name: str, count: int) -> tuple[str, ...]:
-    """Return the names of the tensor arguments in the operator's overload with `count` of them; else empty names."""
-    return next((names for names in arguments(node_name) if len(names) == count), ("",) * count)
+    """Return the names of the tensor arguments of the operator's overload that has `count` of them.
+
+    Return empty names if no overload has.
+    """
+    return next((names for names in list_argument_names(node_name) if len(names) == count), ("",) * count)
 
 
-def _place(tensor: Tensor) -> Key:
+def _make_key(tensor: Tensor) -> Key:
     """Return a key for a tensor's memory: storage, shape, strides and offset; its id if it has no storage."""
     storage = get_storage_id(tensor)
     if not storage or tensor.is_nested:
@@ -164,11 +179,11 @@ def _place(tensor: Tensor) -> Key:
     return (storage, tuple(tensor.shape), tensor.stride(), tensor.storage_offset())
 
 
-def _appearance(tensor: Tensor) -> dict[str, Any]:
+def _read_shape_and_dtype(tensor: Tensor) -> dict[str, Any]:
     return {"shape": read_shape(tensor), "dtype": str(tensor.dtype).removeprefix("torch.")}
 
 
-def _recorded(function: Function, output: int) -> dict[str, Any]:
+def _read_output_metadata(function: Function, output: int) -> dict[str, Any]:
     """Return the shape and dtype that autograd recorded for an output of a node; empty if it recorded none."""
     try:
         metadata = get_output_metadata(function, output)

@@ -1,4 +1,4 @@
-"""Records of an autograd graph: values, the nodes that made them, and the tensors that each node keeps.
+"""Records of an autograd graph: values, the nodes that computed them, and the tensors that each node keeps.
 
 Links lead upstream only, from a value to its producer and from a node to its inputs. Without reference cycles, the
 autograd graph is freed together with the last of its records.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept:
-    """One tensor that a node keeps until its backward has run."""
+    """One tensor that an autograd node keeps until backward has run through the node."""
 
     name: str
     """Name under which torch saves it (`mat1`, `result`), or `ctx.x` for an attribute of a custom Function."""
@@ -32,7 +32,7 @@ class Kept:
     storage: int
     """Number of the storage; equal for tensors that share memory."""
     parameter: bool
-    """True for a parameter, a buffer or another leaf with a gradient: its memory is in use in any case."""
+    """True for a parameter, a buffer or another leaf that requires a gradient. Its memory is in use anyway."""
     packed: str = ""
     """Type of the object that a pack hook returned for the saved tensor; empty without a hook. The object is not
     unpacked, and may contain several tensors.
@@ -40,7 +40,7 @@ class Kept:
 
 
 class Value:
-    """Data that flows along an edge: a computed value, a leaf, or a constant."""
+    """Data on an edge of the autograd graph: a computed value, a leaf, or a constant."""
 
     __slots__ = ("_places", "dtype", "index", "name", "output", "producer", "requires_grad", "shape")
 
@@ -75,7 +75,7 @@ class Value:
 
     @property
     def tensor(self) -> Tensor | None:
-        """Tensor with the value's data, if a leaf or a node holds it now; else None. Never recomputed or unpacked."""
+        """The tensor with the value's data, if a leaf or a node holds it now; else None. It is never recomputed."""
         for function, slot_name in self._places:
             if not slot_name:
                 variable: Tensor | None = getattr(function, "variable", None)
@@ -92,7 +92,7 @@ class Value:
 
 
 class Node:
-    """One function of the graph: its inputs, and the tensors that it keeps for backward."""
+    """One node of the autograd graph: its inputs, and the tensors that it keeps for backward."""
 
     __slots__ = ("function", "index", "inputs", "kept", "line", "module", "name", "unrecorded")
 
@@ -110,14 +110,14 @@ class Node:
         self.unrecorded = unrecorded
         """Number of inputs that need no gradient and are not kept: torch does not record them."""
         self.module = ""
-        """Path of the module that the node ran in, where known; see `graph`."""
+        """Path of the module that the node ran in, if known; see `graph`."""
         self.line = ""
-        """Line of code that made the node, such as `train.py:42`, if anomaly detection was on."""
+        """Line of code that created the node, such as `train.py:42`, if anomaly detection was on."""
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that the node keeps, without `parameter_bytes`, counting each storage once. Other nodes may keep the
-        same storage.
+        """Bytes that the node keeps, counting each storage once and without `parameter_bytes`. Other nodes may keep the
+        same storages.
         """
         return count_unique_bytes(kept for kept in self.kept if not kept.parameter)
 
@@ -136,6 +136,6 @@ def count_unique_bytes(kept: Iterable[Kept]) -> int:
 
 
 def describe(value: Value) -> str:
-    """Format a value's shape and dtype, such as `[8, 512] float32`, as far as they are known."""
+    """Format a value's shape and dtype, such as `[8, 512] float32`. Unknown ones are left out."""
     shape = "" if value.shape is None else f"[{', '.join(map(str, value.shape))}]"
     return f"{shape} {value.dtype}".strip()

@@ -47,23 +47,23 @@ def name_modules(graph: Graph, model: nn.Module) -> None:
     for node in graph.nodes:
         names = [from_parameter[value.index] for value in node.inputs if value.index in from_parameter]
         if names:
-            owner[node.index] = _owner(node, owners[names[-1]], model)
+            owner[node.index] = _choose_owner(node, owners[names[-1]], model)
         if names and len(node.inputs) == 1:
             from_parameter |= dict.fromkeys(outputs[node.index], names[0])
-    _enclose(graph, owner)
+    _name_all_nodes(graph, owner)
 
 
-def _owner(node: Node, paths: list[str], model: nn.Module) -> str:
-    """Return the path of the module that ran `node`, one of the `paths` of modules that share the node's parameter.
+def _choose_owner(node: Node, paths: list[str], model: nn.Module) -> str:
+    """Return the path of the module that ran `node`, from the `paths` of all modules that share its parameter.
 
-    An embedding lookup belongs to an `nn.Embedding`, any other node to a module of another class.
+    An embedding lookup ran in an `nn.Embedding`, any other node in a module of another class.
     """
     looks_up = "Embedding" in node.name
     fitting = [path for path in paths if isinstance(model.get_submodule(path), nn.Embedding) == looks_up]
     return (fitting or paths)[0]
 
 
-def _enclose(graph: Graph, owner: dict[int, str]) -> None:
+def _name_all_nodes(graph: Graph, owner: dict[int, str]) -> None:
     known = sorted(owner)
     if not known:
         return
@@ -74,9 +74,9 @@ def _enclose(graph: Graph, owner: dict[int, str]) -> None:
         if node.index in owner:
             node.module = owner[node.index]
         elif 0 < position < len(known):
-            node.module = _common(owner[known[position - 1]], owner[known[position]])
+            node.module = _find_common_path(owner[known[position - 1]], owner[known[position]])
 
 
-def _common(one: str, other: str) -> str:
+def _find_common_path(one: str, other: str) -> str:
     pairs = zip(one.split("."), other.split("."), strict=False)
     return ".".join(part for part, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

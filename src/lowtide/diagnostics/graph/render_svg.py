@@ -1,7 +1,7 @@
 """Rendering of a graph as SVG, without any other program.
 
-Results are on top and leaves below. Boxes are functions, darker with more bytes kept; pills are values: solid for
-leaves that get a gradient, dashed for constants. A leaf is drawn again where its uses are far apart.
+Results are on top and leaves below. Boxes are functions, darker if they keep more bytes. Rounded boxes are values,
+solid for leaves that get a gradient and dashed for constants. A leaf is drawn several times if its uses are far apart.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Drawing:
         self.layers: list[int] = []
         self.edges: list[tuple[int, int]] = []
         self.labels: list[str] = []
-        depth = _layers(graph)
+        depth = _compute_layers(graph)
         most = max((node.held_bytes for node in graph.nodes), default=0) or 1
         boxes = {}
         for node in graph.nodes:
@@ -45,7 +45,7 @@ class _Drawing:
         for node in graph.nodes:
             for value in node.inputs:
                 if value.producer is not None:
-                    self._join(boxes[value.producer.index], boxes[node.index], describe(value))
+                    self._connect(boxes[value.producer.index], boxes[node.index], describe(value))
                     continue
                 box, used = leaves.get(value.index, (-1, -_FAR - 1))
                 if depth[node.index] - used > _FAR:
@@ -55,14 +55,14 @@ class _Drawing:
                 else:
                     self.layers[box] = min(self.layers[box], depth[node.index] - 1)
                 leaves[value.index] = (box, depth[node.index])
-                self._join(box, boxes[node.index], "")
+                self._connect(box, boxes[node.index], "")
         for root in graph.roots:
             text = [root.name or "result", describe(root)]
             if root.producer is None:
                 self._add(text, "leaf", 0)
             else:
                 top = self._add(text, "result", depth[root.producer.index] + 1)
-                self._join(boxes[root.producer.index], top, "")
+                self._connect(boxes[root.producer.index], top, "")
 
     def _add(self, text: list[str], kind: str, layer: int, shade: float = 0.0) -> int:
         self.texts.append(text)
@@ -71,7 +71,7 @@ class _Drawing:
         self.shades.append(shade)
         return len(self.texts) - 1
 
-    def _join(self, start: int, end: int, label: str) -> None:
+    def _connect(self, start: int, end: int, label: str) -> None:
         if (start, end) not in self.edges[-8:]:  # two inputs from one box are drawn as one line
             self.edges.append((start, end))
             self.labels.append(label)
@@ -80,8 +80,8 @@ class _Drawing:
         return [(max(map(len, text)) * _LETTER + 24, len(text) * _LINE + 12) for text in self.texts]
 
 
-def _layers(graph: Graph) -> list[int]:
-    """Return the layer of each node, counted from 1 at the leaves: one below the lowest node that reads its output."""
+def _compute_layers(graph: Graph) -> list[int]:
+    """Return the layer of each node, counted from 1 at the leaves: one below its lowest reader."""
     layer = depths(graph)
     placed: set[int] = set()
     for node in reversed(graph.nodes):
@@ -123,13 +123,13 @@ def svg(graph: Graph) -> str:
         f'<text class="title" x="{_MARGIN}" y="{_MARGIN}">{escape(title)}</text>',
         f'<g transform="translate({_MARGIN} {_MARGIN + _LINE})">',
     ]
-    parts += [_edge(layout, route, label) for route, label in zip(layout.routes, drawing.labels, strict=True)]
+    parts += [_draw_edge(layout, route, label) for route, label in zip(layout.routes, drawing.labels, strict=True)]
     for box, text, kind, shade in zip(layout.boxes, drawing.texts, drawing.kinds, drawing.shades, strict=False):
-        parts.append(_box(box, text, kind, shade))
+        parts.append(_draw_box(box, text, kind, shade))
     return "\n".join([*parts, "</g>", "</svg>"]) + "\n"
 
 
-def _box(box: Box, text: list[str], kind: str, shade: float) -> str:
+def _draw_box(box: Box, text: list[str], kind: str, shade: float) -> str:
     left, top = box.x - box.width / 2, box.y - box.height / 2
     radius = 4 if kind == "function" else box.height / 2
     opacity = f' fill-opacity="{0.12 + 0.5 * shade:.2f}"' if kind == "function" else ""
@@ -144,7 +144,7 @@ def _box(box: Box, text: list[str], kind: str, shade: float) -> str:
     return "".join(lines)
 
 
-def _edge(layout: Layout, route: list[int], label: str) -> str:
+def _draw_edge(layout: Layout, route: list[int], label: str) -> str:
     points = []
     for place, index in enumerate(route):
         box = layout.boxes[index]

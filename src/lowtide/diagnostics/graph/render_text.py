@@ -1,7 +1,7 @@
 """Rendering of a graph as text: from the results down to the leaves, each node once.
 
-A chain stays at one depth, so that a deep model fits the page: the input with the longest path upstream continues
-below, the others branch off. A node that is written elsewhere appears as a reference.
+The input with the longest path upstream continues at the same indentation, so that a deep model fits the page. Other
+inputs branch off. A node that is printed elsewhere appears as a reference.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class _Tree:
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
         self._depth = depths(graph)
-        self._main = {node.index: self._deepest(node) for node in graph.nodes}
-        self._reader = self._readers()
+        self._main = {node.index: self._find_deepest_input(node) for node in graph.nodes}
+        self._reader = self._choose_readers()
 
-    def _deepest(self, node: Node) -> int:
+    def _find_deepest_input(self, node: Node) -> int:
         """Return the index of the input of `node` with the longest path to a leaf, or -1 without node inputs.
 
         The tree continues with this input at the same indentation; the other inputs branch off.
@@ -63,8 +63,8 @@ class _Tree:
         producers = [value.producer.index for value in node.inputs if value.producer is not None]
         return max(producers, key=lambda index: (self._depth[index], index), default=-1)
 
-    def _readers(self) -> dict[int, int]:
-        """Map each node's index to the index of the reader below which the tree writes it: the least indented one."""
+    def _choose_readers(self) -> dict[int, int]:
+        """Map each node's index to the index of the node below which the tree prints it: its least indented reader."""
         indent = {root.producer.index: 0 for root in self._graph.roots if root.producer is not None}
         reader: dict[int, int] = {}
         for node in reversed(self._graph.nodes):
@@ -85,11 +85,11 @@ class _Tree:
                 continue
             yield f"{root.name or 'result'}  {describe(root)}"
             if root.producer.index not in written:
-                yield from self._chain(root.producer, written)
+                yield from self._format_chain(root.producer, written)
             else:
                 yield f"#{root.producer.index} (above)"
 
-    def _chain(self, start: Node, written: set[int]) -> Iterator[str]:
+    def _format_chain(self, start: Node, written: set[int]) -> Iterator[str]:
         pending: list[tuple[Node, str, str]] = [(start, "", "")]  # node, prefix of its line, prefix of the lines below
         while pending:
             node, first, rest = pending.pop()
@@ -111,7 +111,7 @@ class _Tree:
 
 
 def depths(graph: Graph) -> list[int]:
-    """Return, for each node, the number of nodes on the longest path from it to a leaf."""
+    """Return the number of nodes on the longest path to a leaf, for each node."""
     depth: list[int] = []
     for node in graph.nodes:
         depth.append(1 + max((depth[v.producer.index] for v in node.inputs if v.producer is not None), default=0))

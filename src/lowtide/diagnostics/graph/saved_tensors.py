@@ -1,4 +1,4 @@
-"""Tensors that an autograd node keeps, read from its slots as they are: nothing is unpacked or recomputed."""
+"""Tensors that an autograd node keeps, read from its saved variables. Nothing is unpacked or recomputed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _ATTRIBUTES = re.compile(r"[a-z_]\w*", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True)
 class SavedSlot:
-    """One tensor that an autograd node keeps, and the name of its slot. Exists only while the graph is read."""
+    """One tensor that an autograd node keeps, and the name under which it is saved, such as `mat1`."""
 
     name: str
     tensor: Tensor
@@ -54,14 +54,14 @@ def saved_by(function: Function) -> Iterator[SavedSlot]:
         if isinstance(data, Tensor) and slot.unpack_hook is None:
             yield SavedSlot(name, data)
         elif data is not None:
-            for tensor in _within(data):
+            for tensor in _find_visible_tensors(data):
                 yield SavedSlot(name, tensor, packed=type(data).__name__)
     if issubclass(type(function), torch.autograd.function.BackwardCFunction):
         for name, attribute in vars(function).items():
             yield from (SavedSlot(f"ctx.{name}", leaf) for leaf in tree_leaves(attribute) if isinstance(leaf, Tensor))
 
 
-def _within(packed: Any) -> Iterator[Tensor]:
+def _find_visible_tensors(packed: Any) -> Iterator[Tensor]:
     """Yield the tensors visible in the object that a pack hook returned."""
     if isinstance(packed, Handle):
         packed = packed.value.tensor
@@ -85,14 +85,17 @@ _RESULT = re.compile(r"(?:result|output|out)(\d*)")
 
 
 def parse_output_index(name: str) -> int | None:
-    """Return the index of the output that a saved tensor's name (`result1`) stands for; None for other names."""
+    """Return the output index in the name of a saved output: 1 for `result1`, 0 for `result`. None for other names."""
     match = _RESULT.fullmatch(name)
     return None if match is None else int(match[1] or 0)
 
 
 @cache
-def arguments(node_name: str) -> tuple[tuple[str, ...], ...]:
-    """Return the names of the tensor arguments of the operator behind a node (`AddmmBackward0`), for each overload."""
+def list_argument_names(node_name: str) -> tuple[tuple[str, ...], ...]:
+    """Return the names of an operator's tensor arguments for each of its overloads, given its node's name.
+
+    Example: `AddmmBackward0` is the node of `addmm`.
+    """
     camel = re.sub(r"Backward\d*$", "", node_name)
     snake = re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z0-9])(?=[A-Z][a-z])", "_", camel).lower()
     if not _ATTRIBUTES.fullmatch(snake):  # custom Functions and nodes of C++ may have any name

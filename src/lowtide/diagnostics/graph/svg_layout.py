@@ -19,7 +19,7 @@ _BEND_WIDTH = 8
 
 @dataclass(slots=True)
 class Box:
-    """A drawn box, or the bend of a long edge (with small `width`)."""
+    """A box of the drawing, or a bend of a long edge, which has a small `width`."""
 
     width: float
     height: float
@@ -33,7 +33,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Placed boxes (given boxes first, then bends), and each edge's route: indices of its boxes, lowest first."""
+    """Placed boxes, followed by placed bends. The route of an edge lists the indices of its boxes, lowest first."""
 
     boxes: list[Box]
     routes: list[list[int]]
@@ -42,15 +42,18 @@ class Layout:
 
 
 def lay_out(sizes: Sequence[tuple[float, float]], layers: Sequence[int], edges: Sequence[tuple[int, int]]) -> Layout:
-    """Place boxes by size (width, height) and layer; each edge is a pair of box indices and leads to a higher layer."""
+    """Place boxes of the given sizes (width, height) in their layers.
+
+    Each edge is a pair of box indices, and leads to a higher layer.
+    """
     boxes = [Box(width, height, layer) for (width, height), layer in zip(sizes, layers, strict=True)]
-    routes = [_route(boxes, start, end) for start, end in edges]
+    routes = [_add_bends(boxes, start, end) for start, end in edges]
     rows: dict[int, list[int]] = defaultdict(list)
     for index, box in enumerate(boxes):
         rows[box.layer].append(index)
     ordered = [rows[layer] for layer in sorted(rows)]
-    _order(boxes, ordered)
-    width = _place(boxes, ordered)
+    _order_rows(boxes, ordered)
+    width = _place_boxes(boxes, ordered)
     y = 0.0
     for row in reversed(ordered):  # the highest layer is drawn first: results on top
         tallest = max(boxes[index].height for index in row)
@@ -60,7 +63,7 @@ def lay_out(sizes: Sequence[tuple[float, float]], layers: Sequence[int], edges: 
     return Layout(boxes, routes, width, max(0.0, y - GAP_Y))
 
 
-def _route(boxes: list[Box], start: int, end: int) -> list[int]:
+def _add_bends(boxes: list[Box], start: int, end: int) -> list[int]:
     """Add a bend to `boxes` for each layer between the boxes `start` and `end`; return the indices along the edge."""
     route = [start]
     for layer in range(boxes[start].layer + 1, boxes[end].layer):
@@ -73,7 +76,7 @@ def _route(boxes: list[Box], start: int, end: int) -> list[int]:
     return route
 
 
-def _order(boxes: list[Box], rows: list[list[int]]) -> None:
+def _order_rows(boxes: list[Box], rows: list[list[int]]) -> None:
     place = {index: float(position) for row in rows for position, index in enumerate(row)}
     for sweep in range(_SWEEPS):
         upwards = sweep % 2 == 0
@@ -86,8 +89,8 @@ def _order(boxes: list[Box], rows: list[list[int]]) -> None:
             place.update({index: float(position) for position, index in enumerate(row)})
 
 
-def _place(boxes: list[Box], rows: list[list[int]]) -> float:
-    """Set the x of each box, close to its neighbours and without overlap; return the total width."""
+def _place_boxes(boxes: list[Box], rows: list[list[int]]) -> float:
+    """Set the x position of each box, close to its neighbours and without overlap. Return the total width."""
     for row in rows:
         x = 0.0
         for index in row:
@@ -98,14 +101,14 @@ def _place(boxes: list[Box], rows: list[list[int]]) -> float:
             wanted = [
                 _mean([boxes[n].x for n in (boxes[i].below if sweep % 2 else boxes[i].above)], boxes[i].x) for i in row
             ]
-            _settle([boxes[i] for i in row], wanted)
+            _spread_row([boxes[i] for i in row], wanted)
     left = min((box.x - box.width / 2 for box in boxes), default=0.0)
     for box in boxes:
         box.x -= left
     return max((box.x + box.width / 2 for box in boxes), default=0.0)
 
 
-def _settle(row: list[Box], wanted: list[float]) -> None:
+def _spread_row(row: list[Box], wanted: list[float]) -> None:
     """Place the boxes of a row near the wanted positions, without overlaps.
 
     Each position is the mean of two passes, one from the left and one from the right.

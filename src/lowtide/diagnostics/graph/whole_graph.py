@@ -1,4 +1,4 @@
-"""The whole autograd graph behind some tensors: its leaves, its memory, and its renderings."""
+"""The whole autograd graph of some tensors: its leaves, its memory, and its renderings."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lowtide.units import format_bytes
 
 
 class Graph:
-    """Autograd graph behind one or several tensors, as it was when `lowtide.graph` was called; `print` shows a tree.
+    """Autograd graph of one or several tensors at the time of the call of `lowtide.graph`. `print` shows it as a tree.
 
-    The record keeps torch's nodes alive, and with them the tensors that they have saved. A backward pass still releases
+    The record keeps torch's nodes alive, and with them the tensors that they have saved. A backward pass still frees
     saved tensors as usual.
     """
 
@@ -31,17 +31,17 @@ class Graph:
 
     @property
     def constants(self) -> tuple[Value, ...]:
-        """Inputs of the graph that need no gradient; only those that some node keeps are known."""
+        """Inputs of the graph that need no gradient. Only those that a node keeps are known."""
         return tuple(value for value in self.values if not value.requires_grad)
 
     @property
     def held_bytes(self) -> int:
-        """Bytes that the graph keeps, without `parameter_bytes`, counting each storage once."""
+        """Bytes that the graph keeps, counting each storage once and without `parameter_bytes`."""
         return count_unique_bytes(kept for node in self.nodes for kept in node.kept if not kept.parameter)
 
     @property
     def parameter_bytes(self) -> int:
-        """Bytes that the graph keeps and that are in memory anyway: parameters, buffers, other leaves."""
+        """Bytes of parameters, buffers and other leaves that the graph keeps. They are in memory anyway."""
         return count_unique_bytes(kept for node in self.nodes for kept in node.kept if kept.parameter)
 
     def consumers(self, value: Value) -> tuple[Node, ...]:
@@ -49,7 +49,7 @@ class Graph:
         return tuple(node for node in self.nodes if any(known is value for known in node.inputs))
 
     def upstream(self, start: Node | Value) -> Iterator[Value]:
-        """Yield every value that `start` was computed from, each once, the nearest first."""
+        """Yield all values from which `start` was computed, each once, nearest first."""
         pending = list(start.inputs if isinstance(start, Node) else (start.producer.inputs if start.producer else ()))
         seen = {value.index for value in pending}
         for value in pending:  # grows during the loop
@@ -60,9 +60,9 @@ class Graph:
                     pending.append(further)
 
     def by_module(self) -> dict[str, int]:
-        """Return held bytes by module, largest first; each storage counts for the first node that keeps it.
+        """Return the bytes that the graph keeps by module, largest first.
 
-        Bytes not known to belong to a module are under "".
+        Each storage counts for the first node that keeps it. Bytes that belong to no known module are under "".
         """
         totals: dict[str, int] = defaultdict(int)
         counted: set[int] = set()

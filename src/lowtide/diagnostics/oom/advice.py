@@ -6,7 +6,13 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from lowtide.diagnostics.oom.cause import Cause, has_overflowed, is_of_a_set, is_of_images, is_of_windows
+from lowtide.diagnostics.oom.cause import (
+    Cause,
+    has_overflowed,
+    holds_data_set_images,
+    holds_data_set_logits,
+    is_of_windows,
+)
 from lowtide.diagnostics.oom.causes import find_inference_program, makes_divisible_tensor
 from lowtide.diagnostics.oom.causes_by_numbers import TINY_BYTES
 from lowtide.diagnostics.oom.causes_by_place import find_source
@@ -67,7 +73,7 @@ def _cap(m: Message, f: Facts) -> Advice:
     if m.allowed_bytes is not None and (m.tried_bytes or 0) > m.allowed_bytes:
         yield "or split the tensor, which alone exceeds the limit", m.tried_bytes
     else:
-        yield from _fit(m, f)
+        yield from _advise_to_fit(m, f)
 
 
 def _huge_tensor(m: Message, f: Facts) -> Advice:
@@ -80,7 +86,7 @@ def _huge_tensor(m: Message, f: Facts) -> Advice:
     if program := find_inference_program(m, f):
         yield from INFERENCE[program]
         return
-    if is_of_a_set(m):
+    if holds_data_set_logits(m):
         rows = (m.shape or (0,))[0]
         yield (
             f"do not keep the logits of all {rows} evaluation rows: keep argmax or the metric of each batch "
@@ -89,18 +95,18 @@ def _huge_tensor(m: Message, f: Facts) -> Advice:
         )
         yield "or write each batch's logits to a file (numpy.memmap), in a smaller dtype"
         return
-    if is_of_images(m):
+    if holds_data_set_images(m):
         rows = (m.shape or (0,))[0]
         yield f"do not load all {rows} images: read those of a batch, in Dataset.__getitem__", m.tried_bytes
         yield "keep what you must keep as uint8, a quarter of float32, in a file (numpy.memmap)"
         return
     if m.kind == "numpy":
-        yield f"find the operation that allocates it{where}: {_operation(m.shape or ())}", m.tried_bytes
+        yield f"find the operation that allocates it{where}: {_suggest_operations(m.shape or ())}", m.tried_bytes
         yield "compute it in blocks of rows, in a smaller dtype, or sparse; use numpy.memmap for arrays you must keep"
         return
     if f.large_tensor:
         yield LARGE_TENSORS[f.large_tensor], m.tried_bytes
-        yield from _fit(m, f)
+        yield from _advise_to_fit(m, f)
         return
     yield (
         f"find the operation that allocates it{where}: logits over a large vocabulary, T x T attention scores, "
@@ -111,8 +117,8 @@ def _huge_tensor(m: Message, f: Facts) -> Advice:
     yield "use smaller batches or shorter sequences; lowtide.accumulate gives the gradients of the whole batch"
 
 
-def _operation(shape: tuple[int, ...]) -> str:
-    """Describe the operations that make a huge array of this shape by mistake."""
+def _suggest_operations(shape: tuple[int, ...]) -> str:
+    """Describe operations that often create a huge array of this shape by mistake."""
     if len(shape) == 1:
         return "a join whose keys repeat (merge), a cross join, a range"
     if len(shape) == 2 and shape[0] != shape[1]:
@@ -175,13 +181,13 @@ def _not_pytorch(m: Message, f: Facts) -> Advice:
                 "leave room for memory outside PyTorch: PYTORCH_MPS_HIGH_WATERMARK_RATIO=0.9, with "
                 "PYTORCH_MPS_LOW_WATERMARK_RATIO=0.8 (torch refuses a high ratio below the default low ratio)"
             )
-        yield from _fit(m, f)
+        yield from _advise_to_fit(m, f)
         return
     if vendor.fraction:
         limit = f"{vendor.fraction}=0.9" if vendor.fraction.isupper() else f"{vendor.fraction}(0.9)"
         yield f"leave room for memory outside PyTorch: {limit} before the first step"
     yield "create handles and communicators early, before PyTorch's cache fills the device"
-    yield from _fit(m, f)
+    yield from _advise_to_fit(m, f)
 
 
 def _private_pools(m: Message, _: Facts) -> Advice:
@@ -201,11 +207,11 @@ def _fragmentation(m: Message, f: Facts) -> Advice:
         yield f"set {setting} before the process starts", m.unallocated_bytes
     yield "run the largest batch first, so that later allocations reuse its large blocks"
     yield "pad sequences to a few lengths: changing shapes fragment memory"
-    yield from _fit(m, f)
+    yield from _advise_to_fit(m, f)
 
 
 def _expandable(m: Message, f: Facts) -> str:
-    """Return the advice to set `expandable_segments`, where it is available and not known to be on."""
+    """Return the advice to set `expandable_segments`; empty if it is unavailable or already on."""
     has_it = m.kind == "cuda" and m.form in ("torch 2.1", "torch 2.2 and later", "torch 2.4 and later")
     if f.expandable or f.windows or not has_it:
         return ""
@@ -214,7 +220,7 @@ def _expandable(m: Message, f: Facts) -> str:
 
 
 def _choose_setting(m: Message) -> str:
-    """Return the environment variable with the allocator's settings: the one named in the message, else the oldest."""
+    """Return the environment variable of the allocator's settings: the one that the message names, or the oldest."""
     return m.setting or ("PYTORCH_HIP_ALLOC_CONF" if m.kind == "hip" else "PYTORCH_CUDA_ALLOC_CONF")
 
 
@@ -334,7 +340,7 @@ def _host(m: Message, f: Facts) -> Advice:
     if re.search(r"Errno 12\b|Error code 12\b", m.text):  # where RAM is used up, Linux ends a process instead
         yield "check ulimit -v and vm.overcommit_memory (2 refuses early): at such limits Linux refuses memory"
     if m.kind == "cpu" and (m.tried_bytes or 0) > TINY_BYTES:
-        yield from _fit(m, f)
+        yield from _advise_to_fit(m, f)
 
 
 def _true_need(m: Message, f: Facts) -> Advice:
@@ -347,7 +353,7 @@ def _true_need(m: Message, f: Facts) -> Advice:
         return
     if f.large_tensor:
         yield LARGE_TENSORS[f.large_tensor], m.tried_bytes
-    yield from _fit(m, f)
+    yield from _advise_to_fit(m, f)
     if makes_divisible_tensor(m, f):
         yield DIVISIBLE_TENSORS[f.divisible_tensor], m.tried_bytes
     if f.shows(Sign.IN_OPTIMIZER):
@@ -356,8 +362,8 @@ def _true_need(m: Message, f: Facts) -> Advice:
         yield "if the first steps ran, run lowtide watch train.py to see whether memory grows, and what holds it"
 
 
-def _fit(m: Message, f: Facts) -> Advice:
-    """Advise a plan within the available memory; if even the smallest peak exceeds it, smaller pieces of the batch."""
+def _advise_to_fit(m: Message, f: Facts) -> Advice:
+    """Yield the advice to fit the step into the available memory by a plan, or to split the batch if no plan fits."""
     if program := find_inference_program(m, f):
         yield from INFERENCE[program]
         return
@@ -379,7 +385,7 @@ def _fit(m: Message, f: Facts) -> Advice:
         yield pieces
     elif least is None:
         text = (
-            f'lowtide.fit(model, step, batch, budget="{_typed(room)}"): the same gradients, bit for bit, or the '
+            f'lowtide.fit(model, step, batch, budget="{_quote_budget(room)}"): the same gradients, bit for bit, or the '
             "nearest budget that fits"
         )
         yield text, usable
@@ -388,7 +394,7 @@ def _fit(m: Message, f: Facts) -> Advice:
         yield pieces
         yield f"no plan fits {format_bytes(room)}: the smallest peak of any plan is", least
     else:
-        budget = _typed(least, round_up=True) if room is None else _typed(room)
+        budget = _quote_budget(least, round_up=True) if room is None else _quote_budget(room)
         rest = ", the smallest peak of any plan" if room is None else ""
         text = f'lowtide.fit(model, step, batch, budget="{budget}") fits{rest}'
         yield text, least if room is None else room
@@ -403,7 +409,7 @@ def _is_of_torch(m: Message) -> bool:
     return m.kind not in _WITHOUT_TORCH and m.form != "CuPy"
 
 
-def _typed(n_bytes: int | None, *, round_up: bool = False) -> str:
+def _quote_budget(n_bytes: int | None, *, round_up: bool = False) -> str:
     """Format a budget as users type it, such as `"22GiB"`; a percentage if the number of bytes is not known."""
     return "90%" if n_bytes is None else format_bytes(n_bytes, round_up=round_up).replace(" ", "")
 

@@ -1,4 +1,4 @@
-"""The record of a cause, and tests of a message that several causes share."""
+"""The record of an out-of-memory error's cause, and checks of messages that several causes share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHARE = 0.1
 _IMPOSSIBLE_BYTES = 1 << 50
 """Smallest request that must be a wrong size: one PiB."""
 _ROWS_OF_A_SET = 1000
-"""Smallest number of rows, and of columns, of an array that is taken for the logits of a whole evaluation set."""
+"""Smallest numbers of rows and of columns of an array that is assumed to hold the logits of a whole data set."""
 HOST = frozenset({"cpu", "numpy", "system", "shared memory"})
 """Kinds of host memory (`Message.kind`)."""
 _CACHING = frozenset({"cuda", "hip", "xpu", "npu", "musa", "mlu", "gcu"})
@@ -36,7 +36,7 @@ class Cause(Record):
 
 
 def compute_needed_bytes(m: Message) -> int:
-    """Return the bytes that PyTorch's allocator asks the driver for to serve the failed request: whole segments."""
+    """Return the bytes that PyTorch's allocator requests from the driver for the failed allocation: whole segments."""
     tried = m.tried_bytes or 0
     if m.kind not in _CACHING or m.form == "async":
         return tried
@@ -51,31 +51,29 @@ def has_room(m: Message) -> bool:
 
 
 def has_overflowed(m: Message) -> bool:
-    """Return True if no machine has as much memory as was requested."""
+    """Return True if so much memory was requested that its size must have overflowed."""
     return (m.tried_bytes or 0) >= _IMPOSSIBLE_BYTES
 
 
 def is_of_windows(m: Message) -> bool:
-    """Return True if torch's allocator failed on Windows, where its message is worded differently."""
+    """Return True if the message is that of torch's CPU allocator on Windows, where the wording differs."""
     return m.kind == "cpu" and "not enough memory" in m.text
 
 
-def is_of_a_set(m: Message) -> bool:
-    """Return True if the failed array has a row for each example of a data set, and a column for each word of a
-    vocabulary.
-    """
+def holds_data_set_logits(m: Message) -> bool:
+    """Return True if the array that failed probably holds logits of a whole data set: many rows, and many columns."""
     shape = m.shape or ()
     return len(shape) > 2 and shape[0] >= _ROWS_OF_A_SET and shape[-1] >= _ROWS_OF_A_SET
 
 
-def is_of_images(m: Message) -> bool:
-    """Return True if the failed array holds the images of a whole data set: height, width and a few channels each."""
+def holds_data_set_images(m: Message) -> bool:
+    """Return True if the array that failed probably holds all images of a data set, judged by its four dimensions."""
     shape = m.shape or ()
     return len(shape) == 4 and shape[0] >= _ROWS_OF_A_SET and any(n in (1, 3, 4) for n in (shape[1], shape[3]))
 
 
 def describe_held_memory(m: Message) -> str:
-    """Describe the memory that tensors, and PyTorch's cache, hold."""
+    """Describe the memory held by tensors and by PyTorch's cache, for the evidence of a cause."""
     held = f"tensors hold {format_bytes(m.allocated_bytes or 0)}"
     if m.elsewhere_bytes:
         return f"{held}, and {format_bytes(m.elsewhere_bytes)} are outside PyTorch"

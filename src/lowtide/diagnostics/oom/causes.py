@@ -1,10 +1,10 @@
 """The most likely cause of an out-of-memory error, with its evidence.
 
-Each cause is a function from the message and further facts about the failure to a claim with evidence, or None if the
-cause does not apply; the first claim is the answer. The order: programs that state the cause themselves; the place in
-the code that failed; then the arithmetic of the message, from numbers that no lack of memory explains (more is free
-than was requested, nothing is held) over one oversized request, other processes and limits, to PyTorch's use of its
-memory. True need remains if nothing else holds.
+Each check is a function from the message and further facts about the failure to a cause with evidence, or None if that
+cause does not apply. The first cause is the answer. The order of the checks: programs that state the cause themselves;
+the place in the code that failed; then the numbers of the message. Those begin with numbers that no lack of memory
+explains (more is free than was requested), followed by one oversized request, other processes, limits, and PyTorch's
+use of its memory. If no check applies, the step needs more memory than there is.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _DIVISIBLE_SHARE = 0.02
 
 
 def find_cause(message: Message, facts: Facts) -> Cause:
-    """Return the first cause whose conditions hold; otherwise, that the step needs more memory than is available."""
+    """Return the first cause that applies; if none does, that the step needs more memory than is available."""
     causes = (cause(message, facts) for cause in CAUSES)
     return next((cause for cause in causes if cause is not None), None) or _true_need(message, facts)
 
 
 def find_inference_program(m: Message, f: Facts) -> str:
-    """Return the name of the inference program that ran out of memory; empty if none is known."""
+    """Return the name of the inference program that ran out of memory, such as "vLLM"; empty if none is known."""
     return {"SGLang's graphs": "SGLang"}.get(m.form, f.inference)
 
 
@@ -84,34 +84,34 @@ def _describe_last_request(m: Message, f: Facts) -> str:
 
 
 def makes_divisible_tensor(m: Message, f: Facts) -> bool:
-    """Return True if memory ran out for a sizable tensor that a training step needs only in pieces."""
+    """Return True if memory ran out for a large tensor that can be computed in pieces, such as logits."""
     least = _DIVISIBLE_SHARE * (m.total_bytes or m.allowed_bytes or 0)
     return bool(f.divisible_tensor) and (m.tried_bytes or 0) > least and not find_inference_program(m, f)
 
 
 CAUSES: tuple[Callable[[Message, Facts], Cause | None], ...] = (
-    place.known_source,
-    place.pinned_memory,
-    numbers.device_limit,
-    numbers.one_allocation,
-    numbers.driver,
-    place.evaluation_gathers,
-    place.loading,
-    place.moving_model,
-    place.model_copy,
-    place.engine_buffers,
-    place.no_context,
-    place.optimizer,
-    numbers.huge_tensor,
-    numbers.other_process,
-    place.evaluation,
-    place.leak,
-    numbers.mps_limit,
-    numbers.host_limit,
-    numbers.tiny_request,
-    numbers.not_pytorch,
-    numbers.private_pools,
-    numbers.fragmentation,
-    numbers.host,
-    place.optimizer_temporaries,
+    place.check_known_source,
+    place.check_pinned_memory,
+    numbers.check_device_limit,
+    numbers.check_one_allocation,
+    numbers.check_driver,
+    place.check_evaluation_gathers,
+    place.check_loading,
+    place.check_moving_model,
+    place.check_model_copy,
+    place.check_engine_buffers,
+    place.check_no_context,
+    place.check_optimizer,
+    numbers.check_huge_tensor,
+    numbers.check_other_process,
+    place.check_evaluation,
+    place.check_leak,
+    numbers.check_mps_limit,
+    numbers.check_host_limit,
+    numbers.check_tiny_request,
+    numbers.check_not_pytorch,
+    numbers.check_private_pools,
+    numbers.check_fragmentation,
+    numbers.check_host,
+    place.check_optimizer_temporaries,
 )

@@ -10,8 +10,8 @@ from lowtide.diagnostics.oom.cause import (
     describe_held_memory,
     has_overflowed,
     has_room,
-    is_of_a_set,
-    is_of_images,
+    holds_data_set_images,
+    holds_data_set_logits,
     is_of_windows,
 )
 from lowtide.diagnostics.oom.facts import Facts, Sign
@@ -24,15 +24,15 @@ _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 _ONE_TENSOR_SHARE = 0.25
 """Smallest share of the device's capacity that makes a single request the cause."""
 _GAPS_SHARE = 0.05
-"""Smallest share of the device that PyTorch's cache must hold unused for fragmentation to be the cause."""
+"""Smallest share of the device that must be unused in PyTorch's cache for fragmentation to be the cause."""
 _POOLS_SHARE = 0.25
 """Smallest share of the device that private pools must hold to be the cause."""
 _FULL_SHARE = 0.05
 """Largest free share of a device that counts as full."""
 _HOST_TENSOR_BYTES = 16 * _GIB
-"""Smallest request that is blamed on a single huge tensor if the capacity is unknown."""
+"""Smallest request that counts as a single huge tensor if the capacity is unknown."""
 _ONE_PROGRAM_BYTES = 512 * _GIB
-"""Smallest request of XLA that is blamed on a huge tensor: a program's temporaries are one request."""
+"""Smallest request of XLA that counts as a huge tensor: XLA requests all temporaries of a program at once."""
 TINY_BYTES = 64 * _KIB
 """Largest request of host memory that cannot fail because of its size, so that a limit is the cause."""
 _ONE_ALLOCATION_BYTES = 4 * _GIB
@@ -40,12 +40,12 @@ _ONE_ALLOCATION_BYTES = 4 * _GIB
 _LIBRARIES = frozenset({"cublas", "cudnn", "cusolver", "cusparse", "cufft", "curand", "hipblas", "rocblas", "miopen"})
 
 
-def device_limit(m: Message, _: Facts) -> Cause | None:
+def check_device_limit(m: Message, _: Facts) -> Cause | None:
     """Return the cause if the process has used up its memory fraction, a limit below the capacity; else None."""
     held = m.held_bytes
     if m.allowed_bytes is None or held is None or m.tried_bytes is None or m.kind in (*HOST, "mps"):
         return None
-    rounding = _rounding(m.allowed_bytes) + _rounding(held)
+    rounding = _compute_rounding_error(m.allowed_bytes) + _compute_rounding_error(held)
     if held + compute_needed_bytes(m) <= m.allowed_bytes - rounding or not (m.free_bytes is None or has_room(m)):
         return None
     free = "" if m.free_bytes is None else f", although the device has {format_bytes(m.free_bytes)} free"
@@ -56,14 +56,14 @@ def device_limit(m: Message, _: Facts) -> Cause | None:
     )
 
 
-def mps_limit(m: Message, _: Facts) -> Cause | None:
+def check_mps_limit(m: Message, _: Facts) -> Cause | None:
     """Return the cause if the share of memory that MPS allows PyTorch is used up; else None."""
     held = m.held_bytes
     if m.kind != "mps" or m.allowed_bytes is None or m.tried_bytes is None or held is None:
         return None
     if (m.elsewhere_bytes or 0) > max(_GIB, held // 2):
         return None  # memory outside PyTorch is the cause
-    if held + m.tried_bytes <= m.allowed_bytes - 2 * _rounding(m.allowed_bytes):
+    if held + m.tried_bytes <= m.allowed_bytes - 2 * _compute_rounding_error(m.allowed_bytes):
         return None
     if m.tried_bytes > _ONE_TENSOR_SHARE * m.allowed_bytes:
         return None
@@ -74,7 +74,7 @@ def mps_limit(m: Message, _: Facts) -> Cause | None:
     )
 
 
-def one_allocation(m: Message, _: Facts) -> Cause | None:
+def check_one_allocation(m: Message, _: Facts) -> Cause | None:
     """Return the cause if the request is larger than the device allows for a single allocation; else None."""
     tried, held, total = m.tried_bytes, m.held_bytes, m.total_bytes
     if m.kind != "xpu" or tried is None or tried < _ONE_ALLOCATION_BYTES:
@@ -88,7 +88,7 @@ def one_allocation(m: Message, _: Facts) -> Cause | None:
     )
 
 
-def host_limit(m: Message, f: Facts) -> Cause | None:
+def check_host_limit(m: Message, f: Facts) -> Cause | None:
     """Return the cause if a main-memory limit is used up, and the machine's memory is not; else None."""
     if f.limit_bytes is None or m.kind not in HOST:
         return None
@@ -110,7 +110,7 @@ def host_limit(m: Message, f: Facts) -> Cause | None:
     )
 
 
-def tiny_request(m: Message, _: Facts) -> Cause | None:
+def check_tiny_request(m: Message, _: Facts) -> Cause | None:
     """Return the cause if the request was so small that its size cannot have made it fail; else None."""
     tried = m.tried_bytes
     if m.kind not in ("cpu", "jax") or tried is None or tried > TINY_BYTES:
@@ -134,7 +134,7 @@ def tiny_request(m: Message, _: Facts) -> Cause | None:
     )
 
 
-def driver(m: Message, f: Facts) -> Cause | None:
+def check_driver(m: Message, f: Facts) -> Cause | None:
     """Return the cause if the driver refused a request for which there was room; else None."""
     tried, held = m.tried_bytes, m.held_bytes
     if m.kind.endswith(" driver") and (m.free_bytes or 0) > _GIB:
@@ -147,7 +147,7 @@ def driver(m: Message, f: Facts) -> Cause | None:
         return None
     if has_room(m):
         is_full = (m.free_bytes or 0) <= _FULL_SHARE * (m.total_bytes or 0)
-        if is_full and other_process(m, f) is not None:
+        if is_full and check_other_process(m, f) is not None:
             return None  # another process may have freed that memory since
         free = format_bytes(m.free_bytes or 0)
         return Cause(
@@ -173,7 +173,7 @@ def driver(m: Message, f: Facts) -> Cause | None:
     )
 
 
-def huge_tensor(m: Message, f: Facts) -> Cause | None:
+def check_huge_tensor(m: Message, f: Facts) -> Cause | None:
     """Return the cause if a single tensor takes much of the device, or more than all of it; else None."""
     tried = m.tried_bytes
     if tried is None:
@@ -195,19 +195,19 @@ def huge_tensor(m: Message, f: Facts) -> Cause | None:
         share = format_ratio(tried / total)
         evidence = f"one request of {format_bytes(tried)}, {share} of {format_bytes(total)}"
     at = () if f.own_place is None else (f"allocated at {f.own_place.short}",)
-    if is_of_a_set(m):
+    if holds_data_set_logits(m):
         at = (f"an array of shape {m.shape}: logits or other outputs of a whole evaluation set", *at)
-    elif is_of_images(m):
+    elif holds_data_set_images(m):
         at = (f"an array of shape {m.shape}: the images of a whole data set", *at)
     elif m.shape is not None:
         at = (f"an array of shape {m.shape}", *at)
     return Cause(code="huge-tensor", claim="a single tensor is too large", evidence=(evidence, *at))
 
 
-def other_process(m: Message, f: Facts) -> Cause | None:
+def check_other_process(m: Message, f: Facts) -> Cause | None:
     """Return the cause if other processes hold much of the device; else None."""
     total = m.total_bytes
-    if total is None or device_limit(m, f) is not None:  # the process's own limit is the cause
+    if total is None or check_device_limit(m, f) is not None:  # the process's own limit is the cause
         return None
     if m.others_bytes > SHARE * total:
         largest = sorted(m.others, key=lambda other: -other.bytes)[:5]
@@ -236,7 +236,7 @@ def other_process(m: Message, f: Facts) -> Cause | None:
     return None
 
 
-def not_pytorch(m: Message, f: Facts) -> Cause | None:
+def check_not_pytorch(m: Message, f: Facts) -> Cause | None:
     """Return the cause if the memory was requested, or is held, outside PyTorch's allocator; else None."""
     if m.form == "Triton" or (m.kind.endswith(" driver") and f.shows(Sign.IN_TRITON)):
         return Cause(
@@ -272,7 +272,7 @@ def not_pytorch(m: Message, f: Facts) -> Cause | None:
             code="not-pytorch",
             claim="the driver had no memory left for a request outside PyTorch's allocator",
             evidence=(
-                _reported(m) + ("" if m.certain else "; this message has other causes, too"),
+                _describe_report(m) + ("" if m.certain else "; this message has other causes, too"),
                 "PyTorch's cache keeps freed memory, so libraries, NCCL or a new context find the device full",
             ),
         )
@@ -290,7 +290,7 @@ def not_pytorch(m: Message, f: Facts) -> Cause | None:
     )
 
 
-def private_pools(m: Message, _: Facts) -> Cause | None:
+def check_private_pools(m: Message, _: Facts) -> Cause | None:
     """Return the cause if captured graphs hold much of the device in private pools; else None."""
     if m.private_pool_bytes is None or m.total_bytes is None:
         return None
@@ -303,8 +303,8 @@ def private_pools(m: Message, _: Facts) -> Cause | None:
     )
 
 
-def fragmentation(m: Message, _: Facts) -> Cause | None:
-    """Return the cause if PyTorch holds enough unused memory, but in no single block; else None."""
+def check_fragmentation(m: Message, _: Facts) -> Cause | None:
+    """Return the cause if PyTorch's cache has enough unused memory, but no block that is large enough; else None."""
     if m.tried_bytes is None or m.total_bytes is None or not _is_in_pieces(m, m.total_bytes):
         return None
     gaps, tried = format_bytes(m.unallocated_bytes or 0), format_bytes(m.tried_bytes)
@@ -317,7 +317,7 @@ def fragmentation(m: Message, _: Facts) -> Cause | None:
     )
 
 
-def host(m: Message, f: Facts) -> Cause | None:
+def check_host(m: Message, f: Facts) -> Cause | None:
     """Return the cause if the request was for main memory; else None."""
     if m.kind not in HOST:
         return None
@@ -335,20 +335,20 @@ def _is_in_pieces(m: Message, total: int) -> bool:
     return (m.unallocated_bytes or 0) >= max(m.tried_bytes or 0, _GAPS_SHARE * total)
 
 
-def _reported(m: Message) -> str:
+def _describe_report(m: Message) -> str:
     """Describe the report of a library or driver, with the free memory if the message states it."""
     free = "without numbers" if m.free_bytes is None else f"with {format_bytes(m.free_bytes)} free"
     return f"{m.kind} reports it, {free}"
 
 
-def _rounding(n_bytes: int) -> int:
-    """Return the largest error of an amount stated with two decimals of its unit."""
+def _compute_rounding_error(n_bytes: int) -> int:
+    """Return the largest rounding error, in bytes, of an amount that is stated with two decimals of its unit."""
     unit = next((unit for unit in (_GIB, _MIB, _KIB) if n_bytes >= unit), 0)
     return -(-unit // 200)
 
 
 def _describe_own_share(m: Message) -> str:
-    """Describe the memory of this process, as far as the message states it."""
+    """Describe the memory of the process that printed the message, for the evidence of a cause."""
     own = m.known_own_bytes
     if own is not None and m.process_bytes is None and (m.maybe_own or m.hidden_bytes):
         return f"PyTorch holds {format_bytes(own)} in this process"

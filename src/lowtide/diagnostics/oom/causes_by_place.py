@@ -1,11 +1,16 @@
-"""Causes that need no numbers: the failed program states them, or the place that failed or live graphs show them."""
+"""Causes that need no numbers: a known program states them, or the failed line or live graphs show them."""
 
 from __future__ import annotations
 
 import re
 
 from lowtide.diagnostics.oom.cause import HOST, SHARE, Cause, describe_held_memory, has_overflowed
-from lowtide.diagnostics.oom.causes_by_numbers import device_limit, driver, huge_tensor, other_process
+from lowtide.diagnostics.oom.causes_by_numbers import (
+    check_device_limit,
+    check_driver,
+    check_huge_tensor,
+    check_other_process,
+)
 from lowtide.diagnostics.oom.facts import Facts, Sign
 from lowtide.diagnostics.oom.known_sources import SOURCES
 from lowtide.diagnostics.oom.message import Message
@@ -14,24 +19,24 @@ from lowtide.units import format_bytes
 
 _PINS = re.compile(r"Host(?:Alloc|Malloc|Register)|pinned host memory|bytes on host: ")
 _OF_OLLAMA = {"llama.cpp": "Ollama's runner", "llama.cpp on the host": "Ollama's runner on the host"}
-"""Sources of llama.cpp's messages where Ollama runs it, which has settings of its own."""
+"""Keys of SOURCES that replace those of llama.cpp if Ollama runs it, because Ollama has settings of its own."""
 
 
 def find_source(m: Message, f: Facts) -> Source | None:
-    """Return the explanation of a known program's message; None if it is not known, or if its numbers tell more."""
+    """Return the explanation of a known program's message; None if it is unknown, or if its numbers show the cause."""
     if has_overflowed(m):
         return None
     if m.form == "Errno 28" and f.shows(Sign.SHARES_MEMORY):
         return SOURCES["shared memory of workers"]
     source = SOURCES.get(_OF_OLLAMA.get(m.form, m.form) if f.program == "Ollama" else m.form)
-    decides = (device_limit, driver, huge_tensor, other_process)
+    decides = (check_device_limit, check_driver, check_huge_tensor, check_other_process)
     if source is not None and source.code == "true-need" and m.total_bytes and any(cause(m, f) for cause in decides):
         return None  # a program that quotes torch's numbers, which tell more than it does
     return source
 
 
-def known_source(m: Message, f: Facts) -> Cause | None:
-    """Return the cause that a known program's message states; None in the cases in which `find_source` returns None."""
+def check_known_source(m: Message, f: Facts) -> Cause | None:
+    """Return the cause that a known program's message states; None if `find_source` finds no explanation."""
     source = find_source(m, f)
     if source is None:
         return None
@@ -43,7 +48,7 @@ def known_source(m: Message, f: Facts) -> Cause | None:
     return Cause(code=source.code, claim=source.claim, evidence=(*numbers, source.evidence))
 
 
-def pinned_memory(m: Message, f: Facts) -> Cause | None:
+def check_pinned_memory(m: Message, f: Facts) -> Cause | None:
     """Return the cause if pinned host memory was requested; else None."""
     if not (f.shows(Sign.PINS_MEMORY, Sign.PINS_BATCHES) or _PINS.search(m.text)) or m.tried_bytes is not None:
         return None
@@ -55,9 +60,9 @@ def pinned_memory(m: Message, f: Facts) -> Cause | None:
     )
 
 
-def loading(m: Message, f: Facts) -> Cause | None:
+def check_loading(m: Message, f: Facts) -> Cause | None:
     """Return the cause if a checkpoint was being read onto the GPU; else None."""
-    if not f.shows(Sign.LOADS_STATE, Sign.READS_CHECKPOINT) or m.kind in HOST or other_process(m, f) is not None:
+    if not f.shows(Sign.LOADS_STATE, Sign.READS_CHECKPOINT) or m.kind in HOST or check_other_process(m, f) is not None:
         return None
     return Cause(
         code="loading",
@@ -68,9 +73,9 @@ def loading(m: Message, f: Facts) -> Cause | None:
     )
 
 
-def moving_model(m: Message, f: Facts) -> Cause | None:
+def check_moving_model(m: Message, f: Facts) -> Cause | None:
     """Return the cause if the model's weights were being moved to the device; else None."""
-    if not f.shows(Sign.MOVES_MODEL, Sign.LOADS_WEIGHTS) or m.kind in HOST or other_process(m, f) is not None:
+    if not f.shows(Sign.MOVES_MODEL, Sign.LOADS_WEIGHTS) or m.kind in HOST or check_other_process(m, f) is not None:
         return None
     return Cause(
         code="loading",
@@ -81,9 +86,9 @@ def moving_model(m: Message, f: Facts) -> Cause | None:
     )
 
 
-def evaluation_gathers(m: Message, f: Facts) -> Cause | None:
-    """Return the cause if an evaluation was joining the outputs of all batches; else None."""
-    if not f.gathers_evaluation or other_process(m, f) is not None:
+def check_evaluation_gathers(m: Message, f: Facts) -> Cause | None:
+    """Return the cause if an evaluation was concatenating the outputs of all batches; else None."""
+    if not f.gathers_evaluation or check_other_process(m, f) is not None:
         return None
     where = "in main memory" if m.kind in HOST else "on the GPU"
     return Cause(
@@ -93,10 +98,10 @@ def evaluation_gathers(m: Message, f: Facts) -> Cause | None:
     )
 
 
-def optimizer(m: Message, f: Facts) -> Cause | None:
+def check_optimizer(m: Message, f: Facts) -> Cause | None:
     """Return the cause if the optimizer was creating its state; else None."""
     is_old_message = m.tried_bytes is None and f.shows(Sign.IN_OPTIMIZER) and m.kind.startswith(("cuda", "hip"))
-    if not (f.shows(Sign.MAKES_STATE) or is_old_message) or other_process(m, f) is not None:
+    if not (f.shows(Sign.MAKES_STATE) or is_old_message) or check_other_process(m, f) is not None:
         return None
     if not f.shows(Sign.MAKES_STATE):
         return Cause(
@@ -113,9 +118,9 @@ def optimizer(m: Message, f: Facts) -> Cause | None:
     )
 
 
-def model_copy(m: Message, f: Facts) -> Cause | None:
-    """Return the cause if a second copy of the model, or of its state, was being made; else None."""
-    if not f.shows(Sign.COPIES_TENSORS, Sign.GATHERS_STATE) or m.kind in HOST or other_process(m, f) is not None:
+def check_model_copy(m: Message, f: Facts) -> Cause | None:
+    """Return the cause if a second copy of the model, or of its state, was being created; else None."""
+    if not f.shows(Sign.COPIES_TENSORS, Sign.GATHERS_STATE) or m.kind in HOST or check_other_process(m, f) is not None:
         return None
     if f.shows(Sign.GATHERS_STATE):
         claim = "full parameters or optimizer state are gathered from shards on the device, as for a checkpoint"
@@ -126,9 +131,9 @@ def model_copy(m: Message, f: Facts) -> Cause | None:
     return Cause(code="model-copy", claim=claim, evidence=(evidence, *_describe_held_if_known(m)))
 
 
-def engine_buffers(m: Message, f: Facts) -> Cause | None:
-    """Return the cause if a parallel engine was allocating its buffers; else None."""
-    if not f.shows(Sign.STARTS_ENGINE, Sign.STARTS_MEGATRON) or m.kind in HOST or other_process(m, f) is not None:
+def check_engine_buffers(m: Message, f: Facts) -> Cause | None:
+    """Return the cause if DistributedDataParallel, DeepSpeed or Megatron was allocating its buffers; else None."""
+    if not f.shows(Sign.STARTS_ENGINE, Sign.STARTS_MEGATRON) or m.kind in HOST or check_other_process(m, f) is not None:
         return None
     return Cause(
         code="engine-buffers",
@@ -141,8 +146,8 @@ def engine_buffers(m: Message, f: Facts) -> Cause | None:
     )
 
 
-def no_context(m: Message, f: Facts) -> Cause | None:
-    """Return the cause if the device had no room for the process's context; else None."""
+def check_no_context(m: Message, f: Facts) -> Cause | None:
+    """Return the cause if the device had no room for the context that its driver creates per process; else None."""
     if not f.shows(Sign.STARTS_DEVICE) or not m.kind.endswith(" driver"):
         return None
     return Cause(
@@ -152,8 +157,8 @@ def no_context(m: Message, f: Facts) -> Cause | None:
     )
 
 
-def optimizer_temporaries(m: Message, f: Facts) -> Cause | None:
-    """Return the cause if the optimizer was updating parameters; else None."""
+def check_optimizer_temporaries(m: Message, f: Facts) -> Cause | None:
+    """Return the cause if the optimizer was updating parameters with temporaries; else None."""
     if not f.shows(Sign.UPDATES_WITH_TEMPORARIES):
         return None
     return Cause(
@@ -167,9 +172,9 @@ def _describe_held_if_known(m: Message) -> tuple[str, ...]:
     return (describe_held_memory(m),) if m.allocated_bytes else ()
 
 
-def evaluation(m: Message, f: Facts) -> Cause | None:
-    """Return the cause if graphs of a model in evaluation mode take the memory that the request needed; else None."""
-    if not _would_do(f.evaluation_bytes, m):
+def check_evaluation(m: Message, f: Facts) -> Cause | None:
+    """Return the cause if graphs of a model in evaluation mode hold the memory that the request needed; else None."""
+    if not _would_free_enough(f.evaluation_bytes, m):
         return None
     n = f.evaluation_graphs
     holds = f"{n} graphs of kept outputs hold" if n > 1 else "its graph holds"
@@ -180,9 +185,9 @@ def evaluation(m: Message, f: Facts) -> Cause | None:
     )
 
 
-def leak(m: Message, f: Facts) -> Cause | None:
-    """Return the cause if graphs of earlier steps take the memory that the request needed; else None."""
-    if not _would_do(f.leftover_bytes, m):
+def check_leak(m: Message, f: Facts) -> Cause | None:
+    """Return the cause if graphs of earlier steps hold the memory that the request needed; else None."""
+    if not _would_free_enough(f.leftover_bytes, m):
         return None
     graphs, they = ("graph", "it") if f.leftover_graphs == 1 else ("graphs", "they")
     are, hold = ("is", "holds") if f.leftover_graphs == 1 else ("are", "hold")
@@ -193,6 +198,6 @@ def leak(m: Message, f: Facts) -> Cause | None:
     )
 
 
-def _would_do(n_bytes: int, m: Message) -> bool:
-    """Return True if the request would fit with `n_bytes` less in use, and these are a sizable share of that memory."""
+def _would_free_enough(n_bytes: int, m: Message) -> bool:
+    """Return True if freeing `n_bytes` would make room for the request, and they are a large share of memory in use."""
     return n_bytes > 0 and n_bytes >= (m.tried_bytes or 0) and n_bytes >= SHARE * (m.allocated_bytes or 0)

@@ -1,4 +1,4 @@
-"""First words of messages that device memory ran out: from torch, other frameworks, libraries and drivers."""
+"""Beginnings of out-of-memory messages about devices: from torch, other frameworks, libraries and drivers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from lowtide.diagnostics.oom.message_head import MessageHead, head
 _REFUSED = (
     r"[^\n]{0,120}?(?:[Oo]ut of memory|(?:cuda|hip)Error(?:MemoryAllocation|OutOfMemory)|CUDA_ERROR_OUT_OF_MEMORY)"
 )
-"""Pattern of the rest of a message that names a function call and says that memory ran out."""
+"""Pattern of the end of a message that states a function call and that memory ran out."""
 
 DEVICE_HEADS: tuple[MessageHead, ...] = (
     # torch's own allocators, whose messages have numbers

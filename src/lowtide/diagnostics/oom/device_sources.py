@@ -1,4 +1,4 @@
-"""Messages by which programs say that memory of a device, or a limit, ran out, each with its meaning and remedy."""
+"""Explanations of programs' messages about exhausted device memory or limits: cause and remedies."""
 
 from __future__ import annotations
 
@@ -629,4 +629,4 @@ DEVICE_SOURCES: dict[str, Source] = {
         'or torch.multiprocessing.set_sharing_strategy("file_system")',
     ),
 }
-"""Sources by the name in `MessageHead.form`."""
+"""Explanations by the name in `MessageHead.form`."""

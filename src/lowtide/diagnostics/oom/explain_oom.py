@@ -1,4 +1,4 @@
-"""`lowtide.explain_oom`: adds an explanation, as a note, to an out-of-memory exception when it is raised."""
+"""`lowtide.explain_oom`: adds an explanation to an out-of-memory exception, as a note."""
 
 from __future__ import annotations
 
@@ -79,14 +79,14 @@ class explain_oom(AbstractContextManager[None, Literal[False]], ContextDecorator
         if self._reserve is not None:
             self._reserve.close()
         try:
-            note = self._note(error)
+            note = self._make_note(error)
         except Exception as failure:  # the user's own error matters, whatever failed here
             note = f"the error could not be explained: {type(failure).__name__}: {failure}"
         error.add_note(f"\nlowtide: {note}")
         self._reserve = _reserve_address_space()
         return False
 
-    def _note(self, error: BaseException) -> str:
+    def _make_note(self, error: BaseException) -> str:
         text = f"{type(error).__name__}: {error}"
         explanation = explain(text, collect_facts(error, self._model, self._optimizer))
         if explanation is None:
@@ -95,9 +95,9 @@ class explain_oom(AbstractContextManager[None, Literal[False]], ContextDecorator
             return str(explanation)
         clear_frames(error.__traceback__)
         gc.collect()
-        return str(self._with_plan(explanation))
+        return str(self._add_plan(explanation))
 
-    def _with_plan(self, explanation: Explanation) -> Explanation:
+    def _add_plan(self, explanation: Explanation) -> Explanation:
         assert self._model is not None
         assert self._step is not None
         try:
@@ -126,7 +126,7 @@ class explain_oom(AbstractContextManager[None, Literal[False]], ContextDecorator
 
 
 def _reserve_address_space() -> mmap.mmap | None:
-    """Reserve address space for the explanation, to be freed when memory runs out; None if there is none to reserve."""
+    """Reserve address space to free when memory runs out, so that the error can be explained; None if it fails."""
     with contextlib.suppress(OSError, ValueError, MemoryError):
         return mmap.mmap(-1, _RESERVED_BYTES)
     return None

@@ -1,4 +1,4 @@
-"""Facts about a failure that its message lacks: from a log's traceback, or from the process when memory runs out."""
+"""Facts about an out-of-memory error that its message lacks, from a log's traceback or from the running process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Place(Record):
     process: str | None = None
     """Process that wrote the line, if the log's lines begin with it."""
     code: str = ""
-    """The statement that was running, where the traceback shows it."""
+    """The statement that was running, if the traceback shows it."""
 
     @property
     def short(self) -> str:
@@ -32,14 +32,14 @@ class Place(Record):
 
 @dataclass(frozen=True, slots=True)
 class _Pattern:
-    """Pattern of a traceback line: the line's file and function match, or its statement does.
+    """Pattern of a traceback line: its file and function must match, or its statement.
 
-    An empty `file` stands for any file if there is a `function`, and the other way round.
+    If only one of `file` and `function` is given, the other one may be any.
     """
 
     file: str = ""
     function: str = ""
-    """Pattern of the whole name."""
+    """Pattern that the whole name must match."""
     code: str = ""
 
     def matches(self, place: Place) -> bool:
@@ -78,9 +78,9 @@ class Sign(Enum):
         r"|distributed_concat|dim_zero_cat|collect_results_[gc]pu",
         code=r"\bnested_concat\(",
     )
-    """Predictions of several batches were being joined."""
+    """Predictions of several batches were being concatenated."""
     LOADS_STATE = _Pattern(function=r"load_state_dict|restore_optimizers|_process_value_according_to_param_policy")
-    """A state was being copied to a model or an optimizer."""
+    """A state dict was being loaded into a model or an optimizer."""
     READS_CHECKPOINT = _Pattern(
         file=r"torch[/\\]serialization\.py|safetensors[/\\]|\bmodeling_utils\.py",
         function=r"load|_load|_legacy_load|load_file|load_tensor|persistent_load|\w*restore_location|\w*deserialize",
@@ -105,13 +105,13 @@ class Sign(Enum):
     STARTS_COMMUNICATION = _Pattern(
         file=r"distributed_c10d\.py|torch[/\\]cuda[/\\]nccl\.py|_functional_collectives\.py"
     )
-    """A collective operation was running, whose buffers the library allocates at first use."""
+    """A collective operation was running. The library allocates its buffers at first use."""
     IN_WORKER = _Pattern(file=r"_utils[/\\]worker\.py$", function=r"_worker_loop")
-    """A DataLoader worker was making a batch."""
+    """A DataLoader worker was creating a batch."""
     IN_TRITON = _Pattern(file=r"[/\\]triton[/\\]|[/\\]_?inductor[/\\]runtime[/\\]")
     """Triton was loading or launching a kernel."""
     SHARES_MEMORY = _Pattern(file=r"multiprocessing[/\\](?:heap|shared_memory|reductions|reduction)\.py")
-    """Tensors were being handed over between processes."""
+    """Tensors were being passed between processes."""
     COPIES_TENSORS = _Pattern(
         file=r"torch[/\\]_tensor\.py|torch[/\\]nn[/\\]parameter\.py|torch[/\\]storage\.py", function=r"__deepcopy__"
     )
@@ -122,7 +122,7 @@ class Sign(Enum):
         r"|_optim_state_dict(?:_impl)?|_zero3_consolidated_16bit_state_dict|consolidate_state_dict"
         r"|get_full_\w{0,20}state_dict"
     )
-    """Sharded parameters or optimizer state were being gathered whole, as for a checkpoint."""
+    """Sharded parameters or optimizer state were being gathered to full tensors, as for a checkpoint."""
     STARTS_ENGINE = _Pattern(
         function=r"_ddp_init_helper|_create_fp32_partitions",
         code=r"single_partition_of_fp32_groups\.append|fp32_partitioned_groups_flat\.append",
@@ -136,25 +136,25 @@ class Sign(Enum):
         function=r"_lazy_init|set_device|manual_seed(?:_all)?",
         code=r"_cuda_init\(\)|_cuda_setDevice\(|default_generator\.manual_seed\(",
     )
-    """The process was making its context on the device."""
+    """The process was creating its context on the device."""
     TRAINS = _Pattern(
         function=r"training_step|train_step|train(?:_one)?_epoch|train(?:_loop)?|fit|_inner_training_loop|backward"
         r"|_run_backward"
     )
-    """A function that trains was running."""
+    """A training function was running."""
     IN_TRAINING_FILE = _Pattern(file=r"(?:^|[/\\_])(?:pre|fine)?_?(?:train|tune|tuning)(?:ing)?\w*\.py$")
-    """Code of a file that trains, by its name, was running."""
+    """Code of a training script was running, judged by the file's name."""
     SWITCHES_GRADIENTS_OFF = _Pattern(function=r"decorate_context")
     """A function under `torch.no_grad` or `torch.inference_mode` was running."""
 
     def matches(self, place: Place) -> bool:
-        """Return True if the traceback line `place` shows this sign."""
+        """Return True if the traceback line `place` shows this fact."""
         return self.value.matches(place)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts(Record):
-    """Facts about a process that ran out of memory. Each may be unknown: None, False, 0 or empty."""
+    """Facts about a process that ran out of memory. Unknown facts are None, False, 0 or empty."""
 
     places: tuple[Place, ...] = ()
     """Lines of the traceback, outermost first."""
@@ -162,7 +162,7 @@ class Facts(Record):
     """True if `expandable_segments` was on."""
     windows: bool = False
     program: str = ""
-    """Inference program that the log's own prefixes or banners name: a key of INFERENCE."""
+    """Inference program named in the prefixes or banners of the log: a key of INFERENCE."""
     inside: str = ""
     """Path of the module whose forward was running."""
     evaluation_bytes: int = 0
@@ -191,27 +191,27 @@ class Facts(Record):
     """True if the model's last call ran under the plan with the smallest peak."""
     plain_peak_bytes: int | None = None
     static_bytes: int | None = None
-    """Bytes in use before the step begins, which no plan lowers."""
+    """Bytes in use before the step begins. No plan can lower them."""
     notes: tuple[str, ...] = ()
 
     def shows(self, *signs: Sign) -> bool:
-        """Return True if a line of the traceback shows one of these signs."""
+        """Return True if a line of the traceback shows one of the facts `signs`."""
         return any(sign.matches(place) for sign in signs for place in self.places)
 
     @property
     def gathers_evaluation(self) -> bool:
-        """True if an evaluation was joining the predictions of several batches."""
+        """True if an evaluation was concatenating the predictions of several batches."""
         joins = any(Sign.EVALUATES.matches(place) and _JOINING.search(place.code) for place in self.places[-1:])
         return joins or self.shows(Sign.GATHERS_EVALUATION)
 
     @property
     def large_tensor(self) -> str:
-        """Key of LARGE_TENSORS for the tensor that was being made, if it is one of these; else empty."""
+        """Key of LARGE_TENSORS for the tensor that was being created; empty if it is none of these."""
         return next((name for name, sign in _LARGE_TENSORS.items() if any(map(sign.matches, self.places))), "")
 
     @property
     def divisible_tensor(self) -> str:
-        """Key of DIVISIBLE_TENSORS for the tensor that the innermost traceback lines make; empty for other tensors."""
+        """Key of DIVISIBLE_TENSORS for the tensor that the innermost traceback lines create; empty if none of these."""
         innermost = self.places[-2:]
         return next((name for name, sign in _DIVISIBLE_TENSORS.items() if any(map(sign.matches, innermost))), "")
 
@@ -236,7 +236,7 @@ class Facts(Record):
         return is_off and any(place.function == "_call_impl" for place in places)
 
     def of_process(self, process: str | None) -> Facts:
-        """Return these facts without the traceback lines that processes other than `process` wrote."""
+        """Return these facts without the traceback lines of processes other than `process`."""
         return replace(self, places=tuple(place for place in self.places if place.process in (None, process)))
 
 
@@ -269,7 +269,7 @@ _DIVISIBLE_TENSORS = {
         code=r"softmax\((?:attn|att|scores|attention)|\b(?:q|query\w*)\b.{0,10}@ ?\(?k|matmul\(q\w*, ?k|baddbmm\("
     ),
 }
-"""Lines that make tensors of DIVISIBLE_TENSORS."""
+"""Lines that create tensors of DIVISIBLE_TENSORS."""
 _PROGRAM = re.compile(
     r"(?P<ComfyUI>!!! Exception during processing)|(?P<vLLM>\((?:VllmWorker|EngineCore|Worker(?:_[TPD]P\d| pid=)))"
     r"|(?P<server>-std(?:out|err) (?:MODEL_LOG|com\.amazonaws\.ml\.mms))"
@@ -306,8 +306,7 @@ _SETTING = re.compile(
 _LINE = 2000
 """Largest number of characters between the beginning of a line and a place of a traceback in it."""
 MOST_PLACES = 1000
-"""Largest number of lines of a traceback that are kept, in addition to earlier lines that carry a fact by themselves.
-"""
+"""Largest number of traceback lines that are kept, in addition to earlier lines that show a fact by themselves."""
 
 
 class _Traceback:
@@ -318,17 +317,17 @@ class _Traceback:
         self._is_over = False
 
     def begin(self) -> None:
-        """Drop the places of an earlier traceback, unless that one ended in an out-of-memory error."""
+        """Drop the lines of the previous traceback, unless it ended in an out-of-memory error."""
         if not self._is_over:
             self.places.clear()
 
     def add(self, place: Place) -> None:
         if not self._is_over:
             self.places.append(place)
-            self.places = _informative(self.places)
+            self.places = _shorten(self.places)
 
     def complete(self, line: int, code: str) -> None:
-        """Record the statement that a rich or notebook traceback marks below its last place."""
+        """Record the statement that a traceback of rich or a notebook marks as running."""
         if self.places and not self._is_over and self.places[-1].line in (0, line):
             self.places[-1] = replace(self.places[-1], code=code)
 
@@ -338,10 +337,7 @@ class _Traceback:
 
 
 class FactReader:
-    """Reader of a failed run's log in chunks, which collects facts about the failure that the error message lacks.
-
-    The facts come from tracebacks, settings and banners of programs.
-    """
+    """Reader of a failed run's log in pieces. It collects facts from tracebacks, settings and banners of programs."""
 
     def __init__(self) -> None:
         self._window = ""
@@ -365,7 +361,7 @@ class FactReader:
         self._program = ""
 
     def read(self, piece: str, *, is_last: bool) -> None:
-        """Read the next `piece` of the text, and record the facts that are complete with it."""
+        """Read `piece`, the next part of the text, and record the facts in it."""
         self._window += piece
         matches = [
             (match.start(), kind, match)
@@ -373,26 +369,26 @@ class FactReader:
             for match in finder.find_new_matches(self._window, is_last=is_last)
         ]
         for _, kind, match in sorted(matches, key=lambda entry: entry[0]):
-            self._take(kind, match)
+            self._record_match(kind, match)
         over = max(0, len(self._window) - LONGEST - _LINE)
         self._window, self._has_moved = self._window[over:], self._has_moved or over > 0
         for finder in self._finders.values():
             finder.move_on(over)
 
     def facts(self) -> Facts:
-        """Return the facts about the failure found in the text that was read so far."""
+        """Return the facts about the failure in the text that was read so far."""
         places = tuple(place for traceback in self._tracebacks.values() for place in traceback.places)
         is_windows = any(map(_WINDOWS.matches, places))
         return Facts(places=places, expandable=self._expandable, windows=is_windows, program=self._program)
 
-    def _take(self, kind: str, match: re.Match[str]) -> None:
+    def _record_match(self, kind: str, match: re.Match[str]) -> None:
         if kind == "setting":
             self._expandable = match[1].lower() == "true" if match[1] else self._expandable
             return
         if kind == "program":
             self._program = "a model" if match["server"] else str(match.lastgroup)
             return
-        process = self._process(match.start())
+        process = self._find_process(match.start())
         traceback = self._tracebacks.get(process)
         if traceback is None:
             if len(self._tracebacks) >= MOST_PLACES:
@@ -405,10 +401,10 @@ class FactReader:
         elif kind == "code":
             traceback.complete(int(match[1]), match[2].strip(" │|"))
         else:
-            traceback.add(_place(kind, match, process))
+            traceback.add(_make_place(kind, match, process))
 
-    def _process(self, position: int) -> str | None:
-        """Return the process that the log line around `position` names at its start.
+    def _find_process(self, position: int) -> str | None:
+        """Return the process named at the start of the log line that contains `position`.
 
         Return None if the line names no process, or if its start is more than _LINE characters away.
         """
@@ -419,7 +415,7 @@ class FactReader:
         return None if prefix is None else parse_process(prefix)
 
 
-def _place(kind: str, match: re.Match[str], process: str | None) -> Place:
+def _make_place(kind: str, match: re.Match[str], process: str | None) -> Place:
     if kind == "cell":
         return Place(file=match[1], line=0, function=match[2], process=process)
     if kind == "input":
@@ -434,11 +430,8 @@ def _place(kind: str, match: re.Match[str], process: str | None) -> Place:
     )
 
 
-def _informative(places: list[Place]) -> list[Place]:
-    """Shorten a long list of traceback lines.
-
-    Return its last MOST_PLACES lines, after those earlier lines that show a fact about the failure.
-    """
+def _shorten(places: list[Place]) -> list[Place]:
+    """Shorten a long traceback to its last MOST_PLACES lines, preceded by earlier lines that show a fact."""
     if len(places) < 2 * MOST_PLACES:
         return places
     before, last = places[:-MOST_PLACES], places[-MOST_PLACES:]

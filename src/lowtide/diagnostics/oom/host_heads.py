@@ -1,4 +1,4 @@
-"""First words of messages that host memory ran out, or that a process was ended for its memory."""
+"""Beginnings of messages about exhausted host memory, and about processes that were killed because of it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from lowtide.diagnostics.oom.message_head import MessageHead, head
 _SHELLS = "shells, torchrun and containers"
 _SHM = "shared memory of workers"
 _KILLED = "Getötet|Ucciso|Morto|Убито|已杀死|已殺死|已砍掉|強制終了|죽었음|Processus arrêté|Terminado (killed)"
-"""The shells' word for a process ended by SIGKILL, in several languages."""
+"""A shell's word for a process that was killed by SIGKILL, in several languages."""
 _ENOMEM = (
     "(?:Cannot allocate memory|Nicht genügend Hauptspeicher|Kann (?:nicht genügend )?Speicher nicht"
     "|Impossible d'allouer de la mémoire|No se pudo asignar memoria|Impossibile allocare memoria"
     "|Não foi possível alocar memória|Невозможно выделить память|无法分配内存|無法配置記憶體|メモリー?を確保できません"
     "|메모리를 할당할 수 없)"
 )
-"""The system's words for an error of number 12, in several languages."""
+"""The system's text for error number 12, in several languages."""
 
 HOST_HEADS: tuple[MessageHead, ...] = (
     # host memory of programs beside torch

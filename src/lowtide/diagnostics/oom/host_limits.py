@@ -1,4 +1,4 @@
-"""Limits on this process's main memory, and the machine's memory, where the system reports them."""
+"""Limits on this process's main memory, and the machine's memory, as far as the system reports them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def read_address_space() -> tuple[int, int] | None:
-    """Return the limit on the address space (`ulimit -v`) and its usage in bytes; None without a limit."""
+    """Return the limit on the address space (`ulimit -v`) and the bytes in use; None without a limit."""
     try:
         import resource
     except ImportError:  # Windows
@@ -23,7 +23,7 @@ def read_address_space() -> tuple[int, int] | None:
 
 
 def read_control_group() -> tuple[int, int] | None:
-    """Return the limit of the container or job (cgroup v2, else v1) and its usage in bytes; None without a limit."""
+    """Return the container's or job's memory limit (cgroup v2 or v1) and the bytes in use; None without a limit."""
     for limit_file, used_file in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
         ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
@@ -35,8 +35,8 @@ def read_control_group() -> tuple[int, int] | None:
     return None
 
 
-def machine() -> tuple[int, int] | None:
-    """Return the machine's memory and the part available to programs, in bytes; None if the system does not tell."""
+def read_machine_memory() -> tuple[int, int] | None:
+    """Return the machine's memory and its available part in bytes; None if the system does not report them."""
     try:
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         amounts = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}

@@ -1,4 +1,4 @@
-"""Messages by which programs and systems say that host memory ran out, each with its meaning and remedy."""
+"""Explanations of messages about exhausted host memory, from programs and systems: cause and remedies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LESS_HOST_MEMORY = (
 
 
 def make_host_source(claim: str, evidence: str, *actions: str) -> Source:
-    """Return a source for a program that ran out of host memory: its own `actions` first, then advice to use less."""
+    """Return the explanation for a program that ran out of host memory. Its `actions` precede general advice."""
     return source("host-memory", claim, evidence, *actions, *_LESS_HOST_MEMORY)
 
 
@@ -301,4 +301,4 @@ HOST_SOURCES: dict[str, Source] = {
         "move the limit with RAY_memory_usage_threshold, or switch the monitor off: RAY_memory_monitor_refresh_ms=0",
     ),
 }
-"""Sources by the name in `MessageHead.form`."""
+"""Explanations by the name in `MessageHead.form`."""

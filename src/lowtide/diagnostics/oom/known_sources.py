@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from lowtide.diagnostics.oom.message_source import Source
 
 SOURCES: dict[str, Source] = HOST_SOURCES | DEVICE_SOURCES
-"""Sources by the name in `MessageHead.form`."""
+"""Explanations by the name in `MessageHead.form`."""
 
 LARGE_TENSORS: dict[str, str] = {
     "boxes": "process fewer boxes at once: every box of an image is compared with every anchor. gpu_assign_thr=100 of "
@@ -19,14 +19,14 @@ LARGE_TENSORS: dict[str, str] = {
     "transducer": "the transducer's joint output has B x T x U x vocabulary values: use fused_batch_size=1 and "
     "fuse_loss_wer=True (NeMo), a pruned loss (k2), shorter audio, a smaller vocabulary",
 }
-"""Advice for tensors that are known to be large, by the place that makes them (`Facts.large_tensor`)."""
+"""Advice for tensors that are known to be large, by name (`Facts.large_tensor`)."""
 
 DIVISIBLE_TENSORS: dict[str, str] = {
     "logits": "compute the logits in pieces: a chunked loss head (F.linear_cross_entropy, Liger's kernels), and only "
     "for rows that have a label",
     "attention scores": 'do not compute all scores: F.scaled_dot_product_attention, attn_implementation="sdpa"',
 }
-"""Advice for tensors that a training step needs only in pieces, by name (`Facts.divisible_tensor`)."""
+"""Advice for tensors that can be computed in pieces, by name (`Facts.divisible_tensor`)."""
 
 INFERENCE: dict[str, tuple[str, ...]] = {
     "vLLM": (
@@ -54,4 +54,4 @@ INFERENCE: dict[str, tuple[str, ...]] = {
         'cache_implementation="offloaded" or "quantized", attn_implementation="sdpa"; weights in bfloat16 or quantized',
     ),
 }
-"""Advice where a program runs a model without training it, so that there is no step to plan."""
+"""Advice for programs that run a model without training it, by program."""

@@ -1,4 +1,4 @@
-"""Facts that the process itself has when memory runs out: from frames, graphs and the system."""
+"""Facts about this process at the moment it runs out of memory: from its frames, its graphs and the system."""
 
 from __future__ import annotations
 
@@ -30,33 +30,33 @@ _MOST_HOLDERS = 8
 
 
 def collect_facts(error: BaseException, model: nn.Module | None, optimizer: Optimizer | None) -> Facts:
-    """Collect the facts about this process, which has run out of memory with `error`.
+    """Collect the facts about this process after it has run out of memory with `error`.
 
-    `model` and `optimizer` are searched for in the frames of the traceback if they are not given.
+    If `model` or `optimizer` is None, it is searched for in the frames of the traceback.
     """
-    frames = list(_frames(error.__traceback__))
+    frames = list(_list_frames(error.__traceback__))
     if model is None:
-        model = next((instance for _, instance in _selves(frames, nn.Module)), None)
+        model = next((instance for _, instance in _find_instances(frames, nn.Module)), None)
     if optimizer is None:
-        optimizer = next((instance for _, instance in _selves(frames, Optimizer)), None)
+        optimizer = next((instance for _, instance in _find_instances(frames, Optimizer)), None)
     graphs = separate_graphs(find_tensors_with_graphs())
-    n_leftover, left_bytes = _leftover(graphs)
-    evaluated = _evaluated(graphs, model)
+    n_leftover, left_bytes = _count_leftover_graphs(graphs)
+    evaluated = _find_evaluation_graphs(graphs, model)
     roots = [root for graph in evaluated for root in graph.roots]
-    limit = _limit()
+    limit = _find_nearest_limit()
     engine = None if model is None else planned_engine(model)
-    machine = host.machine()
+    machine = host.read_machine_memory()
     return Facts(
         places=tuple(Place(file=f.f_code.co_filename, line=line, function=f.f_code.co_name) for f, line in frames),
-        expandable=_expandable(),
+        expandable=_read_expandable_segments(),
         windows=os.name == "nt",
-        inside=_inside(frames, model),
+        inside=_find_running_module(frames, model),
         evaluation_bytes=build_graph_behind(roots, None).held_bytes if roots else 0,
         evaluation_graphs=len(evaluated),
         leftover_graphs=n_leftover,
         leftover_bytes=left_bytes,
         new_state_bytes=_count_new_state_bytes(optimizer),
-        holders=_holders(graphs, model, optimizer),
+        holders=_find_largest_holders(graphs, model, optimizer),
         is_planned=engine is not None,
         saves_most=engine is not None and engine.saves_most,
         limit_bytes=None if limit is None else limit[1],
@@ -67,8 +67,8 @@ def collect_facts(error: BaseException, model: nn.Module | None, optimizer: Opti
     )
 
 
-def _frames(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
-    """Return the frames that the error came through, outermost first, each with its line."""
+def _list_frames(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
+    """Return the frames of a traceback, outermost first, each with its line."""
     frames = []
     while traceback is not None:
         frames.append((traceback.tb_frame, traceback.tb_lineno))
@@ -76,13 +76,13 @@ def _frames(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
     return frames
 
 
-def _selves(frames: list[tuple[FrameType, int]], kind: type[Any]) -> list[tuple[FrameType, Any]]:
+def _find_instances(frames: list[tuple[FrameType, int]], kind: type[Any]) -> list[tuple[FrameType, Any]]:
     """Return the frames of methods of instances of `kind`, outermost first, each with the instance."""
-    candidates = ((frame, _self(frame)) for frame, _ in frames)
+    candidates = ((frame, _read_self(frame)) for frame, _ in frames)
     return [(frame, instance) for frame, instance in candidates if isinstance(instance, kind)]
 
 
-def _self(frame: FrameType) -> object:
+def _read_self(frame: FrameType) -> object:
     """Return the value of `self` in a frame."""
     variables = frame.f_locals
     instance = variables.get("self")
@@ -91,38 +91,38 @@ def _self(frame: FrameType) -> object:
     return instance
 
 
-def _inside(frames: list[tuple[FrameType, int]], model: nn.Module | None) -> str:
-    """Return the path in `model` of the innermost module with a running method; "" for the model, or for none."""
+def _find_running_module(frames: list[tuple[FrameType, int]], model: nn.Module | None) -> str:
+    """Return the path in `model` of the innermost module with a running method; "" for the model itself or if none."""
     paths = {} if model is None else {module: path for path, module in model.named_modules()}
-    running = [paths[module] for _, module in _selves(frames, nn.Module) if module in paths]
+    running = [paths[module] for _, module in _find_instances(frames, nn.Module) if module in paths]
     return running[-1] if running else ""
 
 
-def _leftover(graphs: list[LiveGraph]) -> tuple[int, int]:
-    """Count the graphs, except the newest, that hold memory; return their number and the bytes that only they hold."""
+def _count_leftover_graphs(graphs: list[LiveGraph]) -> tuple[int, int]:
+    """Return the number of graphs older than the newest one that hold memory, and the bytes that only they hold."""
     if len(graphs) < 2:
         return 0, 0
-    counted = set(_storages(graphs[-1]))
+    counted = set(_map_kept_storages(graphs[-1]))
     number = total = 0
     for graph in graphs[:-1]:
-        held = {storage: n for storage, n in _storages(graph).items() if storage not in counted}
+        held = {storage: n for storage, n in _map_kept_storages(graph).items() if storage not in counted}
         number += bool(held)
         total += sum(held.values())
         counted.update(held)
     return number, total
 
 
-def _storages(graph: LiveGraph) -> dict[int, int]:
+def _map_kept_storages(graph: LiveGraph) -> dict[int, int]:
     """Map the storages that a graph keeps alive, except parameters, to their bytes."""
     kept = (kept for node in build_graph_behind(graph.roots, None).nodes for kept in node.kept if not kept.parameter)
     return {tensor.storage: tensor.bytes for tensor in kept}
 
 
-def _evaluated(graphs: list[LiveGraph], model: nn.Module | None) -> list[LiveGraph]:
-    """Return the graphs of a model in evaluation mode that hold memory: the newest graph, and those of kept outputs.
+def _find_evaluation_graphs(graphs: list[LiveGraph], model: nn.Module | None) -> list[LiveGraph]:
+    """Return the graphs with saved tensors that calls of a model in evaluation mode have created.
 
-    Empty if any module of the model is in training mode, or if the newest graph does not go through the model. Graphs
-    from training hold nothing after their backward pass.
+    Return an empty list if any module of the model is in training mode, or if the newest graph does not contain the
+    model. Graphs of training hold no saved tensors after their backward pass.
     """
     if model is None or any(module.training for module in model.modules()):
         return []
@@ -149,7 +149,9 @@ def _count_new_state_bytes(optimizer: Optimizer | None) -> int:
     return missing
 
 
-def _holders(graphs: list[LiveGraph], model: nn.Module | None, optimizer: Optimizer | None) -> tuple[Holder, ...]:
+def _find_largest_holders(
+    graphs: list[LiveGraph], model: nn.Module | None, optimizer: Optimizer | None
+) -> tuple[Holder, ...]:
     """Return the largest holders of memory: parameters, gradients, optimizer state, and activations by module."""
     totals: dict[str, int] = defaultdict(int)
     counted: set[int] = set()
@@ -174,35 +176,38 @@ def _holders(graphs: list[LiveGraph], model: nn.Module | None, optimizer: Optimi
             if not kept.parameter and kept.storage not in counted:
                 counted.add(kept.storage)
                 totals[f"activations of {where}"] += kept.bytes
-    largest = sorted(_merged(totals).items(), key=lambda item: -item[1])
+    largest = sorted(_merge_numbered_names(totals).items(), key=lambda item: -item[1])
     return tuple(Holder(name=name, bytes=n_bytes) for name, n_bytes in largest[:_MOST_HOLDERS] if n_bytes)
 
 
-def _merged(totals: dict[str, int]) -> dict[str, int]:
-    """Merge names such as `of h.0.mlp` and `of h.1.mlp` into `of h.{0,1}.mlp`, and add up their bytes."""
+def _merge_numbered_names(totals: dict[str, int]) -> dict[str, int]:
+    """Merge names that differ in one number, and add up their bytes: `h.0.mlp` and `h.1.mlp` become `h.{0-1}.mlp`."""
     families: dict[str, list[str]] = defaultdict(list)
     for name in totals:
         families[_NUMBER.sub("{}", name, count=1)].append(name)
     merged = {}
     for family, names in families.items():
         numbers = sorted({int(m[0]) for name in names if (m := _NUMBER.search(name))})
-        label = names[0] if len(names) == 1 else family.replace("{}", _numbers(numbers), 1)
+        label = names[0] if len(names) == 1 else family.replace("{}", _format_numbers(numbers), 1)
         merged[label] = sum(totals[name] for name in names)
     return merged
 
 
 _NUMBER = re.compile(r"(?<=[. ])\d+(?=\.|$)")
-"""Pattern of a number that is a part of a module's path."""
+"""Pattern of a number in a module's path, as in `h.0.mlp`."""
 
 
-def _numbers(numbers: list[int]) -> str:
+def _format_numbers(numbers: list[int]) -> str:
     if numbers == list(range(numbers[0], numbers[-1] + 1)):
         return f"{{{numbers[0]}-{numbers[-1]}}}"
     return f"{{{','.join(map(str, numbers))}}}"
 
 
-def _limit() -> tuple[str, int, int] | None:
-    """Return the main-memory limit nearest to being reached, as name, size and usage in bytes; None if none is set."""
+def _find_nearest_limit() -> tuple[str, int, int] | None:
+    """Return the main-memory limit that is closest to being reached; None if no limit is set.
+
+    The limit is returned as its name, its bytes and the bytes in use.
+    """
     limits = []
     if (space := host.read_address_space()) is not None:
         limits.append(("limit on the address space (ulimit -v)", *space))
@@ -211,7 +216,7 @@ def _limit() -> tuple[str, int, int] | None:
     return min(limits, key=lambda limit: limit[1] - limit[2], default=None)
 
 
-def _expandable() -> bool | None:
+def _read_expandable_segments() -> bool | None:
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return None
     try:

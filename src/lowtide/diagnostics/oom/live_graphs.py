@@ -1,4 +1,4 @@
-"""Autograd graphs that are alive at this moment. No saved tensor is unpacked."""
+"""Autograd graphs that are alive now. No saved tensor is unpacked."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class LiveGraph:
-    """One connected autograd graph, given by the live tensors whose `grad_fn` is one of its nodes."""
+    """One connected autograd graph, represented by the live tensors whose `grad_fn` is one of its nodes."""
 
     roots: tuple[Tensor, ...]
     newest: int
@@ -29,7 +29,7 @@ class LiveGraph:
 
 
 def find_tensors_with_graphs() -> list[Tensor]:
-    """Return every tensor known to Python that has a graph."""
+    """Return all live Python tensors that have a `grad_fn`."""
     tensors = []
     for tensor in live_objects(Tensor):
         try:
@@ -41,7 +41,7 @@ def find_tensors_with_graphs() -> list[Tensor]:
 
 
 def separate_graphs(tensors: Iterable[Tensor]) -> list[LiveGraph]:
-    """Return the graphs behind `tensors`, the newest last; tensors that share a computed value share a graph."""
+    """Return the graphs of `tensors`, newest last. Tensors whose graphs share a computed value share one graph."""
     ends = [(tensor, tensor.grad_fn) for tensor in tensors if tensor.grad_fn is not None]
     graphs = [
         LiveGraph(tuple(ends[number][0] for number in part.roots), max(map(sequence_number, part.nodes)))
@@ -51,7 +51,7 @@ def separate_graphs(tensors: Iterable[Tensor]) -> list[LiveGraph]:
 
 
 def build_graph_behind(tensors: Iterable[Tensor], model: nn.Module | None) -> Graph:
-    """Return the graph behind several tensors at once; with `model`, parameters and nodes have names of its modules."""
+    """Return the joint graph of `tensors`. If `model` is given, parameters and nodes are named by its modules."""
     names = {} if model is None else collect_named_tensors(model)
     graph = GraphBuilder(tensors, names, names.values()).graph()
     if model is not None:

@@ -1,4 +1,4 @@
-"""The numbers of an out-of-memory message."""
+"""Record of an out-of-memory message and its numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Holder(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message(Record):
-    """One out-of-memory message. Amounts are None where the message does not state them, else exact to its digits.
+    """One out-of-memory message. Amounts are None if the message does not state them, and rounded as it states them.
 
     On the device: `total = free + process + others + unnamed`; in this process
     `process = allocated + unallocated + outside PyTorch`.
@@ -35,12 +35,12 @@ class Message(Record):
     text: str
     """The message itself, on one line."""
     certain: bool = True
-    """False for messages that often, but not always, mean memory."""
+    """False for messages that often, but not always, mean that memory ran out."""
     device: int | None = None
     shape: tuple[int, ...] | None = None
-    """Shape of the array that failed, where the message states it."""
+    """Shape of the array that failed, if the message states it."""
     tried_bytes: int | None = None
-    """The failed request: the last straw, not the size of the problem."""
+    """Bytes of the failed request, which may be only the last of many."""
     total_bytes: int | None = None
     """Capacity of the device."""
     free_bytes: int | None = None
@@ -48,7 +48,7 @@ class Message(Record):
     allocated_bytes: int | None = None
     """Memory in use by tensors of this process."""
     unallocated_bytes: int | None = None
-    """Memory that PyTorch has reserved and does not use: gaps between tensors."""
+    """Memory that PyTorch has reserved but does not use: gaps between tensors."""
     private_pool_bytes: int | None = None
     """The part of `allocated_bytes` in private pools, mostly of CUDA graphs."""
     process_bytes: int | None = None
@@ -56,19 +56,19 @@ class Message(Record):
     others: tuple[Holder, ...] = ()
     """Other processes on the device."""
     maybe_own: tuple[str, ...] = ()
-    """Processes that may be this one, where the message leaves that open. If `process_bytes` is set as well, it is the
-    memory of the process with the usual size.
+    """Listed processes that may be the one that printed the message. If `process_bytes` is set as well, it belongs to
+    the most likely of them.
     """
     allowed_bytes: int | None = None
     """A limit below the capacity: `set_per_process_memory_fraction`, MPS's watermark."""
     elsewhere_bytes: int | None = None
     """MPS: memory of this process outside PyTorch."""
     setting: str | None = None
-    """Environment variable with the allocator's settings, where the message names it: `PYTORCH_ALLOC_CONF`."""
+    """Environment variable of the allocator's settings, if the message names it: `PYTORCH_ALLOC_CONF`."""
 
     @property
     def reserved_bytes(self) -> int | None:
-        """Bytes that PyTorch has reserved on the device in this process; None if the message does not tell."""
+        """Bytes that PyTorch has reserved on the device in this process; None if the message does not state them."""
         if self.allocated_bytes is None or self.unallocated_bytes is None:
             return None
         return self.allocated_bytes + self.unallocated_bytes
@@ -80,13 +80,13 @@ class Message(Record):
 
     @property
     def sure_others_bytes(self) -> int:
-        """Least bytes that other processes hold: one of the listed processes may be this one."""
+        """Bytes that other processes hold at least: without the largest listed process that may be this one."""
         own = [other.bytes for other in self.others if other.name in self.maybe_own]
         return self.others_bytes - (max(own, default=0) if self.process_bytes is None else 0)
 
     @property
     def outside_bytes(self) -> int | None:
-        """Bytes of this process outside PyTorch's allocator; None if the message does not tell."""
+        """Bytes of this process outside PyTorch's allocator; None if the message does not state them."""
         if self.elsewhere_bytes is not None:
             return self.elsewhere_bytes
         if self.process_bytes is None or self.reserved_bytes is None:
@@ -95,13 +95,13 @@ class Message(Record):
 
     @property
     def known_own_bytes(self) -> int | None:
-        """Memory of this process in all, if stated; else the reserved part, else (`async`) the allocated part."""
+        """Bytes of this process: its total if stated, else the reserved bytes, else (`async`) the allocated bytes."""
         stated = self.reserved_bytes if self.process_bytes is None else self.process_bytes
         return self.allocated_bytes if stated is None and self.form == "async" else stated
 
     @property
     def unnamed_bytes(self) -> int | None:
-        """Bytes neither free nor held by a process that the message names; None if the message does not tell."""
+        """Bytes that are neither free nor held by a process that the message names; None if not stated."""
         own = self.known_own_bytes
         if self.total_bytes is None or self.free_bytes is None or own is None:
             return None
@@ -109,7 +109,7 @@ class Message(Record):
 
     @property
     def hidden_bytes(self) -> int | None:
-        """Bytes that processes missing in the message's list hold on the device; None if the message does not tell.
+        """Bytes on the device that are held by processes missing in the message's list; None if not stated.
 
         If the message does not state this process's total, the size of a usual CUDA context is subtracted.
         """
@@ -120,15 +120,15 @@ class Message(Record):
 
     @property
     def held_bytes(self) -> int | None:
-        """Bytes of this process, reserved or else allocated, with MPS's other allocations; None if not stated."""
+        """Bytes of this process: reserved or else allocated, plus other allocations of MPS. None if not stated."""
         held = self.allocated_bytes if self.reserved_bytes is None else self.reserved_bytes
         return None if held is None else held + (self.elsewhere_bytes or 0)
 
     @property
     def usable_bytes(self) -> int | None:
-        """Most bytes that PyTorch could have: its own and the free ones, within its limit and the device's.
+        """Largest number of bytes that PyTorch could use: its own and the free bytes, within all limits.
 
-        None if the message does not tell.
+        None if the message does not state them.
         """
         if self.reserved_bytes is None or self.free_bytes is None:
             return None if self.allowed_bytes is None else self.allowed_bytes - (self.elsewhere_bytes or 0)

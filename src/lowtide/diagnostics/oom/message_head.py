@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class MessageHead:
-    """Beginning of a kind of message, and the program that prints it.
+    """Pattern of the beginning of an out-of-memory message, and the program that prints it.
 
     `kind` is "" if the first group of the pattern states the kind of memory. No pattern matches more characters than
     `text_stream.LONGEST`.
@@ -24,5 +24,5 @@ class MessageHead:
 
 
 def head(words: str, pattern: str, kind: str, form: str = "", *, certain: bool = True) -> MessageHead:
-    """Make a message head. `words` are separated by bars, and every match of `pattern` contains one of them."""
+    """Make a message head. `words` are separated by `|`, and every match of `pattern` contains one of them."""
     return MessageHead(tuple(words.split("|")), re.compile(pattern), kind, form, certain)

@@ -1,4 +1,4 @@
-"""First words of every out-of-memory message that Lowtide knows."""
+"""Beginnings of all out-of-memory messages that Lowtide knows."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from lowtide.diagnostics.oom.device_heads import DEVICE_HEADS
 from lowtide.diagnostics.oom.host_heads import HOST_HEADS
 
 HEADS = (*DEVICE_HEADS, *HOST_HEADS)
-"""Heads of messages. If several match at the same place, the first one wins."""
+"""Beginnings of messages. If several match at the same position, the first one counts."""

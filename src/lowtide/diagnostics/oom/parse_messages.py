@@ -1,9 +1,9 @@
 """Reader of out-of-memory messages in any text: exceptions, logs of several processes, wrapped lines.
 
-A message is found by its first words and read clause by clause, because every version of torch has its own selection
-and order of clauses. The wordings were read in the sources of torch 0.4 to 2.13 (`CUDACachingAllocator.cpp`, its
-counterparts for other devices, `CPUAllocator.cpp`, `MPSAllocator.mm`) and of torch_npu. Units are binary whatever they
-are called: messages that say GB divide by 1024, too.
+A message is found by its beginning and parsed clause by clause, because the clauses and their order differ between
+versions of torch. The wordings are those in the sources of torch 0.4 to 2.13 (`CUDACachingAllocator.cpp`, its
+counterparts for other devices, `CPUAllocator.cpp`, `MPSAllocator.mm`) and of torch_npu. All units are binary: messages
+that say GB mean GiB.
 """
 
 from __future__ import annotations
@@ -64,29 +64,32 @@ MOST_KNOWN = 1 << 18
 _USUAL_OVERHEAD_BYTES = 2 << 30
 """Usual upper bound of a context and its libraries."""
 _MOST_BYTES = 1 << 60
-"""Largest amount. Larger amounts, which come from sizes that have overflowed, are read as this one."""
+"""Largest amount. Larger amounts come from sizes that have overflowed, and are replaced by this one."""
 _SLACK_BYTES = 1 << 26
 """Tolerance for rounded amounts."""
 
 
 class Messages:
-    """Reader that finds out-of-memory messages, in order of appearance, in a text that arrives in chunks."""
+    """Reader that finds out-of-memory messages, in order of appearance, in a text that is read in pieces."""
 
     def __init__(self) -> None:
         self._line = LineJoiner()
         self._finders = [PatternFinder(head.pattern, head.words) for head in HEADS]
         self._window = ""
         self._starts: list[_MessageStart] = []
-        """Starts of messages in the window that are not read yet, in order."""
+        """Starts of messages in the window that are not parsed yet, in order."""
         self._end = 0
-        """End of the last head read, in the window."""
+        """End of the last match of a message head, in the window."""
         self._offset = 0
         """Position of the window in the joined text."""
         self._known: set[int] = set()
 
     def read(self, piece: str, *, is_last: bool) -> Iterator[Message]:
-        """Yield the new messages that are complete once `piece`, the next part, is read; at most MOST_KNOWN."""
-        self._window += self._line.cleaned(piece, is_last=is_last)
+        """Read `piece`, the next part of the text, and yield the messages that are complete now and new.
+
+        At most MOST_KNOWN messages are yielded in all.
+        """
+        self._window += self._line.clean(piece, is_last=is_last)
         for number, finder in enumerate(self._finders):
             matches = finder.find_new_matches(self._window, is_last=is_last)
             self._starts += [_MessageStart(m.start(), number, m.end(), m[1] if m.re.groups else "") for m in matches]
@@ -102,7 +105,7 @@ class Messages:
             self._end = end
             later = (self._starts[n].start for n in range(place + 1, len(self._starts)))
             stop = next((other for other in later if other >= end), len(self._window))
-            message = _read(number, kind, self._window[start : min(stop, start + _LONGEST)])
+            message = _parse_message(number, kind, self._window[start : min(stop, start + _LONGEST)])
             message = replace(message, process=self._find_process_at(self._offset + start))
             if self._remember(message):
                 yield message
@@ -122,7 +125,7 @@ class Messages:
         return next((process for start, process in reversed(self._line.processes) if start <= position), None)
 
     def _remember(self, message: Message) -> bool:
-        """Remember `message` by its numbers; return False if it is known, or if too many are."""
+        """Remember `message` by its numbers. Return False if it is known already, or if MOST_KNOWN messages are."""
         key = hash(replace(message, text="", process=None))
         if key in self._known or len(self._known) >= MOST_KNOWN:
             return False
@@ -131,7 +134,7 @@ class Messages:
 
 
 class _MessageStart(NamedTuple):
-    """Start of a message in the text, and the head that matched there."""
+    """Start of a message in the text, and the `MessageHead` that matched there."""
 
     start: int
     number: int
@@ -147,15 +150,16 @@ def messages(text: str) -> list[Message]:
 
 
 def choose_most_informative(known: list[Message]) -> Message:
-    """Return the message to explain: the first that states the request and the device's capacity, if there is one.
+    """Return the message to explain: the first one that states the request and the device's capacity.
 
-    Otherwise it is the first certain one that states a request, else the first certain one, else the first.
+    If there is none, return the first certain message that states a request, else the first certain one, else the
+    first one.
     """
     return next(message for tells in _INFORMATIVE for message in known if tells(message))
 
 
-def candidates(known: list[Message]) -> list[Message]:
-    """Return the messages that `choose_most_informative` can still choose after further messages."""
+def select_candidates(known: list[Message]) -> list[Message]:
+    """Return the messages of `known` that `choose_most_informative` may still choose when more messages follow."""
     kept = (next((n for n, message in enumerate(known) if tells(message)), None) for tells in _INFORMATIVE)
     return [known[n] for n in sorted({n for n in kept if n is not None})]
 
@@ -169,19 +173,19 @@ _INFORMATIVE: tuple[Callable[[Message], bool], ...] = (
 
 
 @lru_cache(maxsize=64)
-def _read(number: int, kind: str, text: str) -> Message:
+def _parse_message(number: int, kind: str, text: str) -> Message:
     """Parse the message in `text`, which begins with a match of HEADS[number].
 
     `kind` is the kind of memory that ran out if the match states it, else empty.
     """
     head = HEADS[number]
-    amounts = {name: _amount(pattern, text) for name, pattern in _CLAUSES.items()}
+    amounts = {name: _find_amount(pattern, text) for name, pattern in _CLAUSES.items()}
     form = head.form or next((name for clause, name in _FORMS if re.search(clause, text)), "torch")
     device, shape, setting = _DEVICE.search(text), _SHAPE.search(text), _SETTING.search(text)
     message = Message(
         kind=head.kind or kind.lower(),
         form=form,
-        text=_sentences(text),
+        text=_trim(text),
         certain=head.certain,
         device=None if device is None else int(device[1] or device[2]),
         shape=None if shape is None else tuple(int(n) for n in shape[1].split(",") if n.strip()),
@@ -189,13 +193,13 @@ def _read(number: int, kind: str, text: str) -> Message:
         total_bytes=amounts["total"],
         free_bytes=amounts["free"],
         allocated_bytes=amounts["allocated"],
-        unallocated_bytes=_unallocated(amounts),
+        unallocated_bytes=_find_unallocated_bytes(amounts),
         private_pool_bytes=amounts["pools"],
         process_bytes=amounts["process"],
         allowed_bytes=amounts["allowed"],
         elsewhere_bytes=amounts["elsewhere"],
         setting=None if setting is None else setting[0],
-        others=tuple(Holder(name=f"process {m[1]}", bytes=_bytes(m[2], m[3])) for m in _PROCESS.finditer(text)),
+        others=tuple(Holder(name=f"process {m[1]}", bytes=_parse_bytes(m[2], m[3])) for m in _PROCESS.finditer(text)),
     )
     return _find_own_process(_drop_impossible(message))
 
@@ -209,15 +213,15 @@ _FORMS = (
 )
 
 
-def _unallocated(amounts: dict[str, int | None]) -> int | None:
-    """Return the bytes that PyTorch has reserved and does not use, from any clause that states them; else None."""
+def _find_unallocated_bytes(amounts: dict[str, int | None]) -> int | None:
+    """Return the bytes that PyTorch has reserved but does not use; None if no clause states them."""
     if amounts["reserved"] is not None and amounts["allocated"] is not None:
         return max(0, amounts["reserved"] - amounts["allocated"])
     return amounts["unallocated"] if amounts["cached"] is None else amounts["cached"]
 
 
 def _drop_impossible(message: Message) -> Message:
-    """Drop amounts above the capacity. Drivers that do not know an amount (WSL, AMD's APUs) report 17179869184 GiB."""
+    """Drop amounts above the capacity, such as the 17179869184 GiB that WSL and AMD's APUs report if unknown."""
     total = message.total_bytes
     if total is None:
         return message
@@ -233,11 +237,12 @@ def _drop_impossible(message: Message) -> Message:
 
 
 def _find_own_process(message: Message) -> Message:
-    """Find this process among the listed ones: in a container a process does not know its own number.
+    """Move the process that printed the message from `others` to `process_bytes`, if it can be identified.
 
-    The match is certain if only one process is at least as large as PyTorch's memory, and the device could not hold
-    that memory in addition to all listed processes. Otherwise the only process about as large as PyTorch's memory and a
-    usual context is taken, if there is one, and `maybe_own` names the candidates.
+    In a container, a process does not know its own number. The match is certain if only one listed process is at least
+    as large as PyTorch's memory, and the device could not hold that memory in addition to all listed processes.
+    Otherwise `maybe_own` names the candidates. If the size of only one of them is that of PyTorch's memory and a usual
+    context, it is assumed to be this process.
     """
     if message.process_bytes is not None or not message.others:
         return message
@@ -254,23 +259,23 @@ def _find_own_process(message: Message) -> Message:
     return replace(message, process_bytes=own[0].bytes, others=rest, maybe_own=in_doubt)
 
 
-def _amount(pattern: str, text: str) -> int | None:
+def _find_amount(pattern: str, text: str) -> int | None:
     match = re.search(pattern, text)
     if match is None:
         return None
     number, unit = [group for group in match.groups() if group is not None][:2]
-    return _bytes(number, unit)
+    return _parse_bytes(number, unit)
 
 
-def _bytes(number: str, unit: str) -> int:
+def _parse_bytes(number: str, unit: str) -> int:
     return min(round(float(number.replace(",", "")) * (1 << 10 * _UNIT[unit[:1].lower()])), _MOST_BYTES)
 
 
 _NEXT = re.compile(r"(?:\s+[\w.]*(?:Error|Exception):)+\s*$")
-"""Class of the next error, at whose name a message ends."""
+"""Class name of the next error, which ends a message."""
 
 
-def _sentences(text: str) -> str:
-    """Return the first 600 characters of the message, without torch's own advice and the name of the next error."""
+def _trim(text: str) -> str:
+    """Return the first 600 characters of the message, without torch's advice and the class name of the next error."""
     text = re.split(r" If reserved | Please use | Use PYTORCH_| Buy new RAM", text)[0]
     return _NEXT.sub("", text[:600]).strip()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Vendor:
-    """Commands and settings of one kind of device; empty where there is none."""
+    """Commands and settings for one kind of device. Those that do not exist are empty."""
 
     monitor: str
     """Command or program that shows the memory of the device by process."""
@@ -99,6 +99,6 @@ _LIBRARIES = {"hipblas": "hip", "rocblas": "hip", "miopen": "hip", "rccl": "hip"
 
 
 def find_vendor(kind: str) -> Vendor:
-    """Return the vendor's words for a message's kind (`hip`, `hip driver`, a library); CUDA's for unknown kinds."""
+    """Return the commands and settings for a message's kind: `hip`, `hip driver`, or a library. Default is CUDA's."""
     name = kind.removesuffix(" driver")
     return _VENDORS.get(_LIBRARIES.get(name, name), _CUDA)
