@@ -26,7 +26,7 @@ from lowtide.planner import find_smallest_peak
 from lowtide.runtime import inplace_gradients as in_place
 from lowtide.runtime.engine import Engine
 from lowtide.runtime.inplace_gradients import InPlacePermission
-from lowtide.runtime.inplace_kernels import OPERATORS, _pieces
+from lowtide.runtime.inplace_kernels import OPERATORS, _divide_channels
 from lowtide.runtime.plan_table import parse_actions
 from lowtide.runtime.saved_values import native
 from lowtide.runtime.static_memory import static_bytes
@@ -427,7 +427,7 @@ def test_pieces_are_all_channels_once_and_side_by_side_never_one_alone(dtype: to
         apart = torch.empty(2, channels, 3, 3, dtype=dtype)
         together = apart.contiguous(memory_format=torch.channels_last)
         for gradient in (apart, together):
-            pieces = _pieces(gradient, channels)
+            pieces = _divide_channels(gradient, channels)
             assert [n for piece in pieces for n in range(channels)[piece]] == list(range(channels))
             lengths = [piece.stop - piece.start for piece in pieces]
             step = -(-channels // 16)

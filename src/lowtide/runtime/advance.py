@@ -1,4 +1,4 @@
-"""Recompute of a module call's result that is not kept: the call's forward runs again on demand.
+"""Advance: recompute the result of a module call, which is not kept, by running the call's forward again.
 
 This second forward saves no tensors. In a chain of replayed blocks, only some blocks need to keep their inputs; the
 inputs of the other blocks are computed from these, block after block. A recomputed input stays until the replay of its
@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 
 
 class Advance:
-    """Recompute of a module call's result, its only returned tensor that needs a gradient, by running the call's
-    forward again.
+    """Recompute of the result of a module call by running its forward again.
+
+    The result is the only tensor with a `grad_fn` that the call returned.
     """
 
     __slots__ = ("_frame", "_view", "operands")
@@ -32,13 +33,13 @@ class Advance:
         self._frame = frame
         self.operands = operands
         self._view = None if base is tensor else (base.size(), base.stride(), int(base.storage_offset()))
-        """Geometry of the base within the call's result, if that is a view."""
+        """Size, stride and offset of the base of the call's result; None if the result is no view."""
 
     def make(self, value: Value) -> Tensor:
-        """Run the call's forward and return its result, which is stored in `value` if an unread handle needs it.
+        """Run the call's forward and return its result; store it in `value` if autograd still has to read it there.
 
-        Raises ReplayMismatch if the second run does not return exactly one tensor that needs a gradient, RuntimeError
-        if an argument, parameter or buffer has changed.
+        Raises ReplayMismatch if the second run does not return exactly one tensor with a `grad_fn`, RuntimeError if an
+        argument, parameter or buffer has changed.
         """
         with one_at_a_time:
             if value.tensor is not None:  # another thread has recomputed it in the meantime
@@ -52,7 +53,7 @@ class Advance:
             return made
 
     def forward(self) -> Tensor:
-        """Run the call's forward; return its result, or the base if the result was a view in the first run."""
+        """Run the call's forward and return its result; if that was a view in the first run, return the view's base."""
         tensor = find_result(self._frame.run_forward_again(self.operands))
         if tensor is None:
             raise ReplayMismatch(
@@ -64,15 +65,16 @@ class Advance:
 
 
 def find_result(returned: Any) -> Tensor | None:
-    """Return the only returned tensor that needs a gradient; None if there is none or more than one."""
+    """Return the only tensor with a `grad_fn` in `returned`, a module's output; None if there is none or several."""
     results = [tensor for tensor in collect_call_tensors((returned,), {}) if tensor.grad_fn is not None]
     return results[0] if len(results) == 1 else None
 
 
 def find_result_node(frame: ReplayFrame, returned: Any) -> tuple[Tensor, Tensor, Node, int] | None:
-    """Find the result of the call of `frame` in `returned`; return it, its base, and the base's node and output number.
+    """Find the result of a module call in its output `returned`: the only tensor with a `grad_fn`.
 
-    Returns None if there is no single result that needs a gradient, or if the result is an argument of the call.
+    Returns the result, its base if it is a view (else the result again), and the base's node and output number. Returns
+    None if there is no single result, or if it is an argument of the call.
     """
     tensor = find_result(returned)
     if tensor is None:
@@ -87,11 +89,11 @@ def find_result_node(frame: ReplayFrame, returned: Any) -> tuple[Tensor, Tensor,
 
 
 def leave_to_advance(frame: ReplayFrame, returned: Any, *, replayed: bool) -> Value | None:
-    """Return a value for the result of `frame`'s call, with a maker that runs the call's forward again.
+    """Let the result of a module call be recomputed by running the call's forward again; return the result's Value.
 
-    `returned` is what the call has returned. Returns None if that is impossible, or if the result's value is kept or
-    recomputed in another way. The caller holds the value until the readers of the result have handles. `replayed` is
-    True if the operands of `frame` are already claimed for its replay.
+    Returns None if the output `returned` has no single result, or if the result is kept or recomputed in another way.
+    The caller has to hold the Value until the result has been saved for backward. `replayed` is True if a replay reads
+    the arguments of the call, too.
     """
     result = find_result_node(frame, returned)
     if result is None:

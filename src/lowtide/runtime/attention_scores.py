@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 
 def find_added_mask(node: Node, name: str) -> tuple[CaptureSite, Value] | None:
-    """Return attention's additive mask (the site where it was captured, and a value for it) if `node` adds that mask to
-    the scores as its operand `name`; else None.
+    """Return the additive mask of attention if `node` adds it to the scores as its operand `name`; else None.
+
+    The mask is returned as the site where it was captured and a Value that holds or recomputes it.
     """
     attention = here.attention
     if attention is None or (node.name(), name) != ("AddBackward0", "other"):

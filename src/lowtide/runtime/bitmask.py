@@ -43,8 +43,9 @@ lowest bit, and so on.
 
 
 def pack_mask(mask: Tensor) -> dict[str, Any]:
-    """Return the arguments with which the recipe `FROM_BITS` restores `mask`. Raises CannotRecompute if it is not a
-    mask.
+    """Pack `mask` with one bit per element; return the arguments with which `mask_of` restores it.
+
+    Raises CannotRecompute, with the reason, if that is impossible, for example because of a third value.
     """
     if not may_be_a_mask(mask):
         raise CannotRecompute("its dtype is not one of masks")
@@ -54,26 +55,26 @@ def pack_mask(mask: Tensor) -> dict[str, Any]:
 
 
 def pack_signs(tensor: Tensor) -> dict[str, Any]:
-    """Return the arguments with which the recipe `FROM_BITS` gives 1 wherever `tensor` is above 0 or NaN, and 0
-    elsewhere.
+    """Pack the signs of `tensor` with one bit per element; return arguments for `mask_of`.
 
-    Raises CannotRecompute, with the reason, if that is impossible.
+    With them `mask_of` returns 1 wherever `tensor` is above 0 or NaN, and 0 elsewhere. Raises CannotRecompute, with the
+    reason, if that is impossible.
     """
     if not is_whole(tensor):
         raise CannotRecompute("it is a view of larger memory")
     bits = allocate_bits(tensor)
     if not is_fake(tensor):
         flat = tensor.detach().as_strided((tensor.numel(),), (1,))
-        for elements, eighths in _parts(flat):
-            _gather(_is_positive(flat[elements]), bits[eighths])
+        for elements, eighths in _iterate_chunks(flat):
+            _pack_booleans(_find_positive(flat[elements]), bits[eighths])
     return {"bits": bits, "shape": tensor.shape, "stride": tensor.stride(), "dtype": tensor.dtype, "number": None}
 
 
-def _is_positive(flat: Tensor) -> Tensor:
+def _find_positive(flat: Tensor) -> Tensor:
     """Return a mask of the elements of `flat` that are above 0 or NaN."""
     if flat.device.type != "cpu" or flat.dtype is torch.bfloat16:
         return (flat <= 0).logical_not_()
-    is_not = _read(flat) <= 0  # memory of NumPy, 1/8 MiB at most
+    is_not = _view_as_array(flat) <= 0  # memory of NumPy, 1/8 MiB at most
     return torch.from_numpy(np.logical_not(is_not, out=is_not))
 
 
@@ -98,18 +99,18 @@ def is_whole(tensor: Tensor) -> bool:
 
 
 def fill(bits: Tensor, mask: Tensor) -> int:
-    """Set the bits in `bits` that belong to nonzero elements of `mask`, which all have one value; return that value.
+    """Set one bit in `bits` for each nonzero element of `mask`; return the value that all nonzero elements have.
 
     The value is returned as the integer that has the same bits; for a boolean mask, 1. Raises CannotRecompute if the
     nonzero elements differ, or if all elements of a numeric mask are zero.
     """
     flat, number = mask.as_strided((mask.numel(),), (1,)), 0
     if mask.dtype is torch.bool:
-        for elements, eighths in _parts(flat):
-            _gather(flat[elements], bits[eighths])
+        for elements, eighths in _iterate_chunks(flat):
+            _pack_booleans(flat[elements], bits[eighths])
         return 1
-    numbers, into = _read(flat.view(_INTEGERS[mask.element_size()])), AS_ARRAY(bits)
-    for elements, eighths in _parts(flat):
+    numbers, into = _view_as_array(flat.view(_INTEGERS[mask.element_size()])), AS_ARRAY(bits)
+    for elements, eighths in _iterate_chunks(flat):
         part = numbers[elements]
         number = number or _find_first_number(part[:64]) or _find_first_number(part)
         stays = part == number if number else part != 0  # only zeros so far
@@ -121,7 +122,7 @@ def fill(bits: Tensor, mask: Tensor) -> int:
     return number
 
 
-def _read(tensor: Tensor) -> NDArray[Any]:
+def _view_as_array(tensor: Tensor) -> NDArray[Any]:
     """Return a CPU tensor's memory as a NumPy array, for reading only.
 
     `Tensor.numpy` would not do: a tensor that it was called on, here one of the model's, can't be resized any more
@@ -138,27 +139,29 @@ def _find_first_number(part: NDArray[Any]) -> int:
 def mask_of(
     *, bits: Tensor, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype, number: int | None
 ) -> Tensor:
-    """Restore a mask from its `bits`: elements are 0, or have the bits of the integer `number` (1 without a number)."""
+    """Restore a mask from its `bits`: an element whose bit is set gets the bit pattern `number`, or 1 without one."""
     mask = torch.empty_strided(shape, stride, dtype=dtype, device=bits.device)
     if is_fake(bits):
         return mask
     flat = mask.as_strided((mask.numel(),), (1,))
     if bits.device.type == "cpu":
-        _look_up(bits, flat, number)
+        _fill_from_table(bits, flat, number)
         return mask
-    table = _booleans(bits.device).view(torch.int64).view(-1)
-    for elements, eighths in _parts(flat):
+    table = _make_boolean_table(bits.device).view(torch.int64).view(-1)
+    for elements, eighths in _iterate_chunks(flat):
         part = flat[elements]
         part.copy_(table.take(bits[eighths].long()).view(torch.bool)[: len(part)])
     return mask
 
 
-def _look_up(bits: Tensor, flat: Tensor, number: int | None) -> None:
-    """Fill a flat mask on the CPU from its `bits`, by a table that has eight elements for each value of a byte."""
+def _fill_from_table(bits: Tensor, flat: Tensor, number: int | None) -> None:
+    """Fill the one-dimensional mask `flat` on the CPU from its `bits`, by a table with eight elements per byte
+    value.
+    """
     if number is None or flat.dtype is torch.bool:
         number = int.from_bytes(AS_ARRAY(torch.ones(1, dtype=flat.dtype).view(torch.uint8)).tobytes(), "little")
     size, whole = flat.element_size(), flat.numel() // 8
-    table, memory = _elements(size, number), AS_ARRAY(flat.view(torch.uint8))
+    table, memory = _make_byte_table(size, number), AS_ARRAY(flat.view(torch.uint8))
     rows = memory[: 8 * size * whole].reshape(whole, 8 * size)
     # Without "clip" numpy would fill a temporary array of that size first. No index is out of bounds.
     np.take(table, AS_ARRAY(bits[:whole]), axis=0, out=rows, mode="clip")
@@ -167,14 +170,14 @@ def _look_up(bits: Tensor, flat: Tensor, number: int | None) -> None:
 
 
 @lru_cache(maxsize=64)
-def _elements(size: int, number: int) -> NDArray[np.uint8]:
-    """Return [256, 8 * size] bytes: for each byte value its eight bits as elements of `size` bytes, `number` or 0."""
+def _make_byte_table(size: int, number: int) -> NDArray[np.uint8]:
+    """Make a table [256, 8 * size]: the eight bits of each byte value as elements of `size` bytes, `number` or 0."""
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     elements: NDArray[np.uint8] = (bits.astype(f"i{size}") * np.array(number, dtype=f"i{size}")).view(np.uint8)
     return elements
 
 
-def _parts(flat: Tensor) -> Iterator[tuple[slice, slice]]:
+def _iterate_chunks(flat: Tensor) -> Iterator[tuple[slice, slice]]:
     """Yield, for each chunk of a mask, a slice of its elements and a slice of the bytes that hold their bits."""
     at_once = AT_ONCE if flat.device.type == "cpu" else MANY_AT_ONCE
     for first in range(0, len(flat), at_once):
@@ -182,18 +185,18 @@ def _parts(flat: Tensor) -> Iterator[tuple[slice, slice]]:
         yield slice(first, last), slice(first // 8, -(-last // 8))
 
 
-def _gather(stays: Tensor, bits: Tensor) -> None:
+def _pack_booleans(stays: Tensor, bits: Tensor) -> None:
     """Pack the booleans `stays` into `bits`, eight per byte, the first one in the lowest bit."""
     if stays.device.type == "cpu":
-        AS_ARRAY(bits)[:] = np.packbits(_read(stays), bitorder="little")
+        AS_ARRAY(bits)[:] = np.packbits(_view_as_array(stays), bitorder="little")
         return
     if missing := -len(stays) % 8:
         stays = torch.cat((stays, stays.new_zeros(missing)))
     bits.copy_((stays.view(torch.int64) * _GATHER) >> 56)
 
 
-def _booleans(device: torch.device) -> Tensor:
-    """Return a boolean table [256, 8]: the bits of each byte value."""
+def _make_boolean_table(device: torch.device) -> Tensor:
+    """Make a boolean table [256, 8]: the bits of each byte value, the lowest first."""
     every = torch.arange(256, dtype=torch.uint8, device=device)
     bit = torch.arange(8, dtype=torch.uint8, device=device)
     return ((every[:, None] >> bit) & 1).view(torch.bool)

@@ -41,7 +41,7 @@ Part = Callable[["_Inputs"], Any]
 
 
 class Arguments:
-    """Arguments of one module call, held through handles so that a replay can rebuild them."""
+    """Arguments of one module call, taken apart so that a replay can rebuild them; `handles` hold the tensors."""
 
     __slots__ = (
         "_build",
@@ -92,8 +92,9 @@ class Arguments:
         """Devices of the tensors; None if that is the CPU alone."""
 
     def find_value(self, base: Tensor) -> Value | None:
-        """Return the value of `base` if it, or a view of it, was passed to the call in progress, and has not been
-        modified since; else None.
+        """Return the Value that holds `base` if `base`, or a view of it, is an argument of the call in progress.
+
+        Returns None otherwise, and if `base` has been modified since the call began.
         """
         value = self._values.get(id(base))
         return value if value is not None and value.version == base._version else None
@@ -107,10 +108,10 @@ class Arguments:
             cached.close()
 
     def rebuild(self, handles: tuple[Handle, ...]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the call's arguments, rebuilt from tensors read through `handles`: its own handles, or other handles
-        on the same values in the same order.
+        """Rebuild the call's arguments; return `args` and `kwargs`.
 
-        Raises RuntimeError if one of the tensors was changed in place.
+        Their tensors are read through `handles`: `self.handles`, or other handles on the same tensors in the same
+        order. Raises RuntimeError if one of the tensors was changed in place.
         """
         tensors = []
         for handle, grad in zip(handles, self._grads, strict=True):
@@ -136,7 +137,7 @@ def collect_call_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[
 
 
 class _Inputs:
-    """Inputs from which the arguments of a call are rebuilt: its tensors, and the objects rebuilt so far."""
+    """Tensors from which the arguments of a call are rebuilt, and the objects that have been rebuilt so far."""
 
     __slots__ = ("rebuilt", "tensors")
 
@@ -190,7 +191,7 @@ class _PartBuilder:
         if kind in ATOMS:
             return _AsItIs(thing)
         if isinstance(thing, torch.Tensor):
-            return self._tensor(thing, now)
+            return self._build_tensor(thing, now)
         if key in self._visited:
             return lambda inputs: inputs.rebuilt[key]
         if kind is tuple:
@@ -198,7 +199,7 @@ class _PartBuilder:
             return lambda inputs: tuple([part(inputs) for part in parts])
         if isinstance(thing, tuple):
             parts = [self.part(item) for item in thing]
-            return lambda inputs: _tuple(kind, [part(inputs) for part in parts])
+            return lambda inputs: _make_tuple(kind, [part(inputs) for part in parts])
         if kind is list:
             self._visited[key] = thing
             parts = [self.part(item, partial(getitem, thing, n)) for n, item in enumerate(thing)]
@@ -220,10 +221,10 @@ class _PartBuilder:
         if isinstance(thing, torch.Generator):
             self.generators.append(thing)
         elif self._depth < _DEPTH and not (callable(thing) or isinstance(thing, Enum)):
-            return self._object(thing)
+            return self._build_object(thing)
         return _AsItIs(thing)
 
-    def _tensor(self, tensor: Tensor, now: Callable[[], Any] | None) -> Part:
+    def _build_tensor(self, tensor: Tensor, now: Callable[[], Any] | None) -> Part:
         self._encounters += 1
         if self._in_cache and now is not None:
             if not tensor.dim():  # a setting of the cache, or its length
@@ -237,19 +238,19 @@ class _PartBuilder:
             self.tensors.append(tensor)
         return lambda inputs: inputs.tensors[place]
 
-    def _object(self, thing: Any) -> Part:
+    def _build_object(self, thing: Any) -> Part:
         """Return a function that rebuilds an object from its attributes, and from the items of a list or dict."""
-        key, kind, attributes = id(thing), type(thing), _attributes(thing)
+        key, kind, attributes = id(thing), type(thing), _read_attributes(thing)
         outside, before, cache = self._in_cache, self._encounters, self._in_cache or _is_cache(thing)
         n_visited = len(self._visited)
         self._visited[key] = thing
         self._depth, self._in_cache = self._depth + 1, cache
         named = {n: self.part(item, partial(getattr, thing, n)) for n, item in attributes.items()}
-        base, items = _items(thing)
+        base, items = _read_items(thing)
         parts = [(self.part(place), self.part(item)) for place, item in items]
         self._depth, self._in_cache = self._depth - 1, outside
         holds_tensors = self._encounters > before or cache
-        if not holds_tensors and not _can_be_made(kind, base):
+        if not holds_tensors and not _can_be_rebuilt(kind, base):
             for inside in list(self._visited)[n_visited:]:
                 del self._visited[inside]
             return _AsItIs(thing)
@@ -257,7 +258,7 @@ class _PartBuilder:
         def build(inputs: _Inputs) -> Any:
             def fill(new: Any) -> None:
                 for place, item in parts:
-                    _add(base, new, place(inputs), item(inputs))
+                    _add_item(base, new, place(inputs), item(inputs))
                 for name, part in named.items():
                     object.__setattr__(new, name, part(inputs))
 
@@ -293,7 +294,7 @@ def _make_part_unless_changed(thing: Any, attributes: dict[str, Any], build: Par
     def rebuild_if_changed(inputs: _Inputs) -> Any:
         there = reference()
         if there is not None:
-            now = _attributes(there)
+            now = _read_attributes(there)
             if now.keys() == attributes.keys() and all(now[name] is attributes[name] for name in now):
                 return inputs.filled(id(there), there, lambda there: None)
         return build(inputs)
@@ -301,7 +302,7 @@ def _make_part_unless_changed(thing: Any, attributes: dict[str, Any], build: Par
     return rebuild_if_changed
 
 
-def _attributes(thing: Any) -> dict[str, Any]:
+def _read_attributes(thing: Any) -> dict[str, Any]:
     """Return the attributes of an object, from `__dict__` and from the slots of its classes."""
     attributes = dict(vars(thing)) if hasattr(thing, "__dict__") else {}
     for kind in type(thing).__mro__:
@@ -318,10 +319,8 @@ _HEAP_TYPE = 1 << 9
 """Flag of classes created by Python code (`Py_TPFLAGS_HEAPTYPE`)."""
 
 
-def _items(thing: Any) -> tuple[Any, list[tuple[Any, Any]]]:
-    """Return the built-in class that the class of `thing` is derived from and, for list or dict, the items by index or
-    key.
-    """
+def _read_items(thing: Any) -> tuple[Any, list[tuple[Any, Any]]]:
+    """Return the built-in base class of `thing`, such as `list`, and the items of a list or dict by index or key."""
     base = next(kind for kind in type(thing).__mro__ if not kind.__flags__ & _HEAP_TYPE)
     if base is list:
         return base, list(enumerate(list.__iter__(thing)))
@@ -330,7 +329,7 @@ def _items(thing: Any) -> tuple[Any, list[tuple[Any, Any]]]:
     return base, []
 
 
-def _add(base: Any, new: Any, name: Any, item: Any) -> None:
+def _add_item(base: Any, new: Any, name: Any, item: Any) -> None:
     """Add `item` at the end of the list `new`, or under `name` in the dict `new`, by the built-in class `base`."""
     if base is list:
         list.append(new, item)
@@ -338,8 +337,11 @@ def _add(base: Any, new: Any, name: Any, item: Any) -> None:
         base.__setitem__(new, name, item)
 
 
-def _can_be_made(kind: Any, base: Any) -> bool:
-    """Return True if an object of class `kind`, with built-in class `base`, consists of attributes and items alone."""
+def _can_be_rebuilt(kind: Any, base: Any) -> bool:
+    """Return True if objects of the class `kind`, with the built-in base class `base`, can be rebuilt.
+
+    They can if they have no state besides attributes and items.
+    """
     if kind is object or base not in (object, list, dict, OrderedDict, SimpleNamespace):
         return False
     return kind.__new__ is base.__new__ and not hasattr(kind, "__del__")
@@ -350,7 +352,7 @@ def _is_cache(thing: Any) -> bool:
     return hasattr(thing, "get_seq_length") and hasattr(thing, "update")
 
 
-def _tuple(kind: type, items: list[Any]) -> Any:
+def _make_tuple(kind: type, items: list[Any]) -> Any:
     return kind(*items) if hasattr(kind, "_fields") else kind(items)
 
 

@@ -46,7 +46,7 @@ _WITHOUT_GRAD: Final = partial(set_grad_enabled, False)
 
 
 class MutableState:
-    """State that calls of one module can change, and the part of it that the first call did change."""
+    """State that calls of one module can read and change, and a record of the changes that calls have made."""
 
     __slots__ = (
         "generators",
@@ -63,39 +63,36 @@ class MutableState:
     def __init__(self, module: nn.Module) -> None:
         self.modules = tuple(module.modules())
         self.units = tuple(find_units(self.modules))
-        """Modules whose parameters are different tensors while they run."""
+        """Modules sharded by FSDP2, whose parameters are other tensors while the modules run."""
         self.gpus = with_generators(tensor.device for tensor in (*module.parameters(), *module.buffers()))
         attributes = (item for part in self.modules for item in vars(part).values())
         self.generators = tuple(item for item in attributes if isinstance(item, torch.Generator))
         self.written: frozenset[tuple[nn.Module, str]] | None = None
         """Large buffers that a call writes to; None until one call has been observed."""
         self.holds = False
-        """True if a call runs backward inside its forward: a replay must hold the tensors it saves for that."""
+        """True if a call runs backward inside its forward, so that a replay has to hold the tensors that it saves."""
         self.is_overwritten = False
         """True once a tensor that a call had read was written to before backward: no call is run again from then on."""
         self.known: Known | None = None
-        """The modules as an earlier call found them; None if the latest call found others."""
+        """State captured by an earlier call; None if the modules have changed since."""
         self.n_known = 0
         """Number of calls in a row that captured all of their state for later ones."""
 
     def forget(self) -> None:
-        """Forget the written buffers and the known modules, so that the next call is observed again."""
+        """Forget which buffers calls write to and what earlier calls captured: the next call is observed again."""
         self.written = self.known = None
 
     def overwritten(self, tensor: Tensor, version: int) -> Overwritten:
-        """Return the error for a call that can't be run again, because `tensor` was written to after the call read it
-        at `version`.
+        """Mark the module, so that none of its calls is run again from now on; return the error to raise.
 
-        Also mark the module, so that none of its calls is run again from then on.
+        The reason is a write to `tensor`, which had the version `version` when a call read it.
         """
         self.is_overwritten = True
         kind = type(self.modules[0])
         return Overwritten(tensor, version, kind.__name__, kind)
 
     def as_known(self) -> Known | None:
-        """Return the state that an earlier call captured, if a call that begins now finds the modules unchanged; else
-        None.
-        """
+        """Return the state that an earlier call captured if the modules are unchanged since; else None."""
         if self.known is not None:
             if self.known.modules.current() is None:
                 self.known = None  # tensors in it may be no longer in use
@@ -104,8 +101,10 @@ class MutableState:
         return self.known
 
     def get_to_know(self, context: CallContext) -> None:
-        """Store the state in `context`, captured by a call that is about to begin, so that later calls can share it if
-        the modules are unchanged.
+        """Store the state in `context`, which a call has just captured, for later calls that find the modules
+        unchanged.
+
+        Nothing is stored if later calls could not tell that the modules have changed.
         """
         if self.written is None or self.units or self.n_known == MOST_KNOWN:
             return
@@ -175,7 +174,7 @@ class CallContext:
         else:
             self.training = [module.training for module in mutable_state.modules]
             self.attributes = Attributes(mutable_state.modules)
-            for module, name, buffer in _buffers(mutable_state.modules):
+            for module, name, buffer in _iterate_buffers(mutable_state.modules):
                 written = mutable_state.written
                 if written is None or (module, name) in written or buffer.nbytes <= SMALL_BYTES:
                     self.buffers[module, name] = buffer, buffer._version, buffer.detach().clone()
@@ -194,11 +193,11 @@ class CallContext:
         mutable_state = self.mutable_state
         if mutable_state.written is not None:
             return
-        there = {(module, name): buffer for module, name, buffer in _buffers(mutable_state.modules)}
+        there = {(module, name): buffer for module, name, buffer in _iterate_buffers(mutable_state.modules)}
         mutable_state.written = frozenset(
             key
             for key, (buffer, version, content) in self.buffers.items()
-            if there.get(key) is not buffer or buffer._version != version or not _equal(buffer, content)
+            if there.get(key) is not buffer or buffer._version != version or not _has_same_elements(buffer, content)
         )
         for key, (buffer, _, _) in list(self.buffers.items()):
             if key not in mutable_state.written and buffer.nbytes > SMALL_BYTES:
@@ -216,8 +215,9 @@ class CallContext:
         return name
 
     def copy(self, storages: set[int], copy_of: Callable[[Tensor], Tensor]) -> bool:
-        """Copy, by `copy_of`, those tensors in `storages` that the call reads, before they are written to; return True
-        if there are any.
+        """Copy the tensors in `storages` that the call has read, by `copy_of`; return True if there are any.
+
+        This is called before a write to these storages.
         """
         is_copied = self.uncopied.copy(storages, copy_of)
         return self.attributes.copy(storages, copy_of) or is_copied
@@ -243,7 +243,7 @@ class CallContext:
         return sum(tensor.nbytes for tensor in self.tensors if not on_gpu or tensor.device.type != "cpu")
 
     def expose_uncopied(self) -> None:
-        """Begin to compare the contents of those uncopied tensors that code may write to without a new version."""
+        """Record checksums of the uncopied tensors whose memory code may write to without a new tensor version."""
         known, n_exposures = self.known or self.mutable_state.known, exposed_memory.n_exposures
         if known is None or known.places is not self.uncopied.places:
             self.uncopied.expose(exposed_memory.is_exposed)
@@ -264,12 +264,13 @@ class CallContext:
         self._restore_training()
         for (module, name), (buffer, _, content) in self.buffers.items():
             module._buffers[name] = buffer
-            if not _equal(buffer, content):
+            if not _has_same_elements(buffer, content):
                 buffer.data.copy_(content)  # written without a new version, because other graphs may have saved it
 
     def restore_modules(self) -> None:
-        """Restore parameters, buffers, attributes and training flags, as the call found them. Raises Overwritten if a
-        buffer or an attribute's tensor was written to since.
+        """Restore the modules' parameters, buffers, attributes and training flags to those at the start of the call.
+
+        Raises Overwritten if a buffer or an attribute's tensor was written to since.
         """
         self._restore_uncopied()
         for tensor, version in self.attributes.tensors:
@@ -301,7 +302,10 @@ class CallContext:
                 table[name] = tensor if tensor.is_leaf else tensor.detach().requires_grad_()
 
     def bind_copies(self) -> None:
-        """Bind copies, made when the call began or before a write, in place of tensors that were written to."""
+        """Set the modules' parameters and buffers to copies where the originals may have been written to.
+
+        The copies were made when the call began, or before a write.
+        """
         copies: dict[int, Tensor] = {}  # a tensor shared by two modules stays shared
         for table, name, tensor, content in self.uncopied.copies:
             like = content.clone()
@@ -313,9 +317,9 @@ class CallContext:
 
 
 class StateAtCall:
-    """Context manager under which the state is as at the start of a call; its end brings the previous state back.
+    """Context manager that restores the state at the start of a module call, and the present state at its end.
 
-    Inside the block no hooks of modules run except those in `acting`.
+    Inside the block no module hooks run, except those whose keys are in `acting`.
     """
 
     __slots__ = ("_acting", "_context", "_undo")
@@ -366,7 +370,7 @@ class _Changed(torch.Tensor):
         raise next(leaf.overwritten() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, cls))
 
 
-def _buffers(modules: tuple[nn.Module, ...]) -> Iterator[tuple[nn.Module, str, Tensor]]:
+def _iterate_buffers(modules: tuple[nn.Module, ...]) -> Iterator[tuple[nn.Module, str, Tensor]]:
     return (
         (module, name, buffer)
         for module in modules
@@ -376,7 +380,7 @@ def _buffers(modules: tuple[nn.Module, ...]) -> Iterator[tuple[nn.Module, str, T
     )
 
 
-def _equal(buffer: Tensor, content: Tensor) -> bool:
+def _has_same_elements(buffer: Tensor, content: Tensor) -> bool:
     """Return True if the elements of `buffer` equal those of `content`, an earlier copy.
 
     Elements are compared because native batch norm and `.data` write without a new version. A fake tensor, or a tensor

@@ -38,7 +38,9 @@ if TYPE_CHECKING:
 
 
 class CallInterceptor:
-    """Object in a module's CALL attribute that reports the module's calls to the engine."""
+    """Callable in a module's attribute CALL, which torch calls in place of the module; it reports calls to the
+    engine.
+    """
 
     __slots__ = (
         "_mutable_state",
@@ -88,7 +90,7 @@ class CallInterceptor:
         while isinstance(first, OuterInterceptor):
             last, first = first, first.before
         self.before: Callable[..., Any] | None = first
-        own = _used(first, self.module) or bypass_fronts(self.module)
+        own = _find_used_front(first, self.module) or bypass_fronts(self.module)
         self.inner = wrap_outside_capture(own) if self.is_compiled else own
         if last is None:
             self.module.__dict__[CALL] = self
@@ -147,7 +149,7 @@ class OuterInterceptor:
         self.module, self.around, self.owner = module, around, owner
         self._thread = threading.get_ident()
         self.before: Callable[..., Any] | None = module.__dict__.get(CALL)
-        self.inner: Callable[..., Any] = _used(self.before, module) or bypass_fronts(module)
+        self.inner: Callable[..., Any] = _find_used_front(self.before, module) or bypass_fronts(module)
         module.__dict__[CALL] = self
         self._own_calls = intercept_calls([module])
 
@@ -219,8 +221,9 @@ class InterceptorsInside:
         return bool(self._n_runs or self._out is not None)
 
     def take_out(self) -> None:
-        """Begin a run that needs no interceptors: take all out, unless a run under a plan is in progress in another
-        thread. Several runs may do so at once.
+        """Begin a run of the model that needs no interceptors: take all out of their modules.
+
+        They stay while a run under a plan is in progress in another thread. Several runs may begin in this way at once.
         """
         with self._lock:
             self._n_runs += 1
@@ -235,19 +238,19 @@ class InterceptorsInside:
                 self._all.put_back()
 
     @contextlib.contextmanager
-    def staying(self, but: RemovableInterceptors | None = None) -> Iterator[None]:
-        """Keep the interceptors in their modules during the block, which is a run under a plan.
+    def staying(self, unneeded: RemovableInterceptors | None = None) -> Iterator[None]:
+        """Keep the interceptors in their modules inside the block, which runs the model under a plan.
 
-        Interceptors in `but` are taken out, unless other runs are in progress at the same time.
+        Those in `unneeded` are taken out, unless other runs are in progress at the same time.
         """
         with self._lock:
             self._n_planned += 1
             if self._n_runs:
                 self._all.put_back()
             elif self._n_planned == 1:
-                if but is not None:
-                    self._out = but
-                    but.take_out()
+                if unneeded is not None:
+                    self._out = unneeded
+                    unneeded.take_out()
             else:
                 self.put_back()
         try:
@@ -265,7 +268,7 @@ class InterceptorsInside:
                 self._out = None
 
 
-def _used(front: Callable[..., Any] | None, module: nn.Module) -> Callable[..., Any] | None:
+def _find_used_front(front: Callable[..., Any] | None, module: nn.Module) -> Callable[..., Any] | None:
     """Return `front`, the object in CALL of `module`, or None if `front` is `torch.compile`'s but compiles nothing.
 
     Calling such a `front` would make torch compile Lowtide's own code.

@@ -20,7 +20,7 @@ Shapes = tuple[tuple[int, ...], ...]
 
 
 def list_shapes(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shapes:
-    """Return the shapes of a call's tensors, as `list_tensor_shapes` does."""
+    """Return the shapes of the tensors in a call's arguments, except 0-dimensional and nested ones."""
     return list_tensor_shapes(collect_call_tensors(args, kwargs))
 
 
@@ -62,7 +62,7 @@ def have_one_form(one: Shapes, other: Shapes) -> bool:
 
 
 def count_elements_in(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the total number of elements of a call's tensors, except 0-dimensional and nested ones."""
+    """Return the number of elements of all tensors in a call's arguments, except 0-dimensional and nested ones."""
     return elements(list_shapes(args, kwargs))
 
 

@@ -21,23 +21,23 @@ _ONWARD = {"__call__", "_call_impl", "_wrapped_call_impl"}
 
 
 def find_call_class(module: nn.Module) -> type | None:
-    """Return the class that defines a `__call__` for `module` which bypasses torch's; None if torch's is used."""
+    """Return the class of `module`, or base class, whose `__call__` bypasses torch's; None if calls use torch's."""
     for base in type(module).__mro__:
         if _is_torchs(base):
             return None
-        if _runs_by_itself(base):
+        if _bypasses_torch(base):
             return base
     return None
 
 
 def find_call_classes() -> set[type]:
-    """Return the module classes, among those defined so far, that define their own `__call__`."""
+    """Return the module classes, among those defined so far, whose own `__call__` bypasses torch's."""
     classes: set[type] = set()
     pending: list[type] = [nn.Module]
     while pending:
         kinds: list[type] = pending.pop().__subclasses__()
         pending += kinds
-        classes.update(kind for kind in kinds if not _is_torchs(kind) and _runs_by_itself(kind))
+        classes.update(kind for kind in kinds if not _is_torchs(kind) and _bypasses_torch(kind))
     return classes
 
 
@@ -45,28 +45,28 @@ def _is_torchs(kind: type) -> bool:
     return kind.__module__.partition(".")[0] == "torch"
 
 
-def _runs_by_itself(kind: type) -> bool:
+def _bypasses_torch(kind: type) -> bool:
     call = original(kind, "__call__") if "__call__" in vars(kind) else None
     return isinstance(call, FunctionType) and not _ONWARD & {*call.__code__.co_names}
 
 
 def intercept_calls(modules: Iterable[nn.Module]) -> list[Callable[[], None]]:
-    """Make calls of `modules` whose classes define their own `__call__` go to the object in the module's attribute CALL
-    first.
+    """Replace the `__call__` of classes among `modules` that bypasses torch's, so that it uses the attribute CALL, too.
 
-    Returns functions, each of which undoes this for one class.
+    The replacement calls the object in a module's attribute CALL, if there is one. Returns functions, each of which
+    undoes this for one class.
     """
     kinds = {kind for module in modules if (kind := find_call_class(module)) is not None}
-    asked = functools.partial(functools.partial, _ask_first)
-    return [replace_function(kind, "__call__", asked, innermost=True) for kind in kinds]
+    replace = functools.partial(functools.partial, _call_front)
+    return [replace_function(kind, "__call__", replace, innermost=True) for kind in kinds]
 
 
-def _ask_first(plain: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+def _call_front(plain: Callable[..., Any], module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     front = module.__dict__.get(CALL)
     return plain(module, *args, **kwargs) if front is None else front(*args, **kwargs)
 
 
 def bypass_fronts(module: nn.Module) -> Callable[..., Any]:
-    """Return a function that calls `module` and bypasses the interceptors in its attribute CALL."""
+    """Return a function that calls `module` without the interceptors in its attribute CALL."""
     kind = find_call_class(module)
     return get_original_call(module) if kind is None else functools.partial(original(kind, "__call__"), module)

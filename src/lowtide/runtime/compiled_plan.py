@@ -22,10 +22,11 @@ a process. Increase it with each change of the rules.
 
 
 class PlanPartitioner(CustomPartitionerFn):
-    """Partitioner for inductor that saves all slots of `graphs` except those at the addresses in `recompute`.
+    """Partitioner for inductor that decides, by a plan, which values forward saves for backward.
 
-    `graphs` are joint graphs of forward and backward, named by their hashes. In other graphs the partitioner saves the
-    values that torch saves. With `unfused`, it separates each `addmm` into a product and a sum.
+    `graphs` are the hashes of the joint graphs that the plan covers. In these, all slots (values that may be saved) are
+    saved except those at the addresses in `recompute`; in other graphs, the values that torch saves. With `unfused`,
+    the partitioner separates each `addmm` into a product and a sum.
     """
 
     def __init__(
@@ -38,7 +39,7 @@ class PlanPartitioner(CustomPartitionerFn):
     ) -> None:
         self.graphs, self.recompute, self.unfused = frozenset(graphs), frozenset(recompute), unfused
         self.is_lever = is_lever
-        """True if a plan's partitioner may replace this one for a while."""
+        """True for the partitioner of the lever `unfused addmm`, which a plan's partitioner may replace for a while."""
         self.on_compile: Callable[[JointSlots], None] = lambda slots: None
         """Function called with each joint graph that is compiled."""
         self.unknown: Callable[[str], None] = lambda key: None

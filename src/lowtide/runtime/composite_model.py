@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class CompositeModel(nn.Module):
     """Modules that are trained together but not called as a whole, each under the name of its class.
 
-    `alone`: trained parameters that no module owns, whose gradients pass through these modules. They may be plain
+    `alone` are trained parameters that no module owns and whose gradients pass through these modules. They may be plain
     tensors, such as an image that is optimized, which `register_parameter` would reject.
     """
 

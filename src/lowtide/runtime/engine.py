@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """Executor of a plan on one model by saved-tensor hooks, or of several plans, one of them in each run."""
+    """Executor of a plan on one model by saved-tensor hooks. With several plans, each run of the model uses one."""
 
     is_measured: ClassVar[bool] = False
     """True for an engine under which a step is measured: plans on other models are ignored meanwhile."""
@@ -69,9 +69,9 @@ class Engine:
         self.excluded_modules: frozenset[str] = frozenset()
         """Paths of modules that save different tensors in each step, which autograd keeps as without a plan."""
         self.n_runs = 0
-        """Number of calls from outside that reached the engine and may be followed by a training backward."""
+        """Number of calls of the model, or of its parts on their own, after which a training backward may follow."""
         self.n_runs_in_eval_mode = 0
-        """Number of calls from outside that were passed through because the model was in eval mode."""
+        """Number of such calls that ran as without a plan because the model was in eval mode."""
         self.learning = LearntSlots(len(actions))
         self._writing: InPlacePermission | None = None
         """The permission to write gradients in place, while it is in force."""
@@ -88,11 +88,9 @@ class Engine:
         return False
 
     def decide_further(self, interceptor: CallInterceptor, plan: int, number: int) -> Actions:
-        """Return the decisions for call `number` of a module if the plan has none for that call: those for its last
-        planned call.
+        """Return the decisions for call `number` of a module, for which the plan has none: those for its last call.
 
-        Such a call occurs if a step calls the module more often than the first step under the plan did. A message
-        reports it.
+        This happens if a step calls the module more often than the first step under the plan did. A message reports it.
         """
         self.messages.say_different(
             "this step calls modules more often than the first step under the plan did: further calls get the last "
@@ -120,8 +118,7 @@ class Engine:
         return False
 
     def begin(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call of the model, or of a part of it, that is not inside another call of the model; return the call's
-        result.
+        """Run a call of the model, or of a part that the step calls directly; return the call's result.
 
         The call runs under a plan if a training backward may follow, and otherwise as without a plan.
         """
@@ -179,7 +176,7 @@ class Engine:
         first = self._n_calls.get((plan, interceptor))
         if first is not None and first[0] == n_elements:
             run.n_calls = first[1]
-        alone = self._alone(interceptor)
+        alone = self._claim_thread(interceptor)
         inside = self.interceptors.inside.staying(None if needed is None else needed.unneeded)
         with off_in_transforms(unpack, self.without_plan), self.handling(run), alone, inside, pausing(run.pack):
             if needed is None:
@@ -210,7 +207,7 @@ class Engine:
         return self.handling(self.interceptors.passthrough)
 
     @contextlib.contextmanager
-    def _alone(self, interceptor: CallInterceptor) -> Iterator[None]:
+    def _claim_thread(self, interceptor: CallInterceptor) -> Iterator[None]:
         """Mark this thread, inside the block, as the one that runs the model.
 
         Raises LowtideError if another thread runs the model and the plan replays calls: a replay restores state of the

@@ -23,13 +23,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 EXPOSED: Final = -3
-"""Version, which no tensor has, of a kept tensor whose contents have to be compared before they are read again."""
+"""Marker, in place of a tensor's version, for a kept tensor whose contents are compared before they are read again."""
 
 LARGEST_BYTES: Final = 2**20
 """Largest size in bytes of a CPU tensor whose checksum covers all its memory; of a larger one, sixteen parts."""
 
 n_exposures = 0
-"""Number of times that memory was exposed, or an alias was freed; it changes whenever the exposed tensors may."""
+"""Number of times that memory was exposed, or an alias of it was freed. The set of exposed tensors is the same as long
+as this number is.
+"""
 
 _aliases: dict[int, weakref.ref[Tensor]] = {}
 """By `id`, the tensors that `tensor.data` has returned for leaves, while they are alive."""
@@ -38,7 +40,7 @@ n_aliases: Counter[int] = Counter()
 
 
 class Contents:
-    """Version and checksum of a tensor, for a later comparison."""
+    """Version and checksum of a tensor, recorded to detect later writes to it."""
 
     __slots__ = ("_sum", "version")
 
@@ -75,7 +77,7 @@ def note_array() -> None:
 
 
 def is_exposed(tensor: Tensor) -> bool:
-    """Return True if code may write to the tensor through an array, or through a tensor that `.data` returned.
+    """Return True if code may write to the tensor through a NumPy array, or through a tensor that `.data` returned.
 
     Arrays are recognized by a storage that can't be resized: in torch 2.13, that is so once an array of the storage was
     made, or if the storage was made from one.

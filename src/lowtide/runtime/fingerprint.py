@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def fingerprint(model: nn.Module, batch: Any) -> Fingerprint:
-    """Return the record of what a profile is made for: torch's version, the model's structure, the shapes of its batch
-    and the type of its device.
+    """Return the identity of a model and batch: torch's version, the model's structure, the shapes of the tensors in
+    the batch, and the device type.
     """
     return Fingerprint(
         torch=torch.__version__.partition("+")[0],
@@ -50,9 +50,7 @@ def check_made_for(
 
 
 def describe_differences(made: Fingerprint, current: Fingerprint) -> tuple[str, ...]:
-    """Describe the differences between `made`, for which a plan was made, and `current`; a smaller batch does not
-    count.
-    """
+    """Describe the differences between `made`, for which a plan was made, and `current`, except a smaller batch."""
     is_smaller = no_larger(parse_shapes(current.batch), parse_shapes(made.batch))
     return made.differences(replace(current, batch=made.batch) if is_smaller else current)
 

@@ -1,4 +1,4 @@
-"""One run of a model's forward: the call in progress, and the saved tensors that are left to replays."""
+"""State of one run of a model's forward, and the pack hook that autograd calls for each saved tensor in it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class CallScope:
-    """A module call in progress."""
+    """A module call in progress, with the plan's decisions for it and the tensors that it has saved so far."""
 
     __slots__ = ("_id", "actions", "held", "learnt", "n_captured", "needed", "number", "ordinal", "path", "site")
 
@@ -52,18 +52,20 @@ class CallScope:
     ) -> None:
         self.path, self.number, self.actions = path, number, actions
         self.needed = needed
-        """Ordinals of the saved tensors that are not simply kept; None if unknown."""
+        """Ordinals of the call's saved tensors that need a handle, because the plan does not just keep them; None if
+        unknown.
+        """
         self.learnt: set[int] | None = None
-        """Ordinals found to be needed so far, in a run that learns them; else None."""
+        """Ordinals that have turned out to need a handle so far, in a run that learns them; else None."""
         self._id: str | None = None
         self.site: CaptureSite | None = None
-        """Site of the captured numbers, once there is one."""
+        """Site that all numbers captured in the call share; None before the first one."""
         self.ordinal = 0
         """Number of tensors saved by the call itself, not by inner calls."""
         self.n_captured = 0
         """Number of operands captured in the call, which autograd does not record."""
         self.held: list[Value] = []
-        """Unrecorded operands that a recompute will use, held until a handle claims them."""
+        """Captured operands that a recompute will use, held here until the recompute has handles on them."""
 
     @property
     def id(self) -> str:
@@ -261,8 +263,9 @@ class ForwardPass:
         return scope.site
 
     def unrecorded(self, operand: Tensor) -> tuple[CaptureSite, Value | None]:
-        """Note an operand in the call in progress that autograd does not record; return its site, and a value that
-        holds it if the plan needs it.
+        """Capture an operand of the call in progress that autograd does not record.
+
+        Returns its site, and a Value that holds the operand if the plan needs it; else None.
         """
         scope = self.scope
         assert scope is not None
@@ -334,7 +337,7 @@ class ForwardPass:
         return change is None
 
     def argument(self, scope: CallScope, places: Iterator[int], outer: ReplayFrame | None, tensor: Tensor) -> Handle:
-        """Return a handle on `tensor`, an argument of the call of `scope`, which will be replayed.
+        """Return a handle on `tensor`, an argument of a module call (`scope`) that will be replayed.
 
         `places` yields the arguments' ordinals. If the call is inside another replayed call, with the frame `outer`,
         the argument counts as a saved tensor of that outer call.
@@ -351,7 +354,7 @@ class ForwardPass:
         return handle
 
     def check_hooks(self, interceptor: CallInterceptor) -> bool:
-        """Return True if saved tensors reach Lowtide's hooks here; report it if they do not."""
+        """Return True if Lowtide's saved-tensor hooks are the innermost; otherwise warn that `interceptor` is kept."""
         hooks = saved_tensor_hooks()
         if hooks is not None and hooks[1] is unpack:
             return True
@@ -364,7 +367,7 @@ class ForwardPass:
 
 
 class _Paused(threading.local):
-    """Pack hook of the run in progress in this thread, while the run's hooks are not in force."""
+    """Thread-local pack hook of the run in progress, while its hooks are popped; None while they are pushed."""
 
     pack: Callable[[Tensor], Any] | None = None
 

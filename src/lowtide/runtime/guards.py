@@ -42,8 +42,9 @@ _MOST_SHAPES = 1024
 
 
 Changed: TypeAlias = Callable[[Literal["model", "step", "state"], str], bool]
-"""Functions that are called with a description if the model is not as planned, a step differs from the rehearsed ones,
-or optimizers have more state. They return True if another plan is made when it is needed.
+"""Function that is called with a kind of change and its description: the model is not as planned ("model"), a step
+differs from the rehearsed ones ("step"), or optimizers have more state ("state"). It returns True if another plan is
+made when it is needed.
 """
 
 
@@ -53,7 +54,7 @@ class PlanGuard:
 
     The monitor keeps `owner` alive while it is installed. `outgrown` is called with the description of a batch that has
     more elements than any planned batch, `changed` with the description of a change of the model; if they return True,
-    no warning is given. `calls` is told of the calls, and finds those that are unlike the rehearsed ones.
+    no warning is given. `calls` compares the model's calls with those of the rehearsed steps.
     """
 
     def __init__(
@@ -81,11 +82,11 @@ class PlanGuard:
         self._is_over = False
         self._decides = bool(plan.recompute or plan.replay or plan.advance or plan.in_place)
         """True if the plan changes anything. If not, backward is watched only while steps are measured: 8 us a step."""
-        self._front = OuterInterceptor(model, self._around, owner)
+        self._interceptor = OuterInterceptor(model, self._intercept, owner)
 
     def look(self, args: tuple[Any, ...], kwargs: dict[str, Any], part: nn.Module | None = None) -> None:
-        """Warn in a training call of the model, or of its `part`, if the input is larger than planned or the model has
-        changed.
+        """Check a training call of the model, or of its `part`: warn of larger input than planned, and of changes of
+        the model.
         """
         if self._is_over:
             return
@@ -106,18 +107,18 @@ class PlanGuard:
             self._report_change(
                 f"has {self._count_trained()} parameters that are trained, and the plan is for {self._n_trained}"
             )
-        elif self._children != self._planned_children and (path := self._replaced()) is not None:
+        elif self._children != self._planned_children and (path := self._find_replaced_module()) is not None:
             self._report_change(f"has another module at {path}, where the plan is for the one that it had")
 
     def remove(self) -> None:
         """Remove the monitor from the model. May be called again."""
-        self._front.remove()
+        self._interceptor.remove()
 
     def _stop(self) -> None:
         """Stop checking calls of the model."""
-        self._is_over, self._front.around = True, pass_on
+        self._is_over, self._interceptor.around = True, pass_on
 
-    def _around(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _intercept(self, inner: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if not (self._model.training and torch.is_grad_enabled()):
             if self._calls.n_planned:
                 self._calls.see_between(self._model)
@@ -155,8 +156,8 @@ class PlanGuard:
         updated = {id(p) for optimizer in find_optimizers(self._model) for p in optimizer.state}
         return len(updated & set(map(id, self._frozen)))
 
-    def _replaced(self) -> str | None:
-        """Return the path of a module that was added or replaced; None if there is none."""
+    def _find_replaced_module(self) -> str | None:
+        """Return the path of a module that was added or replaced since the plan was put in force; None if none was."""
         for path, now, before in zip(self._paths, self._children, self._planned_children, strict=True):
             if now != before:
                 names = (name for name, child in now.items() if child is not None and before.get(name) is not child)
@@ -183,18 +184,17 @@ class PlanGuard:
 SMALLER = "Give a budget that is smaller by that much; for lowtide.fit, create optimizers before it, or pass optimizer="
 
 STATE_LOOKS = 2
-"""Number of updates by each optimizer of a model after which its state is measured; the first one creates the state."""
+"""Number of updates by each optimizer of a model after which its state is measured; the first one creates state."""
 
 
 def watch_state_growth(
     model: nn.Module, plan: Plan, say: Callable[[str], None], is_taken: Callable[[], bool] = lambda: False
 ) -> RemovableHandle:
-    """Warn once, through `say`, if optimizers of the model have more bytes of state after an update than the plan
-    counts.
+    """Warn once, by calling `say`, if the model's optimizers have more bytes of state than the plan counts.
 
-    `is_taken` is called for such a warning, and returns True if a new plan will be made when one is needed. torch holds
-    `is_taken` while the model is alive, so it must not refer to the model. The returned handle removes the hook that
-    checks the state.
+    The state is measured after updates. `is_taken` is called for the warning, and returns True if a new plan will be
+    made when one is needed. torch holds `is_taken` while the model is alive, so it must not refer to the model. The
+    returned handle removes the hook that measures the state.
     """
     reference, counted_bytes = weakref.ref(model), plan.plain.parts.get("optimizer", 0)
     looks: dict[weakref.ref[Optimizer], int] = {}  # a WeakKeyDictionary takes a call of a Python function to look into
@@ -222,8 +222,9 @@ def watch_state_growth(
 
 
 def _expire_with(obj: object, hook: RemovableHandle) -> RemovableHandle:
-    """Return `hook`, after arranging that it expires when `obj` is freed: torch keeps global optimizer hooks for the
-    whole process.
+    """Arrange that `hook`, a global optimizer hook, is removed after `obj` is freed; return `hook`.
+
+    torch itself keeps global hooks until the process ends.
     """
     remove_expired()
     weakref.finalize(obj, _EXPIRED.append, hook).atexit = False

@@ -49,7 +49,7 @@ _latest: tuple[tuple[Any, ...] | None, tuple[Any, ...], Any] = None, (), None
 
 
 def states() -> tuple[tuple[Any, ...] | None, tuple[Any, ...], Any]:
-    """Return `memory()`, which shows whether numbers were drawn, and the states of Python's and NumPy's generators."""
+    """Return `memory()`, which changes when a number is drawn, and the states of Python's and NumPy's generators."""
     global _latest
     now = memory()
     if now is None or now != _latest[0]:
@@ -59,7 +59,7 @@ def states() -> tuple[tuple[Any, ...] | None, tuple[Any, ...], Any]:
 
 
 def read_python_state() -> tuple[Any, ...]:
-    """Return `random.getstate()`; if nothing was drawn since the last call, the same object as then."""
+    """Return `random.getstate()`; the same object as in the last call if nothing was drawn since."""
     global _of_python
     memory, state = _of_python
     now = None if _PYTHONS_MEMORY is None else (_PYTHONS_MEMORY.raw, _PYTHONS.gauss_next)  # type: ignore[attr-defined]
@@ -75,12 +75,12 @@ def read_numpy_state() -> Any:
     """Return the state of NumPy's generator for `np.random.set_state`: the same object as in the last call if nothing
     was drawn since. For a generator other than NumPy's own default, each call returns a new object.
 
-    The compared memory does not show a cached normal number. So a draw goes unnoticed if code calls
-    `np.random.set_state` with a state that caches such a number, and then draws only this number.
+    NumPy caches every second normally distributed number outside the compared memory. So a draw goes unnoticed if code
+    calls `np.random.set_state` with a state that contains a cached number, and then draws only this number.
     """
     global _of_numpy
     memory, state = _of_numpy
-    now = _memory()
+    now = _read_numpy_memory()
     if now is None:
         return np.random.get_state(legacy=False)
     if now == memory and not any(state[_NORMAL]):
@@ -99,14 +99,14 @@ def set_numpy_state(state: Any) -> None:
     """
     global _of_numpy
     np.random.set_state(state)
-    _of_numpy = _memory(), state
+    _of_numpy = _read_numpy_memory(), state
 
 
 _numpys: tuple[Any, ctypes.Array[ctypes.c_char] | None] = None, None
 """NumPy's global generator, and its state buffer if it is an MT19937, the default."""
 
 
-def _memory() -> bytes | None:
+def _read_numpy_memory() -> bytes | None:
     global _numpys
     generator, memory = np.random.get_bit_generator(), _numpys[1]  # type: ignore[attr-defined]
     if generator is not _numpys[0]:

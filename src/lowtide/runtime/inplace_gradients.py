@@ -85,7 +85,7 @@ class InPlacePermission(Removable):
         self._graphs: list[weakref.ref[_Graph]] = []
         """Graphs of the model's runs that await their backward, from the first run to the last."""
         self._unseen: list[_Graph] = []
-        """Graphs of runs whose outputs have no node that leads to them."""
+        """Graphs of runs whose outputs have no `grad_fn`, held here because no node refers to them."""
         self._has_written = False
         _IN_FORCE.append(weakref.ref(self, _IN_FORCE.remove))
 
@@ -102,7 +102,7 @@ class InPlacePermission(Removable):
         _register_wanted()
         if least:
             available(self.device)
-            _attend()
+            _wrap_engine()
 
     @contextlib.contextmanager
     def of_run(self, least: Mapping[str, int]) -> Iterator[list[Any]]:
@@ -119,7 +119,7 @@ class InPlacePermission(Removable):
             yield outputs
             return
         self._n_running += 1  # the run may call backward itself
-        _attend()
+        _wrap_engine()
         try:
             yield outputs
         finally:
@@ -131,7 +131,7 @@ class InPlacePermission(Removable):
         if not nodes:
             self._unseen.append(graph)
         self._graphs.append(weakref.ref(graph))
-        _attend()
+        _wrap_engine()
 
     @property
     def is_awaiting(self) -> bool:
@@ -151,8 +151,9 @@ class InPlacePermission(Removable):
             del self._graphs[:1], self._unseen[:1]
 
     def run(self, operator: Operator, own: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
-        """Run `operator`, whose own kernel is `own`, so that its result is written over its first argument; return the
-        result.
+        """Run a backward operator with its result written over its first argument, the gradient; return the result.
+
+        `own` is torch's kernel of the operator.
         """
         self._has_written = True
         if self._on_write is not None:
@@ -194,23 +195,28 @@ def _register_wanted(tried: Iterable[str] = ()) -> None:
             if name in _kernels:
                 _kernels[name].let_pass(least)
             else:
-                _kernels[name] = OverrideKernel(name, _kernel(name), least, None if native is None else native.Gate)
+                _kernels[name] = OverrideKernel(
+                    name, _make_kernel(name), least, None if native is None else native.Gate
+                )
         for name in _kernels.keys() - wanted.keys() if not _n_passes else ():
             _kernels.pop(name).remove()
 
 
 class _Graph:
-    """Marker that the output nodes of a graph hold, so that it lives as long as the graph."""
+    """Marker in the metadata of a graph's output nodes: it is alive as long as the graph is."""
 
     __slots__ = ("__weakref__",)
 
 
 _MOST_NODES: Final = 1000
-"""Largest number of nodes from a loss to the outputs it was computed from that `_find_graphs_behind` visits."""
+"""Largest number of nodes, between a loss and the outputs of the model, that `_find_graphs_behind` visits."""
 
 
 def _find_graphs_behind(roots: Iterable[Any]) -> list[_Graph]:
-    """Return the graphs of the runs whose outputs the tensors `roots` were computed from, as far as they are found."""
+    """Return the graphs of those runs of models from whose outputs the tensors `roots` were computed.
+
+    The search visits at most `_MOST_NODES` nodes.
+    """
     graphs: list[_Graph] = []
     visited: set[Node] = set()
     pending = [tensor.grad_fn for tensor in roots if isinstance(tensor, Tensor)]
@@ -226,25 +232,27 @@ def _find_graphs_behind(roots: Iterable[Any]) -> list[_Graph]:
     return graphs
 
 
-_stop_attending: Callable[[], None] | None = None
+_unwrap_engine: Callable[[], None] | None = None
 
 
-def _attend() -> None:
-    """Wrap torch's entry into a backward pass, to check if a permission in force is for that pass.
+def _wrap_engine() -> None:
+    """Wrap the function that begins a backward pass, to check if gradients may be written in place in that pass.
 
-    The first backward pass without such a permission removes the wrapper, so other code does not pay for it.
+    The first backward pass in which they may not removes the wrapper, so that other code does not run it.
     """
-    global _stop_attending
+    global _unwrap_engine
     with _LOCK:
-        if _stop_attending is None:
-            _stop_attending = replace_function(torch.autograd, ENGINE, functools.partial(functools.partial, _backward))
+        if _unwrap_engine is None:
+            _unwrap_engine = replace_function(
+                torch.autograd, ENGINE, functools.partial(functools.partial, _run_backward)
+            )
 
 
 @not_compiled_alone
-def _backward(
+def _run_backward(
     run: Callable[..., Any], tensors: Any, gradients: Any, keep_graph: bool, *args: Any, **kwargs: Any
 ) -> Any:
-    if not (permissions := _awaiting()):
+    if not (permissions := _find_awaiting_permissions()):
         return run(tensors, gradients, keep_graph, *args, **kwargs)
     _enter_backward()
     try:
@@ -255,21 +263,21 @@ def _backward(
 
 
 @never_compiled
-def _awaiting() -> list[InPlacePermission]:
-    """Return the permissions that apply to a backward pass which begins now; none inside another backward pass.
+def _find_awaiting_permissions() -> list[InPlacePermission]:
+    """Return the permissions that apply to a backward pass that begins now; none inside another backward pass.
 
-    If no permission applies, the wrapper of torch's entry into backward is removed.
+    If no permission applies, the wrapper of `_wrap_engine` is removed.
     """
-    global _stop_attending
+    global _unwrap_engine
     if in_backward():
         return []
     permissions = [
         permission for reference in _IN_FORCE if (permission := reference()) is not None and permission.is_awaiting
     ]
     with _LOCK:
-        if not permissions and _stop_attending is not None:
-            _stop_attending()
-            _stop_attending = None
+        if not permissions and _unwrap_engine is not None:
+            _unwrap_engine()
+            _unwrap_engine = None
     return permissions
 
 
@@ -287,7 +295,7 @@ def _leave_backward(permissions: list[InPlacePermission], roots: Sequence[Any]) 
         _n_passes -= 1
     for permission in permissions if roots else ():
         permission.end_backward(roots)
-    _awaiting()
+    _find_awaiting_permissions()
 
 
 def check_writable(device: str, nodes: Iterable[str]) -> None:
@@ -313,19 +321,21 @@ def find_permission(node: str, n_bytes: int) -> InPlacePermission | None:
 
 
 def wanted_from(operator: Any, args: Sequence[Any]) -> bool:
-    """Return True if the running autograd node calls `operator`, and the gradient `args[0]` may and can be written
-    over.
+    """Return True if the running autograd node calls `operator`, and its result may be written over `args[0]`.
+
+    `args[0]` is the incoming gradient.
     """
     node = get_running_node_name()
     if node not in OPERATORS or operator.name().partition(".")[0] != f"aten::{OPERATORS[node].name}":
         return False
     n_bytes = args[0].numel() * args[0].element_size()
-    return find_permission(node, n_bytes) is not None and _writable(OPERATORS[node], args)
+    return find_permission(node, n_bytes) is not None and _has_writable_gradient(OPERATORS[node], args)
 
 
-def _kernel(name: str) -> Callable[..., Any]:
-    """Return the kernel that runs before torch's kernel of the operator `name`, and writes the gradient in place if it
-    may.
+def _make_kernel(name: str) -> Callable[..., Any]:
+    """Make the kernel that runs before torch's kernel of the operator `name`.
+
+    It writes the result over the incoming gradient if that is allowed and possible, and otherwise calls torch's kernel.
     """
 
     def kernel(on: Callable[..., Any], past: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -343,7 +353,7 @@ def _kernel(name: str) -> Callable[..., Any]:
 
 
 def _find_permission_to_write(name: str, args: tuple[Any, ...]) -> tuple[InPlacePermission, Operator] | None:
-    """Return the permission and the operator if the gradient `args[0]` may and can be written over; else None."""
+    """Return the permission and the operator if the result may be written over the gradient `args[0]`; else None."""
     if not _IN_FORCE:
         return None
     node = get_running_node_name()
@@ -355,14 +365,14 @@ def _find_permission_to_write(name: str, args: tuple[Any, ...]) -> tuple[InPlace
         return None  # tensors of torch.func's transforms, and sparse ones, have no storage to inspect
     if references(args) not in _COUNTS.get(device, {}).get(node, ()) or is_replaced(name, device.upper()):
         return None
-    return (permission, operator) if _writable(operator, args[:-1]) else None
+    return (permission, operator) if _has_writable_gradient(operator, args[:-1]) else None
 
 
-def _writable(operator: Operator, args: Sequence[Any]) -> bool:
-    """Return True if the operator's result can be written over the gradient `args[0]`.
+def _has_writable_gradient(operator: Operator, args: Sequence[Any]) -> bool:
+    """Return True if the gradient `args[0]` has the properties that an operator needs to write its result over it.
 
-    The gradient must have the result's dtype and layout, without gaps or overlaps, and own its memory alone. No graph
-    of gradients may be recorded.
+    It must have the result's dtype and layout, without gaps or overlaps, and all of its storage. No graph of gradients
+    may be recorded. References to the gradient are not checked here.
     """
     gradient, saved = args[0], args[operator.like]
     if not all(is_plain(each) for each in args if isinstance(each, Tensor)):
@@ -413,11 +423,11 @@ _trial: _Trial | None = None
 
 
 def available(device: str) -> Mapping[str, frozenset[tuple[int, ...]]]:
-    """Return the names of the nodes that can write in place on this device type with this torch. Each name is mapped to
-    the reference counts of a gradient that nothing else refers to, and of such a view.
+    """Return the names of the nodes that can write in place on this device type with this version of torch.
 
-    Each node is tried once per process: the node must call its kernel, and the counts must differ if other code refers
-    to the gradient. Device types other than those in `DEVICES`, as in an estimated step, have no such nodes.
+    Each name is mapped to the reference counts of a gradient to which nothing else refers, and of such a view. Each
+    node is tried once per process: the node must call its kernel, and the counts must differ if other code refers to
+    the gradient. Device types other than those in `DEVICES`, as in an estimated step, have no such nodes.
     """
     if device not in DEVICES:
         return {}
@@ -443,25 +453,24 @@ def available(device: str) -> Mapping[str, frozenset[tuple[int, ...]]]:
 
 
 def _count_alone(operator: Operator, device: str) -> frozenset[tuple[int, ...]]:
-    """Return the reference counts of a gradient that only the operator's node refers to, and of such a view.
+    """Count the references to a gradient to which only the operator's node refers, and to such a view of a gradient.
 
     Counts that are the same if other code refers to the gradient, or to the view's base, are left out.
     """
     counts = set()
     for viewed, holders in ((False, "y"), (True, "yz")):
-        alone, *shared = (_tried(operator, device, viewed=viewed, held=held) for held in ("", *holders))
+        alone, *shared = (_count_in_trial(operator, device, viewed=viewed, held=held) for held in ("", *holders))
         if alone is not None and not {None, alone} & {*shared}:
             counts.add(alone)
     return frozenset(counts)
 
 
-def _tried(operator: Operator, device: str, *, viewed: bool, held: str) -> tuple[int, ...] | None:
-    """Run a small backward pass, and return the gradient's reference counts when the operator's node calls the
-    operator.
+def _count_in_trial(operator: Operator, device: str, *, viewed: bool, held: str) -> tuple[int, ...] | None:
+    """Run a small backward pass, and count the references to the incoming gradient when the node calls its operator.
 
-    The gradient is that of the operator's output `y`. If `viewed`, the next operator is a view `z` of `y`, so that the
-    gradient is a view of that of `z`. Other code refers to the gradient of `held`: "y", "z" or neither. Returns None if
-    the node does not call the operator exactly once.
+    The gradient is that of the forward output `y`. If `viewed`, `y` is used only through a view `z`, so that the
+    gradient is a view of the gradient of `z`. Other code refers to the gradients named by `held`: "y", "z" or none.
+    Returns None if the node does not call the operator exactly once.
     """
     global _trial
     # float64 on a CPU, because the kernels that oneDNN compiles for float32 would stay in memory

@@ -29,14 +29,14 @@ class Operator:
     (torch's derivatives.yaml).
     """
     write: Callable[..., Any]
-    """Function like the operator, with torch's kernel as first argument, that writes over the gradient."""
+    """Function with the arguments of the operator, after torch's kernel of it, that writes over the gradient."""
     forward: Callable[[Tensor], Tensor]
-    """Forward function whose result has that node; it takes an input [2, 8, 4, 4]."""
+    """Function of an input [2, 8, 4, 4] whose result has that node as its `grad_fn`."""
     like: int = 1
-    """Index of the argument whose layout the result has."""
+    """Index of the operator's argument that has the same layout as the result."""
     groups: Callable[..., int] | None = None
-    """For operators computed in pieces, which are a little slower: function from the arguments to the number of groups
-    of channels.
+    """For an operator that is computed in pieces, which takes a little more time: function that returns the number of
+    groups of channels for the operator's arguments. None for other operators.
     """
 
     @property
@@ -44,23 +44,25 @@ class Operator:
         return self.groups is not None
 
 
-def _written(name: str, node: str, forward: Callable[[Tensor], Tensor], *, out: str = "grad_input", **more: Any) -> Any:
-    """Return the `Operator` for torch's operator `name`, which has an overload with the output argument `out`."""
+def _make_operator(
+    name: str, node: str, forward: Callable[[Tensor], Tensor], *, out: str = "grad_input", **more: Any
+) -> Any:
+    """Make the `Operator` for torch's operator `name`, which has an overload with the output argument `out`."""
     overload = getattr(getattr(aten, name), "out" if name.endswith("_data") else "grad_input")
 
     def write(own: Any, gradient: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         overload(gradient, *args, **kwargs, **{out: gradient})
-        return _detached(gradient)
+        return _alias(gradient)
 
     return Operator(name=name, node=node, write=write, forward=forward, **more)
 
 
-def _detached(gradient: Tensor) -> Tensor:
-    """Return a separate tensor in the memory of the gradient, without its attributes and hooks."""
+def _alias(gradient: Tensor) -> Tensor:
+    """Return a new tensor object in the memory of the gradient, without its attributes and hooks."""
     return gradient.detach()
 
 
-def _pieces(gradient: Tensor, n_groups: int) -> list[slice]:
+def _divide_channels(gradient: Tensor, n_groups: int) -> list[slice]:
     """Return slices that divide `n_groups` groups of channels into pieces of about a sixteenth of them.
 
     Each sum over a piece has the same order of additions as over the whole gradient. If channels are adjacent in
@@ -83,7 +85,7 @@ def has_pieces(args: Sequence[Any], groups: int) -> bool:
     `args` are the operator's arguments; the last one selects the outputs. Returns False if the input's gradient is not
     selected, because nothing upstream is trained.
     """
-    return args[-1][0] and _form(args[0]) is not None and len(_pieces(args[0], groups)) > 3
+    return args[-1][0] and _find_memory_format(args[0]) is not None and len(_divide_channels(args[0], groups)) > 3
 
 
 def _write_batch_norm(own: Any, gradient: Tensor, saved: Tensor, *args: Any) -> tuple[Tensor | None, ...]:
@@ -94,12 +96,12 @@ def _write_batch_norm(own: Any, gradient: Tensor, saved: Tensor, *args: Any) -> 
     """
     by_channel, rest = args[:5], args[5:]  # weight, running mean and variance, mean and deviation of this batch
     parts: list[tuple[Tensor | None, ...]] = []
-    for channels in _pieces(gradient, gradient.shape[1]):
+    for channels in _divide_channels(gradient, gradient.shape[1]):
         theirs = (None if t is None or not t.numel() else t[channels] for t in by_channel)
-        result, *others = own(_copy(gradient, channels), _copy(saved, channels), *theirs, *rest)
+        result, *others = own(_copy_channels(gradient, channels), _copy_channels(saved, channels), *theirs, *rest)
         gradient[:, channels] = result
         parts.append(tuple(others))
-    return _detached(gradient), *map(_joined, zip(*parts, strict=True))
+    return _alias(gradient), *map(_join, zip(*parts, strict=True))
 
 
 def _write_group_norm(
@@ -122,12 +124,12 @@ def _write_group_norm(
     """
     width = channels // groups
     parts: list[tuple[Tensor | None, ...]] = []
-    for some in _pieces(gradient, groups):
+    for some in _divide_channels(gradient, groups):
         theirs = slice(some.start * width, some.stop * width)
         n = some.stop - some.start
         result, *others = own(
-            _copy(gradient, theirs),
-            _copy(saved, theirs),
+            _copy_channels(gradient, theirs),
+            _copy_channels(saved, theirs),
             mean.view(rows, groups)[:, some].contiguous(),
             deviation.view(rows, groups)[:, some].contiguous(),
             None if weight is None else weight[theirs],
@@ -135,54 +137,54 @@ def _write_group_norm(
         )
         gradient[:, theirs] = result
         parts.append(tuple(others))
-    return _detached(gradient), *map(_joined, zip(*parts, strict=True))
+    return _alias(gradient), *map(_join, zip(*parts, strict=True))
 
 
-def _copy(tensor: Tensor, channels: slice) -> Tensor:
-    form = _form(tensor)
+def _copy_channels(tensor: Tensor, channels: slice) -> Tensor:
+    form = _find_memory_format(tensor)
     assert form is not None
     return tensor[:, channels].contiguous(memory_format=form)
 
 
-def _form(tensor: Tensor) -> torch.memory_format | None:
-    """Return the memory format of a tensor; None if it has none of the usual ones."""
+def _find_memory_format(tensor: Tensor) -> torch.memory_format | None:
+    """Return the memory format of a tensor: contiguous or channels-last; None if it has neither."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
     forms = (form for form in (torch.contiguous_format, last) if form is not None)
     return next((form for form in forms if tensor.is_contiguous(memory_format=form)), None)
 
 
-def _joined(parts: tuple[Tensor | None, ...]) -> Tensor | None:
+def _join(parts: tuple[Tensor | None, ...]) -> Tensor | None:
     present = [part for part in parts if part is not None]
     return torch.cat(present) if present else None
 
 
-def _normed(x: Tensor) -> Tensor:
+def _batch_norm(x: Tensor) -> Tensor:
     return functional.batch_norm(x, None, None, training=True)
 
 
 OPERATORS: Final = {
     operator.node: operator
     for operator in (
-        _written(
+        _make_operator(
             "_log_softmax_backward_data", "LogSoftmaxBackward0", lambda x: functional.log_softmax(x, -1), out="out"
         ),
-        _written("_softmax_backward_data", "SoftmaxBackward0", lambda x: functional.softmax(x, -1)),
-        _written("_softmax_backward_data", "SafeSoftmaxBackward0", lambda x: torch.ops.aten._safe_softmax(x, -1)),
-        _written("gelu_backward", "GeluBackward0", functional.gelu),
-        _written("silu_backward", "SiluBackward0", functional.silu),
-        _written("threshold_backward", "ReluBackward0", functional.relu),
-        _written("tanh_backward", "TanhBackward0", torch.tanh),
-        _written("sigmoid_backward", "SigmoidBackward0", torch.sigmoid),
-        _written("leaky_relu_backward", "LeakyReluBackward0", functional.leaky_relu),
-        _written("elu_backward", "EluBackward0", functional.elu, like=5),
-        _written("hardtanh_backward", "HardtanhBackward0", functional.hardtanh),
-        _written("hardsigmoid_backward", "HardsigmoidBackward0", functional.hardsigmoid),
-        _written("softplus_backward", "SoftplusBackward0", functional.softplus),
+        _make_operator("_softmax_backward_data", "SoftmaxBackward0", lambda x: functional.softmax(x, -1)),
+        _make_operator("_softmax_backward_data", "SafeSoftmaxBackward0", lambda x: torch.ops.aten._safe_softmax(x, -1)),
+        _make_operator("gelu_backward", "GeluBackward0", functional.gelu),
+        _make_operator("silu_backward", "SiluBackward0", functional.silu),
+        _make_operator("threshold_backward", "ReluBackward0", functional.relu),
+        _make_operator("tanh_backward", "TanhBackward0", torch.tanh),
+        _make_operator("sigmoid_backward", "SigmoidBackward0", torch.sigmoid),
+        _make_operator("leaky_relu_backward", "LeakyReluBackward0", functional.leaky_relu),
+        _make_operator("elu_backward", "EluBackward0", functional.elu, like=5),
+        _make_operator("hardtanh_backward", "HardtanhBackward0", functional.hardtanh),
+        _make_operator("hardsigmoid_backward", "HardsigmoidBackward0", functional.hardsigmoid),
+        _make_operator("softplus_backward", "SoftplusBackward0", functional.softplus),
         Operator(
             name="native_batch_norm_backward",
             node="NativeBatchNormBackward0",
             write=_write_batch_norm,
-            forward=_normed,
+            forward=_batch_norm,
             groups=lambda gradient, *_: gradient.shape[1],
         ),
         Operator(
