@@ -34,7 +34,7 @@ watched = False
 """True if a tensor may be read again by a recompute or replay; while False, no write is reported."""
 
 torchs_own: dict[Any, Any] = {}
-"""Method or function of torch, by its replacement. Modes are called with the replacement, after it has reported."""
+"""torch's own method or function, by the replacement for it. Function modes are called with the replacement."""
 
 _OPERATORS = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift")
 _NO_WRITERS = frozenset({
@@ -44,10 +44,10 @@ _NO_WRITERS = frozenset({
 """Methods that change what is known about a tensor, not its contents."""
 
 SHARES_MEMORY: Final = "Tensor.numpy"
-"""Writer that gives away the tensor's memory, to which other code may write."""
+"""Name of the method that shares a tensor's memory with a NumPy array, through which other code may write."""
 
 ALIAS: Final = "Tensor.data"
-"""Writer that returns another tensor of the same memory; in-place methods report later writes to it."""
+"""Name of the attribute that returns another tensor with the same memory; in-place methods report writes to that."""
 
 
 class _Here(threading.local):
@@ -58,7 +58,9 @@ class _Here(threading.local):
 _here = _Here()
 
 Writes = Callable[[Sequence[Tensor | torch.UntypedStorage], str], bool]
-"""Function that is called with the memory that is about to be written to and with the writer's name."""
+"""Function that is called before a write, with the tensors or storages to write to and the name of the method. It
+returns False if no recompute or replay will read any tensor again.
+"""
 
 
 def writers() -> list[str]:

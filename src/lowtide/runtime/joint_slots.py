@@ -67,24 +67,26 @@ class JointSlot:
 
     node: int
     address: str
-    """Module, and ordinal of the call in it among all of the graph's: `transformer.h.3.mlp.c_fc#0:1`."""
+    """Path of the module that computes the value, and the value's ordinal in it: `transformer.h.3.mlp.c_fc#0:1`."""
     is_kept: bool
-    """True if every plan keeps the value: it is small, another call would return other numbers, or a recompute would be
-    rounded, or summed over, in another way.
-    """
+    """True if every plan keeps the value: because it is small or random, or because a recompute could change bits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recomputed:
-    """Split of a graph's values into `given`, which are saved for backward, and `again`, which backward recomputes."""
+    """Values of a joint graph that backward reads: `given` are saved by forward, `again` are recomputed in backward.
+
+    Both hold indices of nodes.
+    """
 
     given: frozenset[int]
     again: frozenset[int]
 
 
 class JointSlots:
-    """The slots of one joint graph: values that a plan may save for backward. `plain` is the set of values that torch
-    saves without a plan.
+    """The slots of one joint graph: values that a plan may save for backward.
+
+    `plain` are the indices of the nodes whose values torch saves without a plan.
     """
 
     def __init__(self, joint: JointGraph, plain: frozenset[int], *, is_named: bool = False) -> None:
@@ -104,7 +106,7 @@ class JointSlots:
         """Values saved by torch that are written to memory even if a plan recomputes them."""
         self._kept: set[int] = set()
         """Slots that every plan keeps."""
-        upstream = {root: self._upstream(root, held) for root in sorted(roots)}
+        upstream = {root: self._find_upstream(root, held) for root in sorted(roots)}
         saved = set(upstream.values()) - plain
         saved |= {node for node in upstream.values() if nodes[node].kind != "input"}
         saved |= self._find_smaller_sources(saved - held)
@@ -123,16 +125,16 @@ class JointSlots:
                 or is_small
                 or changes_bits
                 or self._find_fused_values(node) & outputs
-                or self._is_cast(node)
+                or self._is_cast_for_convolution(node)
             ):
                 self._kept.add(node)
         same = {root for root, node in upstream.items() if root == node}
         self._near = frozenset(i for i in plain if nodes[i].root in same)
         self._fixed = frozenset(i for i in plain if nodes[i].root not in roots)
-        read = self._reached(self._kept.union(self._fixed)).given - plain
+        read = self._split_values(self._kept.union(self._fixed)).given - plain
         inputs = {i for i in read if nodes[i].is_given and nodes[i].bytes > self._small}
         self._kept |= inputs
-        at = _addresses(joint, f"{joint.key}/" if is_named else "")
+        at = _list_addresses(joint, f"{joint.key}/" if is_named else "")
         self.slots = tuple(
             JointSlot(node=node, address=at[node], is_kept=node in self._kept)
             for node in sorted(saved | random | reduced | inputs)
@@ -149,17 +151,17 @@ class JointSlots:
         return JointSlots(self.joint, self.plain, is_named=True)
 
     def as_torch(self) -> Recomputed:
-        """Return the split between saved and recomputed values that torch chooses."""
-        return self._reached(self.plain)
+        """Return the saved and recomputed values as torch chooses them."""
+        return self._split_values(self.plain)
 
     def without(self, addresses: Collection[str]) -> Recomputed:
-        """Return the split that saves all slots except those at `addresses`."""
+        """Return the saved and recomputed values if all slots are saved except those at `addresses`."""
         nodes = self.joint.nodes
         kept = {slot.node for slot in self.slots if slot.is_kept or slot.address not in addresses}
         as_torch = (i for i in self._near if nodes[i].root in kept)
-        return self._reached(kept.union(self._fixed, as_torch))
+        return self._split_values(kept.union(self._fixed, as_torch))
 
-    def _reached(self, kept: Iterable[int]) -> Recomputed:
+    def _split_values(self, kept: Iterable[int]) -> Recomputed:
         joint, nodes, kept = self.joint, self.joint.nodes, frozenset(kept)
         given, again = set[int](), set[int]()
         pending = [arg for node in nodes if node.is_backward for arg in node.args] + joint.backward_outputs
@@ -175,9 +177,10 @@ class JointSlots:
                 pending += node.args
         return Recomputed(frozenset(given), frozenset(again))
 
-    def _upstream(self, root: int, held: Collection[int]) -> int:
-        """Return the farthest value upstream, no larger than `root`, from which fused arithmetic alone computes `root`,
-        and that may be saved in its place; `root` itself if there is none.
+    def _find_upstream(self, root: int, held: Collection[int]) -> int:
+        """Return the farthest value upstream that may be saved in place of `root`; `root` itself if there is none.
+
+        That value is no larger than `root`, and fused arithmetic alone computes `root` from it.
         """
         nodes, source = self.joint.nodes, root
         while nodes[root].kind == "pointwise" and nodes[root].bytes > self._small and not self._follows_sum(root):
@@ -197,7 +200,7 @@ class JointSlots:
         return source
 
     def _find_smaller_sources(self, slots: Collection[int]) -> set[int]:
-        """Return the 16-bit results of extern kernels that are smaller than a slot computed from them without others.
+        """Return the 16-bit results of extern kernels that are smaller than a slot that is computed from them.
 
         Under autocast a normalised tensor of 32 bits is computed from products of 16 bits. Small 32-bit products, such
         as the keys that several heads share, are left out: the kernels that inductor makes of them are not forecast.
@@ -218,8 +221,8 @@ class JointSlots:
         return sources.difference(slots)
 
     def _follows_sum(self, node: int) -> bool:
-        """Return True if `node` takes a reduction's result and is a function, such as a logarithm, that a vectorised
-        loop rounds differently.
+        """Return True if `node` applies a function such as a logarithm, which a vectorised loop rounds differently, to
+        the result of a reduction.
         """
         nodes = self.joint.nodes
         return nodes[node].target in APPROXIMATED and any(nodes[arg].kind == "reduction" for arg in nodes[node].args)
@@ -262,7 +265,7 @@ class JointSlots:
         node = self.joint.nodes[slot]
         return self._is_mixed and node.kind == "pointwise" and not node.is_forward
 
-    def _is_cast(self, slot: int) -> bool:
+    def _is_cast_for_convolution(self, slot: int) -> bool:
         """Return True if a convolution reads the slot, which is computed from inputs of the graph alone."""
         nodes = self.joint.nodes
         is_convolved = any(nodes[user].target == CONVOLUTION for user in nodes[slot].users)
@@ -286,7 +289,7 @@ class JointSlots:
         return False
 
 
-def _addresses(joint: JointGraph, name: str) -> list[str]:
+def _list_addresses(joint: JointGraph, name: str) -> list[str]:
     count: Counter[str] = Counter()
     addresses = []
     for index, node in enumerate(joint.nodes):

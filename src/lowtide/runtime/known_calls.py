@@ -22,15 +22,17 @@ if TYPE_CHECKING:
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 MOST_FORMS: Final = 16
-"""Number of forms above which arguments are taken for data, as a caption is, and tell no kinds of steps apart."""
+"""If calls have more forms than this, string arguments are data, such as captions, and forms are not compared."""
 
 MOST_BETWEEN: Final = 20_000
-"""Number of calls of modules between two steps after which memory is no longer recorded, as in a long evaluation: each
-call makes some events.
+"""Number of module calls between two steps after which memory is no longer recorded: in a long evaluation the events
+would take too much memory.
 """
 
 Form: TypeAlias = tuple[tuple[bool, ...], tuple[bool | str, ...]]
-"""For each tensor of a call, True if it requires a gradient; and the arguments that are flags or words."""
+"""For each tensor in a call's arguments, True if it requires a gradient; and the arguments that are bools or
+strings.
+"""
 
 
 class KnownCalls:
@@ -45,31 +47,33 @@ class KnownCalls:
         self.n_planned = 0
         """Largest number of calls in a rehearsed step; 0 until one has ended."""
         self.n_seen = self._most_seen = 0
-        """Number of calls in this step that `see` was told of, and the largest one while steps were detected."""
+        """Number of calls that `see` has counted in this step, and the largest such number of a measured step."""
         self.is_unlike = False
-        """True from the first call on in a step that is unlike the rehearsed ones."""
+        """True once this step has made a call unlike those of the rehearsed steps."""
         self.are_detected = True
-        """True while steps are detected, and measured: calls in these may be learnt."""
+        """True while steps are detected and measured; the forms of their calls may be added to the known ones."""
         self.noticed: Callable[[nn.Module, tuple[Any, ...], dict[str, Any], str], None] = lambda *_: None
         """Function called with the model, the arguments and a description at the first unlike call of a step."""
         self.noticed_backward: Callable[[str], None] = lambda what: None
         """Function called with a description when a backward pass begins that is unlike those of measured steps."""
         self.begins_between: Callable[[nn.Module], None] = lambda model: None
         self.ends_between: Callable[[int], None] = lambda n: None
-        """Functions called in the second call of the model that does not train since a step, as in a rollout, and at
-        the next step with the number of such calls, or once they are `_most_between`.
+        """Functions for calls of the model between steps that do not train, as in a rollout. The first one is called at
+        the second such call; the second one, with their number, at the next step or once they are `_most_between`.
         """
         self._n_between = 0
         """Number of calls since the last step that do not train."""
         self._most_between = 0
         """Largest number of such calls that are recorded."""
         self.several_backwards = self.builds_graphs = False
-        """True if rehearsed steps differed in what backward read; True if it built a graph itself in one of them."""
+        """True if backward read other tensors in some rehearsed steps than in others; True if backward built a graph
+        (`create_graph=True`) in one of them.
+        """
         self._passes: set[tuple[int, bool]] = set()
         """Numbers of the model's outputs at which backward passes have begun, each with True if it built a graph."""
         self._forms: set[Form] = set()
         self._has_met = False
-        """True once `see` was told of a call that is like a rehearsed one."""
+        """True once `see` has compared a call that has the form of a rehearsed one."""
         self.is_reported = False
         """True once a step with more calls than the rehearsed one has been reported."""
 
@@ -101,11 +105,11 @@ class KnownCalls:
         kwargs: dict[str, Any],
         part: nn.Module | None = None,
     ) -> None:
-        """Learn the form of a call in a rehearsed step, if `model` is None; otherwise compare a later call of `model`
-        with the rehearsed ones, and report the first one in a step that is unlike all of them.
+        """Record the form of a call in a rehearsed step if `model` is None; otherwise compare a call of `model` with
+        the rehearsed ones, and report it if it is the first in this step that is unlike all of them.
 
-        `tensors` are those in the arguments. `part` is the part of the model that is called, if it is not the model
-        itself.
+        `tensors` are the tensors in the arguments. `part` is the part of the model that is called, if it is not the
+        model itself.
         """
         flags = []
         for value in (*args, *kwargs.values()):  # this runs in every step, so it makes few calls

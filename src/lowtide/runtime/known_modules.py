@@ -30,10 +30,9 @@ Bindings = list[tuple[dict[str, Any], dict[str, Any]]]
 
 
 class KnownModules:
-    """Contents of the tables (attributes, parameters, buffers, children) of `modules` as one call found them, with the
-    `attributes` that the call captured.
+    """Attributes, parameters, buffers and children of `modules` as one call found them, compared by later calls.
 
-    Later calls compare these contents by identity.
+    The comparison is by identity. `attributes` is the call's own capture of attributes.
     """
 
     __slots__ = (
@@ -57,8 +56,8 @@ class KnownModules:
         self._values: list[Any] = []
         """Contents of all tables, with None in the places of objects that must not be held."""
         self._opaque: list[tuple[int, dict[str, Any], str, int, type]] = []
-        """Place, table, name, id and type of each object that must not be held. A later object with the same id is no
-        change if its type is the same.
+        """Index, table, name, id and type of each object that must not be held. An object with the same id and type
+        counts as the same object.
         """
         held = {*map(id, (None, *attributes.plain, *_tensors(modules), *modules))}
         for table in self._tables:

@@ -21,28 +21,28 @@ differ too much.
 
 
 class NeededSlots:
-    """Saved tensors of each call that the hooks have to see, learnt in a run in which the hooks saw all tensors.
+    """Saved tensors of each module call that the hooks have to see, learnt in a run in which the hooks saw all tensors.
 
-    These are tensors with a decision, tensors left to a replay, and tensors whose value was looked up through an edge
-    of the autograd graph. Autograd saves all others as without a plan, and checks their versions.
+    These are tensors with a decision, tensors left to a replay, and operands of recomputes. Autograd saves all others
+    as without a plan, and checks their versions.
     """
 
     __slots__ = ("by_call", "idle", "n_saved", "unneeded")
 
     def __init__(self) -> None:
         self.by_call: dict[CallInterceptor, dict[int, set[int]]] = {}
-        """Ordinals for each call of a module, by the call's number."""
+        """Ordinals of the needed saved tensors, by module and call number."""
         self.n_saved: dict[CallInterceptor, dict[int, int]] = {}
-        """For each call of a module, by the call's number, the most tensors that it has saved itself."""
+        """The most tensors that a call has saved itself in any run, by module and call number."""
         self.idle: frozenset[CallInterceptor] = frozenset()
-        """Modules without needed or decided tensors in any call."""
+        """Interceptors of modules that save no needed tensor in any call, and for which the plan decides nothing."""
         self.unneeded: RemovableInterceptors | None = None
         """Interceptors of idle modules that are not called while hooks are pushed, so that they can be taken out; None
         once such a module may have been called then.
         """
 
     def learn(self, plan: int, scopes: Iterable[tuple[CallInterceptor, CallScope]]) -> None:
-        """Add the slots that the calls of one run under plan number `plan` have shown to be needed."""
+        """Add the needed saved tensors of the calls (`scopes`) in one run under the plan of number `plan`."""
         for interceptor, scope in scopes:
             known = self.by_call.setdefault(interceptor, {})
             # includes slots that other hooks packed
@@ -72,7 +72,7 @@ class LearntSlots:
         """True if all decisions are in the plans' tables, so that one run shows the saved tensors that are needed."""
         self._learnt: list[NeededSlots]
         self._complete: list[NeededSlots | None]
-        """The slots of plans whose learning run is over; None where the next run has to see all tensors."""
+        """The needed saved tensors by plan; None if the hooks have to see all tensors in the next run of the plan."""
         self._n_again = 0
         """Number of learning runs after the first one of each plan."""
         self._last_packed: Callable[[], object] = lambda: None
@@ -86,7 +86,9 @@ class LearntSlots:
         self._learnt, self._complete = [NeededSlots() for _ in range(n_plans)], [None for _ in range(n_plans)]
 
     def needed(self, plan: int) -> NeededSlots | None:
-        """Return the slots that the hooks have to see in the next run of `plan`; None if they have to see all."""
+        """Return the saved tensors that the hooks have to see in the next run of `plan`; None if they have to see
+        all.
+        """
         return self._complete[plan] if self._last_packed() is None else None
 
     def learn_again(self, plan: int) -> None:
@@ -96,7 +98,7 @@ class LearntSlots:
         self.is_possible = self.is_possible and self._n_again < MAX_LEARNT_AGAIN
 
     def add(self, run: ForwardPass) -> None:
-        """Add the slots that `run` has shown to be needed, if the run was to learn them."""
+        """Add the needed saved tensors that `run` has learnt, if it was a learning run."""
         if run.learnt:
             self._learnt[run.plan].learn(run.plan, run.learnt)
             self._complete[run.plan] = self._learnt[run.plan]

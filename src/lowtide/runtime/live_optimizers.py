@@ -64,8 +64,8 @@ def state_bytes(optimizers: Iterable[Optimizer], device: torch.device) -> int:
     """Return the bytes of optimizer state on a device, without parameters and gradients that the state refers to."""
     optimizers = [*optimizers]
     updated = [tensor for o in optimizers for p in list_parameters(o) for tensor in (p, p.grad) if tensor is not None]
-    counted = _storages(updated, device)
-    state = _storages(list_optimizer_state(optimizers), device)
+    counted = _measure_storages(updated, device)
+    state = _measure_storages(list_optimizer_state(optimizers), device)
     return sum(n_bytes for address, n_bytes in state.items() if address not in counted)
 
 
@@ -97,7 +97,7 @@ def _scale_bytes(entry: Tensor, known: Tensor, other: Tensor) -> int:
     return entry.element_size() * other.numel() if entry.shape == known.shape else entry.nbytes
 
 
-def _storages(tensors: Iterable[Tensor], device: torch.device) -> dict[int, int]:
+def _measure_storages(tensors: Iterable[Tensor], device: torch.device) -> dict[int, int]:
     """Return the sizes of the tensors' storages on a device, by address."""
     parts = (part for tensor in tensors for part in find_parts(tensor) if part.device == device)
     return {storage.data_ptr(): storage.nbytes() for storage in (part.untyped_storage() for part in parts)}

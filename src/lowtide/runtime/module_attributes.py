@@ -59,9 +59,9 @@ class Attributes:
                 if id(type(value)) in _ATOMS:
                     self._plain.append((table, name, value, value))
                 elif isinstance(value, _TAKEN):
-                    self._take(table, name, value)
+                    self._capture(table, name, value)
 
-    def _take(self, table: Table, name: str, value: Any) -> None:
+    def _capture(self, table: Table, name: str, value: Any) -> None:
         tensors: list[Tensor] = []
         if isinstance(value, list | dict) and len(value) > LARGEST:
             self._long.append((table, name, value, len(value)))
@@ -101,7 +101,7 @@ class Attributes:
         """Return True if the captured containers, such as lists and dicts, have the contents that they had at the start
         of the call.
         """
-        return all(map(_is_as, self.mutable, self.contents))
+        return all(map(_equals_copy, self.mutable, self.contents))
 
     @property
     def plain(self) -> list[Any]:
@@ -148,10 +148,10 @@ class Attributes:
         for table, name, value, content in self._plain:
             if table.get(name) is not value:
                 table[name] = value
-            if not _is_as(value, content):
+            if not _equals_copy(value, content):
                 table[name] = copies.setdefault(id(value), _copy(content))
         for table, name, value, length in self._long:
-            cut = value if len(value) == length else copies.setdefault(id(value), _shortened(value, length))
+            cut = value if len(value) == length else copies.setdefault(id(value), _cut_log(value, length))
             table[name] = cut
         for table, name, value, content, _ in self._tensors:
             table[name] = value if isinstance(value, Tensor) else copies.setdefault(id(value), _copy(content))
@@ -194,7 +194,7 @@ def _copy(value: Any, leaf: Callable[[Any], Any] = lambda leaf: leaf) -> Any:
     return deque(items, value.maxlen) if kind is deque else kind(items)
 
 
-def _is_as(value: Any, content: Any) -> bool:
+def _equals_copy(value: Any, content: Any) -> bool:
     """Return True if `value` equals `content`, an earlier copy of plain data. Tensors put into `value` since then are
     not compared.
     """
@@ -208,11 +208,11 @@ def _is_as(value: Any, content: Any) -> bool:
     if len(value) != len(content):
         return False
     if isinstance(value, dict):
-        return [*value] == [*content] and all(map(_is_as, value.values(), content.values()))
-    return all(map(_is_as, value, content))
+        return [*value] == [*content] and all(map(_equals_copy, value.values(), content.values()))
+    return all(map(_equals_copy, value, content))
 
 
-def _shortened(value: Any, length: int) -> Any:
+def _cut_log(value: Any, length: int) -> Any:
     if isinstance(value, list):
         return value[:length]
     made = copy.copy(value)

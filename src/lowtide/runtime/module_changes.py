@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 
-class _Look(NamedTuple):
+class _Snapshot(NamedTuple):
     """Parts of a module that determine the behaviour of its calls."""
 
     kind: type
@@ -31,26 +31,26 @@ class _Look(NamedTuple):
 class AsPlanned:
     """Snapshot of the modules that a call runs, with their paths."""
 
-    __slots__ = ("_global", "_looks")
+    __slots__ = ("_global", "_snapshots")
 
     def __init__(self, module: nn.Module, path: str) -> None:
         named = module.named_modules(prefix=path)
-        self._looks = [(name, part, _look(part)) for name, part in named]
+        self._snapshots = [(name, part, _take_snapshot(part)) for name, part in named]
         self._global = {key for table in GLOBAL_FORWARD_HOOKS for key in table}
 
     def change(self) -> str | None:
         """Describe a change of the modules since construction; None if there is none."""
-        for path, module, was in self._looks:
-            if not _is_as(was, module) and (change := _put_in_words(was, _look(module))) is not None:
+        for path, module, was in self._snapshots:
+            if not _is_unchanged(was, module) and (change := _describe_change(was, _take_snapshot(module))) is not None:
                 return f"{path or type(module).__name__} {change}"
         added = (hook for table in GLOBAL_FORWARD_HOOKS for key, hook in table.items() if key not in self._global)
-        return next((f"every module has the hook {_name(hook)}" for hook in added), None)
+        return next((f"every module has the hook {_format_name(hook)}" for hook in added), None)
 
 
-def _look(module: nn.Module) -> _Look:
+def _take_snapshot(module: nn.Module) -> _Snapshot:
     forward = vars(module).get("forward")
     is_its_class_s = getattr(forward, "__func__", None) is getattr(type(module), "forward", module)
-    return _Look(
+    return _Snapshot(
         type(module),
         None if is_its_class_s else forward,
         dict(module._modules.items()),
@@ -59,7 +59,7 @@ def _look(module: nn.Module) -> _Look:
     )
 
 
-def _is_as(was: _Look, module: nn.Module) -> bool:
+def _is_unchanged(was: _Snapshot, module: nn.Module) -> bool:
     """Return True if `module` has not changed since `was` was recorded. This check is faster than a search for the
     change.
     """
@@ -79,27 +79,27 @@ def _is_as(was: _Look, module: nn.Module) -> bool:
     )
 
 
-def _put_in_words(was: _Look, now: _Look) -> str | None:
+def _describe_change(was: _Snapshot, now: _Snapshot) -> str | None:
     if added := [hook for key, hook in now.hooks.items() if key not in was.hooks]:
-        return f"has the hook {_name(added[0])}"
+        return f"has the hook {_format_name(added[0])}"
     if now.kind is not was.kind:
         return f"is a {now.kind.__name__} and was a {was.kind.__name__}"
     if now.forward is not was.forward and now.forward != was.forward:
-        return f"has another forward, of {_name(now.kind if now.forward is None else now.forward)}"
+        return f"has another forward, of {_format_name(now.kind if now.forward is None else now.forward)}"
     if others := [name for name, child in now.children.items() if was.children.get(name) is not child]:
         return f"has another module at {others[0]} ({type(now.children[others[0]]).__name__})"
     if removed := was.children.keys() - now.children.keys():
         return f"has no module at {min(removed)} any longer"
     if now.names != was.names:
-        return f"has {_names(now.names - was.names)} and had {_names(was.names - now.names)}"
+        return f"has {_format_names(now.names - was.names)} and had {_format_names(was.names - now.names)}"
     return None
 
 
-def _names(names: set[str]) -> str:
+def _format_names(names: set[str]) -> str:
     return ", ".join(sorted(names)) or "nothing"
 
 
-def _name(function: Any) -> str:
+def _format_name(function: Any) -> str:
     """Return a name such as `torch.nn.utils.prune.L1Unstructured`, of a function, a class, or an object's class."""
     named = function if hasattr(function, "__qualname__") else type(function)
     return f"{named.__module__}.{named.__qualname__}"

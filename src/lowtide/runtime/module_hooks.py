@@ -34,7 +34,7 @@ class _RecordedHook:
 
 
 class HookRecorder:
-    """Recorder of those hooks of `modules` that act (return something), from construction until `stop`."""
+    """Recorder of the hooks of `modules` that return something, from construction until `stop`."""
 
     __slots__ = ("_recorded", "acting")
 

@@ -38,9 +38,7 @@ if TYPE_CHECKING:
 
 
 class Copier(Protocol):
-    """Copier of bytes between one device and the host, in both directions. Each copy returns a token, which `wait`
-    takes.
-    """
+    """Copier of bytes between one device and the host, in both directions. Each copy returns a token for `wait`."""
 
     def out(self, data: Tensor) -> tuple[Tensor, object]:
         """Start a copy of `data` to the host; return the host tensor and a token."""
@@ -141,12 +139,10 @@ class OffloadedStorage:
             self._back = self._copying.back(self._host)
 
     def bring_back(self) -> Tensor:
-        """Wait for the copy back to the device, store views of it in the values that need them, and return the
-        storage's bytes.
+        """Wait for the copy back to the device, and return it as bytes.
 
-        The copy back of the storage that was offloaded just before this one starts now.
-
-        Raises RuntimeError if the tensor was changed in place during its copy to the host.
+        Values that still have to be read get views of it, and the copy back of the storage that was offloaded just
+        before this one starts. Raises RuntimeError if the tensor was changed in place during its copy to the host.
         """
         self.release_device_memory()
         if self._spoiled:
@@ -164,7 +160,7 @@ class OffloadedStorage:
         return data
 
     def awaited(self) -> bool:
-        """Return True if a handle still has to read from this storage in this backward pass."""
+        """Return True if a saved tensor in this storage has not been read yet in this backward pass."""
         there = (value for reference, _ in self.offloaded_values if (value := reference()) is not None)
         number = backward_number()
         return any(v.tensor is None and (v.last_backward != number or v.reads < v.readers) for v in there)
@@ -178,7 +174,7 @@ class OffloadedStorage:
 
 
 class Offloaded:
-    """Maker of one offloaded value, which it fetches from the host."""
+    """Maker of an offloaded Value: it fetches the tensor from the host when backward reads it."""
 
     __slots__ = ("_layout", "_storage")
 
@@ -224,7 +220,7 @@ class OffloadQueue:
         self._known: dict[int, tuple[StorageWeakRef, weakref.ref[OffloadedStorage]]] = {}
 
     def enqueue(self, base: Tensor, value: Value) -> bool:
-        """Offload `value`, whose tensor is `base`. Return False if the tensor, or its device, is not supported."""
+        """Offload `value`, which holds the tensor `base`; return False if the tensor or its device is not supported."""
         copying = find_copier(base.device)
         if copying is None or isinstance(base, torch.nn.Parameter) or not is_plain(base) or not get_storage_id(base):
             return False
@@ -240,7 +236,7 @@ class OffloadQueue:
         return True
 
     def _find_offloaded_storage(self, base: Tensor) -> OffloadedStorage | None:
-        """Return the OffloadedStorage of the storage of `base`; None if there is none, or `base` was written to since.
+        """Return the OffloadedStorage that contains `base`; None if there is none, or if `base` was written to since.
 
         A weak reference to the storage keeps its id from being reused.
         """

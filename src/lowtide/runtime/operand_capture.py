@@ -97,7 +97,7 @@ _SIZED_BY_CONTENTS: dict[Callable[..., Any], str] = {
 _WATCHED = frozenset({*_OPERANDS, *_SIZED_BY_CONTENTS, F.scaled_dot_product_attention})
 
 CAPTURED_OPERANDS = ("lowtide", "captured")
-"""Key of a node's metadata for captured operands."""
+"""Key, in a node's metadata, of the operands that were captured for it."""
 
 _ATTENTION = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
 
@@ -112,8 +112,8 @@ class CaptureListener(Protocol):
         """Return the site that all numbers captured in the module call in progress share."""
 
     def unrecorded(self, operand: Tensor) -> tuple[CaptureSite, Value | None]:
-        """Return the site of an operand that autograd does not record, and a value that holds it, if a recompute needs
-        one.
+        """Return the site of an operand that autograd does not record, and a Value that holds it; None instead of the
+        Value if no recompute needs it.
         """
 
     def report_sized_by_contents(self, operator: str) -> None:
@@ -121,7 +121,7 @@ class CaptureListener(Protocol):
 
 
 class CaptureSite(NamedTuple):
-    """Call and ordinal at which an operand was captured."""
+    """Place at which an operand was captured: a module call, and the operand's ordinal among those captured in it."""
 
     call: str
     """Address of the module call that contains the operator."""
@@ -137,8 +137,8 @@ class CapturedOperand(NamedTuple):
 
     place: CaptureSite
     what: Number | Tensor | weakref.ref[Value]
-    """A number, a copy of a tensor with one element (changes of the tensor itself would go unnoticed), or a reference
-    to a value.
+    """A number, a copy of a tensor with one element (changes of the tensor itself would go unnoticed), or a weak
+    reference to the Value that holds a larger tensor.
     """
 
 
@@ -173,7 +173,7 @@ class OperandCapture(TorchFunctionMode):
         if func not in _WATCHED:
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention and not is_compiling_here():
-            here.attention = self._attention(dict(zip(_ATTENTION, args, strict=False)) | kwargs)
+            here.attention = self._capture_mask(dict(zip(_ATTENTION, args, strict=False)) | kwargs)
             try:
                 return func(*args, **kwargs)
             finally:
@@ -186,8 +186,8 @@ class OperandCapture(TorchFunctionMode):
         is_in_order = len(args) == len(names) and not kwargs
         operands = dict(zip(names, args, strict=True)) if is_in_order else _name_operands(names, args, kwargs)
         edges: dict[str, tuple[Any, int] | None] = {}
-        """For each operand, its node, or the operand itself if it is a leaf, and its output number; None if it needs no
-        gradient.
+        """For each operand, its `grad_fn` (or the operand itself if it is a leaf) and output number; None if it needs
+        no gradient.
         """
         unrecorded: list[tuple[str, Number | Tensor]] = []
         for name, operand in operands.items():
@@ -201,32 +201,34 @@ class OperandCapture(TorchFunctionMode):
             return func(*args, **kwargs)
         out = func(*args, **kwargs)
         node = out.grad_fn if isinstance(out, Tensor) else None
-        if node is not None and _is_of(node, edges):
+        if node is not None and _belongs_to(node, edges):
             metadata = node_metadata(node)
             known = metadata.get(CAPTURED_OPERANDS)  # captured by the plan of an outer model
             if known is None:
                 known = metadata[CAPTURED_OPERANDS] = {}
             for name, operand in unrecorded:
-                if (captured := self._note(operand, out)) is not None:
+                if (captured := self._capture(operand, out)) is not None:
                     known[name] = captured
         return out
 
-    def _note(self, operand: Number | Tensor, out: Tensor) -> CapturedOperand | None:
-        """Return the operand in the form in which nodes store it; None for a tensor that can't be held, is too large to
-        gain anything, or is not needed by the plan.
+    def _capture(self, operand: Number | Tensor, out: Tensor) -> CapturedOperand | None:
+        """Capture `operand` of an operator that returned `out`.
+
+        Returns None for a tensor that can't be held, is too large to gain anything, or is not needed by the plan.
         """
         if not isinstance(operand, Tensor):
             return CapturedOperand(self._listener.get_site_of_numbers(), operand)
         if operand.numel() == 1:
             return CapturedOperand(self._listener.get_site_of_numbers(), operand.detach().clone())
-        if operand is out or not _is_worth_it(operand, out.numel()):
+        if operand is out or not _is_worth_holding(operand, out.numel()):
             return None
         place, value = self._listener.unrecorded(operand)
         return None if value is None else CapturedOperand(place, weakref.ref(value))
 
-    def _attention(self, given: dict[str, Any]) -> Attention | None:
-        """Return the mask of a call of attention with the arguments `given`; None without a mask, or if the mask can't
-        be held or is not needed by the plan.
+    def _capture_mask(self, given: dict[str, Any]) -> Attention | None:
+        """Capture the mask of a call of attention with the arguments `given`.
+
+        Returns None without a mask, or if the mask can't be held or is not needed by the plan.
         """
         query, key, mask = given.get("query"), given.get("key"), given.get("attn_mask")
         if not (isinstance(query, Tensor) and isinstance(key, Tensor)):
@@ -235,7 +237,7 @@ class OperandCapture(TorchFunctionMode):
             is_causal = bool(given.get("is_causal"))
             return Attention(next_sequence_number(), self._listener.get_site_of_numbers(), None) if is_causal else None
         scores = query.numel() // max(1, query.shape[-1]) * key.shape[-2]
-        if not (isinstance(mask, Tensor) and not mask.requires_grad and _is_worth_it(mask, scores)):
+        if not (isinstance(mask, Tensor) and not mask.requires_grad and _is_worth_holding(mask, scores)):
             return None
         place, held = self._listener.unrecorded(mask)
         return None if held is None else Attention(next_sequence_number(), place, held)
@@ -264,15 +266,13 @@ def find_captured_operand(node: Node, name: str) -> tuple[CaptureSite, Number | 
     return None if what is None else (captured.place, what)
 
 
-def _is_worth_it(operand: Tensor, size: int) -> bool:
+def _is_worth_holding(operand: Tensor, size: int) -> bool:
     """Return True if an operand can be held, and has at most half as many elements as a result of `size` elements."""
     return is_plain(operand) and not operand.is_inference() and 2 * operand.numel() <= size
 
 
-def _is_of(node: Node, edges: dict[str, tuple[Any, int] | None]) -> bool:
-    """Return True if `node` belongs to the operator with these operand edges, not to another operator that called this
-    one.
-    """
+def _belongs_to(node: Node, edges: dict[str, tuple[Any, int] | None]) -> bool:
+    """Return True if the operator whose operands have these `edges` made `node`, not another operator that calls it."""
     recipe = RECIPES.get(node.name())
     if recipe is None:
         return False

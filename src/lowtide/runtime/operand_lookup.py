@@ -1,4 +1,4 @@
-"""Lookup of the operands and constants of one node's recipe."""
+"""Lookup of the operands and constants of a recipe, the function that recomputes the output of an autograd node."""
 
 from __future__ import annotations
 
@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 
 
 class OperandLookup:
-    """Lookup of the operands and constants of one node's recipe: on the node, its edges, and modules that own its
-    parameter.
+    """Lookup of the operands and constants with which `recipe` recomputes an output of `node`.
+
+    They are looked up on the node, on its input edges, and on the modules that own its parameter.
     """
 
     __slots__ = ("_edges", "builder", "captured_sites", "depth", "like", "node", "output", "recipe")
@@ -85,8 +86,9 @@ class OperandLookup:
         raise CannotRecompute(f"{self.node.name()} does not record {name}")
 
     def operands(self, name: str) -> list[Handle | None]:
-        """Return the operands of a list parameter: saved tensors, or the values on all input edges. Raises
-        CannotRecompute if neither gives all of them.
+        """Return the operands for the recipe's parameter `name`, a list of tensors, such as the inputs of `cat`.
+
+        They are saved tensors, or the tensors on all input edges. Raises CannotRecompute if neither are complete.
         """
         saved = self.saved(name)
         if saved is not None:
@@ -124,7 +126,9 @@ class OperandLookup:
             return owned
 
     def saved(self, name: str) -> Any:
-        """Return the content of a node's slot `name`: a handle, a tensor, or a tuple of these; None if empty."""
+        """Return the tensor that the node has saved as `name`: a handle, a tensor, or a tuple of these; None if
+        none.
+        """
         slot = getattr(self.node, RAW_SAVED + name, None)
         if slot is None:
             return None
@@ -143,7 +147,7 @@ class OperandLookup:
             raise CannotRecompute(str(error)) from None
 
     def absent(self, name: str) -> bool:
-        """Return True if the op was called without this optional tensor."""
+        """Return True if the operator was called without its optional tensor `name`."""
         partner = self.recipe.together.get(name)
         if partner is None or name not in self.recipe.optional:
             return name in self.recipe.optional
@@ -175,25 +179,23 @@ class OperandLookup:
 
 
 def find_leaf_behind(node: Node | None) -> int:
-    """Return the `id` of the leaf of which the output of `node` is a view, such as `weight` for `weight.t()`; 0 if
-    there is none.
-    """
+    """Return the `id` of the leaf tensor from which `node` makes a view, such as `weight` for `weight.t()`; else 0."""
     while node is not None and not hasattr(node, "variable"):
         node = node.next_functions[0][0] if len(node.next_functions) == 1 else None
     return 0 if node is None else id(node.variable)
 
 
 AS_RECORDED: Final = frozenset({bool, float, type(None)})
-"""Types of constants that a node shows as they are: see `signed`."""
+"""Types of constants that need no conversion by `signed`."""
 _AUTOGRAD_S: Final = object()
 """Marker for a tensor that no hook saw: reading it from the node checks its version, and runs nothing."""
 
 
 def ours(slot: Any) -> Any:
-    """Return the content of a node's slot: a handle, a tensor, or the marker `_AUTOGRAD_S`. Returns None for an empty
-    slot, and for a partial value, which only its own node can use.
+    """Return the content of a saved tensor's slot: a handle, a tensor, or the marker `_AUTOGRAD_S`.
 
-    Raises CannotRecompute if other hooks packed the tensor, which would otherwise look like an empty slot.
+    Returns None for an empty slot, and for a tensor that is kept only in part (its shape or its signs). Raises
+    CannotRecompute if other hooks packed the tensor, which would otherwise look like an empty slot.
     """
     data = slot.data
     if isinstance(data, Handle):
@@ -214,7 +216,7 @@ def are_same(one: Any, other: Any) -> bool:
 
 
 def read_edge_shape(edge: tuple[Node | None, int]) -> torch.Size:
-    """Return the shape of the forward tensor that belongs to an edge."""
+    """Return the shape of the forward tensor that an edge of the autograd graph stands for."""
     node, output = edge
     assert node is not None
     leaf = getattr(node, "variable", None)
@@ -223,7 +225,9 @@ def read_edge_shape(edge: tuple[Node | None, int]) -> torch.Size:
 
 
 def signed(constant: Any) -> Any:
-    """Return a constant with its sign: autograd shows negative dimensions as unsigned 64-bit. Works inside tuples."""
+    """Convert a constant of a node to a signed number: autograd shows a negative dimension as an unsigned one of 64
+    bits. Numbers in tuples are converted, too.
+    """
     if isinstance(constant, tuple):
         return tuple([item if type(item) is int and item < 2**63 else signed(item) for item in constant])
     return constant - 2**64 if type(constant) is int and constant >= 2**63 else constant

@@ -61,7 +61,10 @@ def saves_signs(tensor: Tensor) -> bool:
 
 
 def find_input_saved_for_shape(result: Any) -> Handle | None:
-    """Return the handle on the saved input of `result`'s node if backward reads only the input's shape; else None."""
+    """Return the handle on the saved input of the node that made `result`, if backward reads only the input's shape.
+
+    Returns None otherwise.
+    """
     node = getattr(result, "grad_fn", None)
     if node is None or node.name() not in READS_SHAPE:
         return None
@@ -70,7 +73,7 @@ def find_input_saved_for_shape(result: Any) -> Handle | None:
 
 
 def packed(kind: str, tensor: Tensor) -> Value:
-    """Return a value that holds only the part of `tensor` that its reader needs, packed as `kind` of `PACKINGS` says.
+    """Return a Value that holds only the part of `tensor` that backward needs; `kind` is a key of `PACKINGS`.
 
     Raises CannotRecompute, with the reason, if that is impossible.
     """
@@ -119,4 +122,4 @@ PACKINGS: Final[dict[str, tuple[Recipe, Callable[[Tensor], dict[str, Any]]]]] = 
     SIGNS: (FROM_SIGNS, pack_signs),
     SHAPE: (FROM_SHAPE, _pack_shape),
 }
-"""Packings by the name that plans use in place of an autograd node: a recipe, and its constants from a tensor."""
+"""For each packing, by its name in plans: the recipe that unpacks the tensor, and the function that packs it."""

@@ -48,7 +48,7 @@ class Actions:
         self.inputs: dict[int, Decision] = {}
         self.replay = False
         self.advance = False
-        """True if the result is recomputed by running the call forward again."""
+        """True if the call's result is not kept, but recomputed by running the call's forward again."""
         self.captures = False
         """True if operands that autograd does not record are captured."""
         self.captured: set[int] = set()
@@ -74,7 +74,7 @@ NO_ACTIONS = Actions()
 def parse_actions(
     recompute: Mapping[str, str], replay: Iterable[str], advance: Iterable[str] = (), offload: Iterable[str] = ()
 ) -> dict[str, dict[int, Actions]]:
-    """Return decisions by module path and call number, from addresses as plans write them."""
+    """Parse the addresses in a plan; return its decisions by module path and call number."""
     table: dict[str, dict[int, Actions]] = {}
 
     def of(call: str) -> Actions:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def make_action_table(decided: Decided) -> dict[str, dict[int, Actions]]:
-    """Return a plan's decisions in the form that `Engine` takes."""
+    """Return a plan's decisions by module path and call number, as `Engine` takes them."""
     return parse_actions(decided.recompute, decided.replay, decided.advance, decided.offload)
 
 
@@ -79,7 +79,9 @@ class PlannedEngine(Engine):
         self.of_a_part: Callable[[tuple[Any, ...], dict[str, Any], nn.Module], None] = lambda args, kwargs, part: None
         """Function called with the arguments of a part of the model that a step calls directly, and that part."""
         self.calls = KnownCalls()
-        """The calls of rehearsed steps: a step with others runs under the plan with the smallest peak."""
+        """The model's calls in rehearsed steps; a step that makes other calls runs under the plan with the smallest
+        peak.
+        """
         self._most = [find_most_elements(plan) for plan in plans]
         self._fit_plain = [estimate_fitting_elements(plan) for plan in plans]
         """For each plan, the number of elements of calls that need no plan."""

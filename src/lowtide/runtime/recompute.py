@@ -58,7 +58,7 @@ class _FieldsInPython:
         """
         self.constants = constants
         self.stride = stride
-        """Strides that the result must have; None if no view of it is read."""
+        """Strides that the result must have; None if they do not matter, because only other recomputes read it."""
         self.captured_sites = captured_sites
         """Sites of the captured operands, which autograd does not record."""
         self.sharded: tuple[Handle, ...] = ()
@@ -79,7 +79,10 @@ else:
 
 
 class Recompute(RecomputeFields):
-    """Future run of a recipe. Until the recipe has run, its handles count as unread readers of its operands."""
+    """A recipe to run in backward, with handles on its operands.
+
+    Until the recipe has run, these handles count as unread, so that recomputed operands stay in memory.
+    """
 
     __slots__ = ("__weakref__",)
 
@@ -102,7 +105,7 @@ class Recompute(RecomputeFields):
         return True
 
     def make(self, value: Value) -> Tensor:
-        """Run the recipe and return its result, which is stored in `value` if an unread handle needs it."""
+        """Run the recipe and return its result; store it in `value` if another handle still has to read it."""
         tensors: list[Tensor | None] = []
         for operand in self.operands:
             if operand is None:
@@ -170,8 +173,9 @@ class Recompute(RecomputeFields):
 def in_order(
     recipe: Recipe, arguments: Mapping[str, Handle | list[Handle | None] | None]
 ) -> tuple[tuple[Handle | None, ...], dict[str, int | slice] | None]:
-    """Return all operands in one tuple, and each argument's positions in it; None instead of positions if the operands
-    are the recipe's parameters, in order.
+    """Return the operands of a recipe as one tuple, and the positions in it by parameter.
+
+    Returns None instead of the positions if the tuple has one operand for each parameter, in order.
     """
     if not recipe.lists and len(arguments) == len(recipe.operands):  # numbers are constants
         return tuple(arguments.values()), None  # type: ignore[arg-type]  # the recipe takes no lists

@@ -1,4 +1,4 @@
-"""Search for a way to recompute a tensor that is being saved: returns a value whose maker is a `Recompute`."""
+"""Search for the operands from which a recipe can recompute a tensor that is being saved."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class ParameterOwners:
         self.sharded = bool(find_units(model.modules()))
         """True if parameters may be different tensors while a module runs."""
         self._owners: dict[int, tuple[torch.nn.Module, ...]] = {}
-        self._look()
+        self._find_owners()
 
     def of(self, parameter: int) -> tuple[torch.nn.Module, ...]:
         """Return the modules that own the parameter of this `id`; none if there is no such parameter."""
         if self.sharded and parameter and parameter not in self._owners:
-            self._look()
+            self._find_owners()
         return self._owners.get(parameter, ())
 
     def is_gathered(self, value: Value, tensor: Tensor) -> bool:
@@ -59,7 +59,7 @@ class ParameterOwners:
         held = {get_storage_id(part) for p in self._model.parameters() for part in find_parts(p)}
         return get_storage_id(get_own_part(tensor)) in held
 
-    def _look(self) -> None:
+    def _find_owners(self) -> None:
         owners: dict[int, tuple[torch.nn.Module, ...]] = {}
         for module in self._model.modules():
             for parameter in module._parameters.values():
@@ -80,8 +80,9 @@ _RARELY_IN_PLACE = frozenset({"addmm", "baddbmm", "addmv"})
 
 
 class Builder:
-    """Search for the inputs of recipes: on the node, on its input edges, among captured operands, on a parameter's
-    module.
+    """Builder of recomputes. For each recipe, it searches for the operands.
+
+    They may be on the node, on its input edges, among captured operands, or on the module that owns a parameter.
     """
 
     __slots__ = ("describes", "implementations", "length", "owners", "paths")
@@ -94,11 +95,11 @@ class Builder:
         """Number of nodes visited."""
         self.describes = False
         self.paths: dict[Value, RecomputePath | None] = {}
-        """Paths of the values that the latest call of `recompute_with_path` has made."""
+        """Path to the operands of each Value that the latest call of `recompute_with_path` has made."""
 
     def recompute_with_path(self, node: Node, output: int, like: Tensor) -> tuple[Value, RecomputePath | None]:
-        """Return the value that `recompute` returns, and the path to its operands; None for operands in places that a
-        path can't describe.
+        """Return the Value that `recompute` returns, and the path to its operands; None if a path can't describe
+        them.
         """
         self.describes = True
         try:
@@ -109,11 +110,11 @@ class Builder:
             self.paths.clear()
 
     def recompute(self, node: Node, output: int, like: Tensor | None = None, depth: int = 0) -> Value:
-        """Return a value that recomputes an output of `node` by a recipe. Raises CannotRecompute, with the reason.
+        """Return a Value that recomputes an output of `node` by a recipe.
 
-        `like` is the original output, if available: the result gets its strides. Without `like`, the value is only an
+        `like` is the original output, if available: the result gets its strides. Without `like`, the result is only an
         intermediate of other recomputes, maybe with other strides (see `certain`). `depth` is the number of edges from
-        the saved tensor's node to `node`.
+        the saved tensor's node to `node`. Raises CannotRecompute, with the reason, if that is impossible.
         """
         self.length += 1
         kind = node.name()
@@ -178,8 +179,9 @@ class Builder:
         return RECIPES.get(kind) if name is None else IMPLEMENTATIONS[kind][name]
 
     def find_edge_value(self, edge: tuple[Node | None, int], depth: int) -> Value | None:
-        """Return the value of the forward tensor behind a node's input edge, recomputed if no handle holds it; None if
-        the edge needs no gradient.
+        """Return the Value of the forward tensor that an input edge stands for; None if that needs no gradient.
+
+        If no handle holds the tensor, the Value recomputes it, which may raise CannotRecompute.
         """
         node, output = edge
         if node is None:

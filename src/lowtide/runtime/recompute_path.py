@@ -27,21 +27,23 @@ if TYPE_CHECKING:
     from lowtide.runtime.recompute_builder import Builder
 
 ABSENT: Final = 0
-"""Kind of turn without an operand: the recipe takes None because a certain constant is true."""
+"""Kind of Turn without an operand: the recipe is called with None, because a certain constant is true."""
 SLOT: Final = 1
-"""Kind of turn to a tensor that the node has saved."""
+"""Kind of Turn to an operand that the node has saved."""
 EDGE: Final = 2
-"""Kind of turn to a value that is held for the node on an edge."""
+"""Kind of Turn to an operand that the node on an input edge computed, and that a handle holds."""
 LEAF: Final = 3
-"""Kind of turn to the leaf on an edge."""
+"""Kind of Turn to an operand that is the leaf tensor on an input edge."""
 FURTHER: Final = 4
-"""Kind of turn to the result of the node on an edge, which is recomputed as well."""
+"""Kind of Turn to an operand that the node on an input edge computed, and that is recomputed as well."""
 CAPTURED: Final = 5
-"""Kind of turn to a captured tensor."""
+"""Kind of Turn to an operand that is a captured tensor, which autograd does not record."""
 
 
 class Turn(NamedTuple):
-    """Place at which a `RecomputePath` finds one operand of a recompute."""
+    """Place of one operand in a `RecomputePath`; `kind` is one of the constants above, `name` the recipe's
+    parameter.
+    """
 
     kind: int
     name: str
@@ -75,7 +77,10 @@ class RecomputePath:
         """The path as the compiled hooks read it (`Column` in hot_path.cpp); None if they can't follow it."""
 
     def follow(self, builder: Builder, node: Node, output: int, like: Tensor | None) -> Value | None:
-        """Return a value that recomputes the output of `node`, as the builder would; None if the path has changed."""
+        """Return a Value that recomputes the output of `node` from operands at the recorded places.
+
+        Returns None if a place has another kind of content than when the path was recorded.
+        """
         # one function: each call of Python here would cost host time for each recomputed tensor of each step
         recipe = self.recipe
         if recipe.device is not None and get_output_metadata(node, output).device.type != recipe.device:
@@ -146,8 +151,9 @@ class RecomputePath:
     def look_up(
         self, builder: Builder, node: Node, output: int, like: Tensor | None, constants: dict[str, Any]
     ) -> bool:
-        """Add the constants that modules own, and those that are computed, to `constants`; return False if the path has
-        changed.
+        """Add the constants that modules own, and those that are computed, to `constants`.
+
+        Returns False if another parameter is in the recorded place, or its modules disagree.
         """
         for name, edge, key, modules in self.owned:
             if find_leaf_behind(node.next_functions[edge][0]) != key:
@@ -164,8 +170,9 @@ class RecomputePath:
 
 
 def in_slot(builder: Builder, node: Node, name: str) -> Handle | None:
-    """Return a new handle on the tensor that a node saved as `name`; None if it is absent, partial, changed, or packed
-    by other hooks.
+    """Return a new handle on the tensor that a node saved as `name`.
+
+    Returns None if the tensor is absent, kept in part only, changed since, or packed by other hooks.
     """
     slot = getattr(node, RAW_SAVED + name)
     data = slot.data

@@ -54,7 +54,7 @@ one_at_a_time = threading.RLock()
 
 
 class ReplayFrame:
-    """One call of a replayed module: its arguments, the state that it reads, and the values that a replay restores."""
+    """One call of a replayed module: its arguments, the state that it reads, and the tensors that a replay restores."""
 
     __slots__ = (
         "__weakref__",
@@ -97,7 +97,7 @@ class ReplayFrame:
         self.count = 0
         """Number of tensors that the call has saved so far."""
         self.values: dict[int, weakref.ref[Value]] = {}
-        """Values that a replay restores, by their place among the saved tensors."""
+        """Values whose tensors a replay restores, by their ordinal among the tensors that the call saved."""
         self.nested: list[tuple[CallInterceptor, bool]] = []
         """Inner calls that a plan may replay, in order, each with True if the plan replays it this time."""
         self.held: list[weakref.ref[Tensor | Token]] | None = None
@@ -105,7 +105,7 @@ class ReplayFrame:
         object outside the call refers to some of them.
         """
         self._expected: dict[int, tuple[torch.Size, torch.dtype, Geometry | None]] = {}
-        """For each place the shape and dtype of the saved tensor, and for a view the geometry of its base."""
+        """By the same ordinals, the shape and dtype of the saved tensor, and for a view the geometry of its base."""
         self._static: frozenset[int] | None = None
         self._hook_recorder = None if known is not None else hooks.HookRecorder(mutable_state.modules)
         """None for modules without hooks."""
@@ -142,7 +142,7 @@ class ReplayFrame:
 
     @property
     def is_awaited(self) -> bool:
-        """Return True until a replay has restored all values of the call."""
+        """Return True until a replay has restored all tensors of the call that backward needs."""
         values = [reference() for reference in self.values.values()]
         return not values or any(value is not None and value.tensor is None for value in values)
 
@@ -181,10 +181,12 @@ class ReplayFrame:
         return Handle(value)
 
     def value(self, tensor: Tensor, base: Tensor) -> Value:
-        """Return a value that a replay restores, for `base`: the saved `tensor`, or the tensor that it is a view of."""
+        """Return a Value whose tensor a replay restores: `base`, which is the saved `tensor` or the base of that
+        view.
+        """
         value = Value()
         value.version = base._version
-        self._take(value, tensor, base)
+        self._restore_by_replay(value, tensor, base)
         return value
 
     def take_over(self, value: Value, tensor: Tensor, base: Tensor, *, is_intermediate: bool) -> None:
@@ -196,9 +198,9 @@ class ReplayFrame:
         inside = isinstance(value.maker, ReplayFrame) and value.maker is not self and self.encloses(value.maker)
         if is_intermediate or inside:
             value.version = base._version
-            self._take(value, tensor, base)
+            self._restore_by_replay(value, tensor, base)
 
-    def _take(self, value: Value, tensor: Tensor, base: Tensor) -> None:
+    def _restore_by_replay(self, value: Value, tensor: Tensor, base: Tensor) -> None:
         place = self.count - 1
         value.maker = self
         self.values[place] = weakref.ref(value)
@@ -210,7 +212,7 @@ class ReplayFrame:
         return frame is self or (frame is not None and any(outer() is self for outer in frame.around))
 
     def is_static(self, tensor: Tensor) -> bool:
-        """Return True if a tensor without history is the module's parameter or buffer, which stays in memory anyway."""
+        """Return True if `tensor`, which has no `grad_fn`, is a parameter or buffer of the module."""
         if self._static is None:
             tables = (module._buffers for module in self.interceptor.mutable_state.modules)
             buffers = (buffer for table in tables for buffer in table.values() if buffer is not None)
@@ -218,8 +220,8 @@ class ReplayFrame:
         return isinstance(tensor, torch.nn.Parameter) or get_storage_id(tensor) in self._static
 
     def make(self, value: Value) -> Tensor:
-        """Run the call again; return the tensor of `value`, and store every restored tensor that an unread handle
-        needs.
+        """Run the call again and return the tensor of `value`; store the other restored tensors that are still
+        needed.
         """
         with one_at_a_time:
             if value.tensor is not None:  # another thread has recomputed it in the meantime
@@ -269,7 +271,7 @@ class ReplayFrame:
             self.interceptor.mutable_state.holds = True
             missing = self._run_again(wanted, at)
         if missing:
-            raise ReplayMismatch(self._mismatch(min(missing), "nothing"), type(self.interceptor.module))
+            raise ReplayMismatch(self._describe_mismatch(min(missing), "nothing"), type(self.interceptor.module))
 
     def _run_again(self, wanted: set[int], at: Callable[[int, Tensor], object]) -> set[int]:
         """Run the call again; return those of the `wanted` places at which no tensor was saved."""
@@ -331,7 +333,7 @@ class ReplayFrame:
                 end_off_in_transforms()
 
     def as_saved(self, place: int, tensor: Tensor) -> Tensor:
-        """Return the tensor to store in the value at `place`, taken from `tensor`, which the second run saved there.
+        """Return the tensor (or its base, as in the first run) to store for `tensor`, which a replay saved at `place`.
 
         Raises ReplayMismatch if the shape or dtype is not that of the first run.
         """
@@ -341,11 +343,11 @@ class ReplayFrame:
         shape, dtype, layout = expected
         if (tensor.shape, tensor.dtype) != (shape, dtype):
             raise ReplayMismatch(
-                self._mismatch(place, f"{list(tensor.shape)} {tensor.dtype}"), type(self.interceptor.module)
+                self._describe_mismatch(place, f"{list(tensor.shape)} {tensor.dtype}"), type(self.interceptor.module)
             )
         return tensor.detach() if layout is None else tensor.detach().as_strided(*layout)
 
-    def _mismatch(self, place: int, now: str) -> str:
+    def _describe_mismatch(self, place: int, now: str) -> str:
         expected = self._expected.get(place)
         was = "something" if expected is None else f"{list(expected[0])} {expected[1]}"
         return (

@@ -26,15 +26,11 @@ class StopReplay(BaseException):
 
 
 class NestedBackward(BaseException):
-    """Signal, raised in the second run of a module call, that the call runs backward inside its forward and needs its
-    saved tensors.
-    """
+    """Signal, raised in the second run of a module call, that the call's forward runs backward on its saved tensors."""
 
 
 class Token:
-    """Placeholder for a saved tensor of a trial run. It is never read; it is alive as long as the saved tensor would
-    be.
-    """
+    """Placeholder that a trial run saves in place of a tensor, to find out how long autograd would hold the tensor."""
 
     __slots__ = ("__weakref__",)
 
@@ -124,9 +120,9 @@ class ReplayRun(_SecondRun):
     def pack(self, tensor: Tensor, *, is_complete: bool = False) -> Tensor | Token | None:
         """Record a saved tensor; raise StopReplay when the last needed tensor is complete.
 
-        An operator may save a tensor, such as RReLU's noise, before it writes to the tensor, which has no history and
-        is no view. Such a tensor is complete when the next operator saves one. With `is_complete`, the tensor is an
-        argument of an inner call, which is complete.
+        An operator may write to a tensor after it has saved it, such as RReLU's noise; the tensor then has no `grad_fn`
+        and is no view. Such a tensor is complete when the next operator saves one. `is_complete` is True for an
+        argument of an inner call.
         """
         frame = self._frame
         if not self._inside_another:

@@ -49,13 +49,12 @@ class ValueFields:
         self.is_intermediate = False
         """True if only recomputes, never autograd, have read this value."""
         self.is_partial = False
-        """True if the value holds only the part of the tensor that its reader needs, so that no recompute can use
-        it.
+        """True if the value holds only the part of a saved tensor that backward reads, so that no recompute can use it.
         """
         self.leaf = 0
         """`id` of the parameter that the value is; 0 for any other value."""
         self.original: weakref.ref[Tensor] | None = None
-        """The original tensor, if a recompute reads it although autograd has not saved it."""
+        """Weak reference to the original tensor, if a recompute reads it although autograd has not saved it."""
         self.places: list[tuple[set[int], int]] | None = None
         """Sets of needed ordinals that are being learnt, each with the ordinal of this value in that call
         (`Value.need`).
@@ -77,17 +76,15 @@ class HandleFields:
     def __init__(self, value: Any, view: Geometry | Tensor | None = None) -> None:
         self.value = value
         self.view = view
-        """Geometry of the view within the value; for a kept value the view itself, because holding it is faster than
-        taking it.
-        """
+        """Geometry of the view within the value; for a kept value the view itself, which saves the time to make it."""
         self.last_backward = NEVER
         """Number of the backward pass that read the handle last."""
         value.readers += 1
 
     def get(self) -> Tensor:
-        """Return the tensor with the geometry it was saved with, recomputed if necessary. Repeated calls are allowed.
+        """Return the saved tensor, recomputed if necessary, with its original geometry. Repeated calls are allowed.
 
-        A tensor that can be recomputed is freed once its last reader has it.
+        After the last handle has read a recomputed tensor, the value no longer holds it.
         """
         value, view = self.value, self.view
         tensor: Tensor | None = value.tensor
@@ -120,7 +117,7 @@ class HandleFields:
 
 
 def materialize(value: Any) -> Tensor:
-    """Recompute `value`, after those of its operands, and of their operands, that are not available.
+    """Recompute `value`, after recomputing its operands, and in turn their operands, that are not in memory.
 
     The function does not recurse: a chain of recomputes may be as long as a model is deep.
     """

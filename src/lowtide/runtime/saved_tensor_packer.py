@@ -91,10 +91,10 @@ class SavedTensorPacker:
         return handle
 
     def hold(self, tensor: Tensor, decision: Decision | None, frame: ReplayFrame | None, scope: CallScope) -> Handle:
-        """Return a handle on `tensor`. Its value is shared with an earlier saved tensor, recomputed, replayed by
-        `frame`, offloaded, or kept.
+        """Return a handle on `tensor`, the last tensor saved in the call of `scope`, or an argument of that call.
 
-        The tensor is the last one saved in the call of `scope`, or an argument of that call.
+        Its Value is shared with an earlier saved tensor, recomputed, restored by the replay `frame`, offloaded, or
+        kept.
         """
         if decision is None and frame is None and (handle := self.keep(tensor)) is not None:
             if scope.learnt is not None:
@@ -107,7 +107,7 @@ class SavedTensorPacker:
         else:
             base, node, output, view = find_base_node_and_view(tensor)
         offloading = None
-        """The decision to offload the tensor, which no replay around the call would restore."""
+        """The decision to offload the tensor; None inside a replayed call, whose replay restores it."""
         if decision is not None and decision.node in PACKINGS:
             if (handle := self.hold_part(tensor, decision)) is not None:
                 return handle
@@ -151,11 +151,10 @@ class SavedTensorPacker:
         return Handle(value if offloading is None else self.offload(value, base, offloading), view)
 
     def keep(self, tensor: Tensor) -> Handle | None:
-        """Return a handle on `tensor`, for which there is no decision and no replay; None if its value is not kept,
-        because an earlier decision recomputes or replays it.
+        """Return a handle that keeps `tensor`, for which there is no decision and no replay.
 
-        This is the fast path for most saved tensors. The handle on a view holds the view, so that backward need not
-        take it.
+        Returns None if the tensor was saved before and is recomputed or replayed then. This is the fast path for most
+        saved tensors. The handle on a view holds the view itself, so that backward need not make it.
         """
         if native is not None and (handle := native.kept(tensor)) is not None:
             return handle  # type: ignore[no-any-return]
@@ -174,10 +173,10 @@ class SavedTensorPacker:
     def recompute(
         self, node: Node, output: int, base: Tensor, earlier: Value | None, decision: Decision, scope: CallScope
     ) -> Value:
-        """Return a value that recomputes `base`, the output of `node`. Raises CannotRecompute, with the reason.
+        """Return a Value that recomputes `base`, the output of `node`.
 
-        `earlier` is the output's value so far, if any. If only other recomputes have read `earlier`, it is returned, so
-        that all readers share one recompute.
+        `earlier` is the Value of that output so far, if any. If only other recomputes read `earlier`, it is returned,
+        so that all readers share one recompute. Raises CannotRecompute, with the reason, if that is impossible.
         """
         if self.versions.setdefault(decision.address, base._version) != base._version:
             raise CannotRecompute("it is written to without autograd, and was not before")
@@ -189,7 +188,7 @@ class SavedTensorPacker:
         return value
 
     def follow_path(self, tensor: Tensor, decision: Decision, path: RecomputePath) -> Handle | None:
-        """Return a handle on a value that recomputes `tensor`, with its operands found at the places in `path`.
+        """Return a handle on a Value that recomputes `tensor` from operands at the places in `path`.
 
         Returns None if anything differs from the run that recorded the path; `hold` then searches for the operands.
         """
@@ -211,8 +210,9 @@ class SavedTensorPacker:
         return Handle(value, view)
 
     def recompute_by_search(self, node: Node, output: int, base: Tensor, decision: Decision, scope: CallScope) -> Value:
-        """Search for operands from which `base` can be recomputed, and store the path to them in `decision`; return a
-        value that recomputes `base`.
+        """Search for operands from which `base` can be recomputed; return a Value that recomputes it.
+
+        The path to the operands is stored in `decision`, for later runs.
         """
         self.builder.length = 0
         path = None
@@ -276,7 +276,7 @@ class SavedTensorPacker:
         return value
 
     def unrecorded(self, place: CaptureSite, operand: Tensor) -> Value | None:
-        """Return a value that holds `operand`, which autograd does not record, if the plan needs it; else None."""
+        """Return a Value that holds `operand`, which autograd does not record, if the plan needs it; else None."""
         scope = self.here.scope
         assert scope is not None
         is_wanted = place.ordinal in scope.actions.captured and not is_overwritten(operand)
@@ -310,8 +310,10 @@ class _NotLearnt(Exception):
 
 
 def without_history(tensor: Tensor, base: Tensor, frame: ReplayFrame | None) -> Value:
-    """Return a value for `base`, which no autograd node made: kept, an argument of the call of `frame`, or restored by
-    its replay.
+    """Return a Value for `base`, which has no `grad_fn`; `tensor` is `base` or a view of it.
+
+    `frame` is the replayed call in progress, if any. The Value is that of an argument of this call, one that the replay
+    restores, or one that keeps the tensor.
     """
     if frame is not None and not frame.is_static(base):
         if (value := frame.arguments.find_value(base)) is not None:
@@ -322,12 +324,11 @@ def without_history(tensor: Tensor, base: Tensor, frame: ReplayFrame | None) -> 
 
 
 def can_share(value: Value, base: Tensor, frame: ReplayFrame | None) -> bool:
-    """Return True if `base`, saved again in the replayed call of `frame`, can share `value`, made when it was saved
-    before.
+    """Return True if `base`, which is saved once more, can share the `value` of its earlier save.
 
-    Returns False if `base` was modified in between without autograd. Returns False too if the replay of another
-    finished call restores `value`, such as a weight's cast that autocast cached in that call: that replay would run too
-    early, and the replay of `frame` can restore `base` itself.
+    Returns False if `base` was modified in between without autograd. Returns False too if `base` is saved in the
+    replayed call of `frame`, and the replay of another finished call restores `value`, such as a weight's cast that
+    autocast cached in that call: that replay would run too early, and the replay of `frame` can restore `base` itself.
     """
     if value.version not in (base._version, -1):
         return False

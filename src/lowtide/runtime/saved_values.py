@@ -65,7 +65,10 @@ class Recomputation(Protocol):
 
 
 class Value(ValueFields):
-    """One output of one autograd node in one step; also a leaf or another tensor without history."""
+    """One output of an autograd node in one step, or a tensor without `grad_fn`.
+
+    It is kept as `tensor`; or its `maker` recomputes it, and `tensor` is None until then.
+    """
 
     __slots__ = ("__weakref__",)
 
@@ -82,7 +85,7 @@ class Value(ValueFields):
         return self.version != EXPOSED or not _contents[self].are_in(tensor)
 
     def expose(self) -> None:
-        """Begin to compare the tensor's contents before each read, because autograd does not count all writes to it."""
+        """Record a checksum of the tensor, to compare before each read: autograd does not count all writes to it."""
         if self.version != EXPOSED and self.tensor is not None and not self.is_changed:
             _contents[self], self.version = Contents(self.tensor), EXPOSED
 
@@ -96,15 +99,18 @@ class Value(ValueFields):
         return tensor
 
     def note_save(self, needed: set[int], ordinal: int) -> None:
-        """Remember that a call has saved the value, as its tensor number `ordinal`; `needed` is the call's set of
-        ordinals that the hooks have to see.
+        """Record that a call has saved the value as its tensor number `ordinal`.
+
+        `needed` is the set of ordinals, of that call, that the hooks have to see in later runs.
         """
         if self.places is None:
             self.places = []
         self.places.append((needed, ordinal))
 
     def need(self) -> None:
-        """Let the hooks of later runs see each saved tensor of this value, because a recompute reads the value."""
+        """Let the hooks of later runs see each save of this value (`note_save`), because a recompute reads the
+        value.
+        """
         for needed, ordinal in self.places or ():
             needed.add(ordinal)
         self.places = None
@@ -114,7 +120,7 @@ class Value(ValueFields):
         self.tensor, self.version, self.maker = tensor, tensor._version, None
 
     def store_recomputed(self, tensor: Tensor) -> None:
-        """Store the recomputed tensor if an unread handle still needs it."""
+        """Store the recomputed tensor if a handle has not read it yet in this backward pass."""
         number = backward_number()
         if self.last_backward != number:
             self.last_backward, self.reads = number, 0
@@ -130,7 +136,7 @@ NO_NODE = -1
 
 
 def make_value_without_grad_fn(tensor: Tensor) -> Value:
-    """Return a value that keeps a tensor that no node made."""
+    """Return a Value that keeps `tensor`, which has no `grad_fn`."""
     value = Value(tensor.detach(), output=NO_NODE)
     if isinstance(tensor, nn.Parameter):
         value.leaf = id(tensor)
@@ -138,7 +144,10 @@ def make_value_without_grad_fn(tensor: Tensor) -> Value:
 
 
 class Handle(HandleFields):
-    """One reader's claim on a value, with the view of the value that the reader gets."""
+    """Reference of one reader to a Value, with the view of it that the reader gets.
+
+    Autograd has a handle for each saved tensor, a recompute for each operand, a replay for each argument.
+    """
 
     __slots__ = ("__weakref__",)
 
@@ -177,7 +186,7 @@ def register(node: Node, output: int, value: Value) -> None:
 
 
 def registered(node: Node, output: int) -> Value | None:
-    """Return the value of a node's output, if it was registered and a handle still holds it."""
+    """Return the Value that was registered for a node's output, if a handle still holds it; else None."""
     reference = node_metadata(node).get(KEYS[output] if output < len(KEYS) else ("lowtide", output))
     return None if reference is None else reference()
 
@@ -234,11 +243,11 @@ def peek(node: Node, attribute: str) -> Any:
     if slot is None:
         return getattr(node, attribute)
     if isinstance(slot, tuple | list):
-        return tuple(_within(item) for item in slot)
-    return _within(slot)
+        return tuple(_read_content(item) for item in slot)
+    return _read_content(slot)
 
 
-def _within(slot: Any) -> Handle | Tensor | None:
+def _read_content(slot: Any) -> Handle | Tensor | None:
     data = slot.data
     if slot.unpack_hook is unpack and type(data) is tuple:
         return data[0]  # type: ignore[no-any-return]
@@ -247,7 +256,7 @@ def _within(slot: Any) -> Handle | Tensor | None:
 
 
 class Observer:
-    """Base class of observers, which are told of events under one engine's plan; its methods do nothing.
+    """Base class of observers of the events under one engine's plan; its methods do nothing.
 
     The audit and the trace of a rehearsal, and the check of replays, override them. A training loop has an observer
     only in its first steps.
@@ -281,7 +290,7 @@ class Observer:
         """Observe that backward is about to read a saved tensor."""
 
     def on_unpack(self, handle: Handle, tensor: Tensor) -> None:
-        """Observe `tensor`, which backward is about to get for `handle`."""
+        """Observe that the unpack hook is about to return `tensor` for `handle`."""
 
     def on_recompute_begin(self, maker: Recomputation) -> None:
         """Observe that the recompute or replay `maker` is about to run; its operands are available."""

@@ -34,8 +34,9 @@ LOWEST: Final = torch.int32
 
 
 def pack_indices(tensor: Tensor) -> dict[str, Any]:
-    """Return the arguments with which the recipe `FROM_OFFSETS` restores `tensor`. Raises CannotRecompute if that saves
-    nothing.
+    """Pack indices of pooling in as few bytes as they need; return the arguments with which they are restored.
+
+    Raises CannotRecompute if `tensor` does not hold such indices, or if packing them saves too little.
     """
     if tensor.dtype is not torch.int64 or tensor.dim() not in LEADING or tensor.requires_grad or not is_whole(tensor):
         raise CannotRecompute("it does not hold indices as pooling saves them")
@@ -45,7 +46,7 @@ def pack_indices(tensor: Tensor) -> dict[str, Any]:
     if is_fake(tensor):
         dtype, lowest = torch.int16, None
     else:
-        lowest, highest = _extremes(tensor, dims)
+        lowest, highest = _find_extremes(tensor, dims)
         dtype = _choose_smallest_type(lowest, highest)
     n_points = math.prod(tensor.shape[len(dims) :])
     n_bytes = LOWEST.itemsize * n_points + dtype.itemsize * tensor.numel()
@@ -53,7 +54,7 @@ def pack_indices(tensor: Tensor) -> dict[str, Any]:
         raise TooSmall("its indices need more than half of their memory")
     bits = torch.empty(n_bytes, dtype=torch.uint8, device=tensor.device)
     if lowest is not None:
-        base, offsets = _parts(bits, tensor.shape, tensor.stride(), dtype)
+        base, offsets = _split_bits(bits, tensor.shape, tensor.stride(), dtype)
         if isinstance(lowest, torch.Tensor):
             base.copy_(lowest)
             torch.sub(tensor, lowest, out=offsets)
@@ -63,7 +64,7 @@ def pack_indices(tensor: Tensor) -> dict[str, Any]:
     return {"bits": bits, "shape": tensor.shape, "stride": tensor.stride(), "dtype": dtype}
 
 
-def _extremes(tensor: Tensor, dims: tuple[int, ...]) -> tuple[Any, Any]:
+def _find_extremes(tensor: Tensor, dims: tuple[int, ...]) -> tuple[Any, Any]:
     """Return the lowest and the highest index over the dimensions `dims`, at each point of the others.
 
     On a CPU these are NumPy arrays, because recordings of memory do not count those.
@@ -86,7 +87,7 @@ def _choose_smallest_type(lowest: Any, highest: Any) -> torch.dtype:
     raise CannotRecompute("its indices lie too far apart")
 
 
-def _parts(bits: Tensor, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _split_bits(bits: Tensor, shape: torch.Size, stride: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return the two parts of packed indices: the lowest index at each point, and each index's distance from it."""
     points = shape[LEADING[len(shape)] :]
     n_bytes = LOWEST.itemsize * math.prod(points)
@@ -98,7 +99,7 @@ def _restore_indices(*, bits: Tensor, shape: torch.Size, stride: tuple[int, ...]
     """Restore the indices from the arguments that `pack_indices` returned for them."""
     indices = torch.empty_strided(shape, stride, dtype=torch.int64, device=bits.device)
     if not is_fake(bits):
-        base, offsets = _parts(bits, shape, stride, dtype)
+        base, offsets = _split_bits(bits, shape, stride, dtype)
         indices.copy_(offsets).add_(base)
     return indices
 

@@ -34,7 +34,7 @@ def static_bytes(
     DistributedDataParallel's buckets, also of other models: no Python object holds the buckets. With `with_coming`, the
     full history of L-BFGS counts.
     """
-    optimizers, there = list(optimizers), find_device(model)
+    optimizers, device = list(optimizers), find_device(model)
     # Without a process group no wrapper has buckets, and the search takes time.
     in_group = torch.distributed.is_available() and torch.distributed.is_initialized()
     wrappers = live_objects(DistributedDataParallel) if in_group else []
@@ -51,14 +51,14 @@ def static_bytes(
                 storage = part.untyped_storage()
                 if storage.data_ptr() not in addresses:
                     addresses.add(storage.data_ptr())
-                    total += storage.nbytes() if part.device == there else 0
+                    total += storage.nbytes() if part.device == device else 0
         return total
 
     parameters = add(trained)
     buffers = add(model.buffers())
     inputs = add(collect_tensors(batch))
     gradients = add(p.grad for p in trained if p.is_leaf) + sum(
-        _count_bucket_bytes(wrapper) for wrapper in wrappers if find_device(wrapper) == there
+        _count_bucket_bytes(wrapper) for wrapper in wrappers if find_device(wrapper) == device
     )
     state = add(list_optimizer_state(optimizers))
     growing = [o for o in optimizers if isinstance(o, torch.optim.LBFGS)]

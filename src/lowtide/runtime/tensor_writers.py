@@ -100,13 +100,13 @@ class ReliedOn:
         """
         self._most = self._most_frames = _FEW
         self._storages: set[int] = set()
-        """The memory of the tensors, freed ones included, except those of `_unlooked`."""
+        """Ids of the tensors' storages, including storages freed since. Those of `_unlooked` are missing."""
         self._unlooked: deque[weakref.ref[Value] | weakref.ref[ReplayFrame]] = deque()
         """Values and replays whose memory is not in `_storages` yet."""
         self._newest: Callable[[], Value | ReplayFrame | None] = lambda: None
         """The value or replay that was added last, or another one that is not freed: shows quickly that any is left."""
         self._lock = threading.RLock()
-        """Lock for all but additions, because writes come from any thread."""
+        """Lock for everything except additions, because any thread may write to a tensor."""
         self._say = say
         self._waits = False
         """True until the first tensor to be read again, while the plan is in force."""
@@ -136,7 +136,7 @@ class ReliedOn:
         return value
 
     def rely_on(self, values: Iterable[Value]) -> None:
-        """Let the tensors of these values be copied before a write, although recomputes run only on trial."""
+        """Copy the tensors of these values before a write to them, although recomputes run only on trial."""
         references = [weakref.ref(value) for value in values if value.original is not None]
         self._values += references
         self._unlooked += references
@@ -190,7 +190,7 @@ class ReliedOn:
                     self._unlooked.append(reference)
 
     def hold_leaf(self, leaf: Tensor) -> Value:
-        """Return a registered value that holds `leaf`, a tensor without history, for a recompute.
+        """Return a Value that holds the leaf tensor `leaf` as an operand of a recompute; a write to it copies it first.
 
         Raises CannotRecompute if `leaf` was overwritten before backward in an earlier step.
         """
@@ -199,10 +199,11 @@ class ReliedOn:
         return self.of(make_value_without_grad_fn(leaf), leaf)
 
     def hold_slot(self, saved: Handle | Tensor) -> Handle:
-        """Return a new handle on a saved tensor, with its present content, as a recompute's operand.
+        """Return a new handle on a saved tensor, as an operand of a recompute.
 
-        The handle has a value of its own if no node made the tensor, because autograd reads such a tensor with its
-        content at that time. Raises CannotRecompute if the tensor was overwritten before backward in an earlier step.
+        For a tensor without `grad_fn` the handle gets a Value of its own: if the tensor is written to, the recompute
+        reads a copy of its present content. Raises CannotRecompute if the tensor was overwritten before backward in an
+        earlier step.
         """
         if not isinstance(saved, Handle):
             if _overwritten and is_overwritten(saved):
@@ -239,7 +240,10 @@ class ReliedOn:
         _watching = *(reference for reference in _watching if reference() is not None), weakref.ref(self)
         if not _undo:
             _undo.extend(
-                (register_optimizer_step_pre_hook(_updates).remove, inplace_methods.intercept(_writes, _is_spared))
+                (
+                    register_optimizer_step_pre_hook(_copy_before_update).remove,
+                    inplace_methods.intercept(_copy_before_write, _is_spared),
+                )
             )
         stop = replace_function(
             torch, "embedding_renorm_", functools.partial(functools.partial, _renormalise, weakref.ref(self))
@@ -269,7 +273,7 @@ class ReliedOn:
             # values of one buffer hold different tensors, which share a copy
             key = get_storage_id(tensor), tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype
             if key not in copies:
-                copies[key] = tensor, _with_same_geometry(tensor)
+                copies[key] = tensor, _copy_with_geometry(tensor)
             return copies[key][1]
 
         for value in _alive(self._values):
@@ -288,8 +292,9 @@ class ReliedOn:
             self._say(tensor, writer)
 
     def expose(self, storages: set[int]) -> None:
-        """Begin to compare the contents of tensors in these storages before each further read, because code may write
-        to them unnoticed.
+        """Record checksums of the tensors in these storages, to compare before each further read.
+
+        This is called when code gets access to the memory by which it may write unnoticed.
         """
         self._expose(lambda tensor: get_storage_id(tensor) in storages)
 
@@ -328,8 +333,10 @@ def _drop_dead(references: list[weakref.ref[Any]]) -> None:
     references[:n] = [reference for reference in references[:n] if reference() is not None]
 
 
-def _with_same_geometry(tensor: Tensor) -> Tensor:
-    """Return a copy of `tensor` in which views of its memory are found at the same offsets and strides."""
+def _copy_with_geometry(tensor: Tensor) -> Tensor:
+    """Copy `tensor`, with its storage if necessary, so that views of it have the same offsets and strides in the
+    copy.
+    """
     copy = tensor.detach().clone()
     if copy.stride() == tensor.stride() and not tensor.storage_offset():
         return copy
@@ -378,7 +385,7 @@ def is_overwritten(tensor: Tensor) -> bool:
 
 
 @called_between_graphs
-def _updates(optimizer: Optimizer, *_: Any) -> None:
+def _copy_before_update(optimizer: Optimizer, *_: Any) -> None:
     if plans := _find_plans_in_force():
         updated = {get_storage_id(p) for p in list_parameters(optimizer) if p.grad is not None}
         for relied_on in plans:
@@ -403,7 +410,7 @@ def _is_spared(written: Any) -> bool:
     return True
 
 
-def _writes(memory: Sequence[Tensor | torch.UntypedStorage], writer: str) -> bool:
+def _copy_before_write(memory: Sequence[Tensor | torch.UntypedStorage], writer: str) -> bool:
     """Copy tensors in `memory`, to which `writer` is about to write, if a plan reads them again.
 
     In backward nothing is copied: an optimizer there updates tensors that have been read. Returns False if no plan is

@@ -37,8 +37,8 @@ class UncopiedTensors:
     __slots__ = ("_contents", "_sums", "copies", "places", "summed", "versions")
 
     def __init__(self, places: list[Place], summed: list[int] | None = None) -> None:
-        """Record the tensors at `places`. `summed` are the indices in `places` of the buffers to take checksums of, if
-        known.
+        """Record the tensors at `places`. `summed` are the indices in `places` of the buffers that need a checksum;
+        None if they are unknown.
         """
         self.places = places
         self.summed = _find_buffers(places) if summed is None else summed
@@ -46,7 +46,7 @@ class UncopiedTensors:
         """Versions when the call began; `EXPOSED` for tensors whose contents are compared."""
         self._contents: dict[int, Contents] = {}
         """Contents of exposed tensors, by `id`."""
-        self._sums = self._checksums() if self.summed else []
+        self._sums = self._compute_checksums() if self.summed else []
         """Checksum of each buffer; None for a buffer that is too large, or not on the CPU."""
         self.copies: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
         """Tensors that were written to since, with copies of their contents before: table, name, tensor, copy."""
@@ -57,16 +57,16 @@ class UncopiedTensors:
         self.places = [place for place in places if (id(place[0]), place[1]) not in copied]
         self.summed = _find_buffers(self.places)
         self.versions = [*map(VERSION_OF, map(TENSOR_OF, self.places))]
-        self._sums = self._checksums()
+        self._sums = self._compute_checksums()
         if self._contents:
             self.expose(exposed_memory.is_exposed)
 
-    def _checksums(self) -> list[int | None]:
-        return [_checksum(self.places[n][2]) for n in self.summed]
+    def _compute_checksums(self) -> list[int | None]:
+        return [_compute_checksum(self.places[n][2]) for n in self.summed]
 
     def find_written_buffer(self) -> str | None:
         """Return the name of a buffer that was written to since the call began, or None."""
-        for n, before, now in zip(self.summed, self._sums, self._checksums(), strict=True):
+        for n, before, now in zip(self.summed, self._sums, self._compute_checksums(), strict=True):
             _, name, tensor = self.places[n]
             if self.is_changed(tensor, self.versions[n]) or before != now:
                 return name
@@ -89,8 +89,9 @@ class UncopiedTensors:
         return version != EXPOSED or not self._contents[id(tensor)].are_in(tensor)
 
     def copy(self, storages: set[int], copy_of: Callable[[Tensor], Tensor]) -> bool:
-        """Copy, by `copy_of`, the recorded tensors in `storages`, before they are written to; return True if there are
-        any.
+        """Copy the recorded tensors in `storages` by `copy_of`; return True if there are any.
+
+        This is called before a write to these storages.
         """
         n_copies, sums = len(self.copies), dict(zip(self.summed, self._sums, strict=True))
         uncopied: list[int] = []
@@ -107,13 +108,13 @@ class UncopiedTensors:
         return True
 
     def expose(self, is_exposed: Callable[[Tensor], bool]) -> None:
-        """Begin to compare the contents of the tensors for which `is_exposed` returns True."""
+        """Record checksums of the tensors for which `is_exposed` returns True, to detect writes to their memory."""
         for n, (_, _, tensor) in enumerate(self.places):
             if tensor._version == self.versions[n] and is_exposed(tensor):
                 self.expose_at(n)
 
     def expose_at(self, n: int) -> None:
-        """Begin to compare the contents of the tensor with the index `n` in `places`."""
+        """Record a checksum of the tensor with the index `n` in `places`, to detect writes to its memory."""
         tensor = self.places[n][2]
         if id(tensor) not in self._contents:
             self._contents[id(tensor)] = Contents(tensor)
@@ -137,7 +138,7 @@ def _find_buffers(places: Iterable[Place]) -> list[int]:
     return [n for n, (_, _, tensor) in enumerate(places) if not isinstance(tensor, torch.nn.Parameter)]
 
 
-def _checksum(tensor: Tensor) -> int | None:
+def _compute_checksum(tensor: Tensor) -> int | None:
     if tensor.device.type != "cpu" or not is_plain(tensor) or tensor.untyped_storage().nbytes() > LARGEST_SUMMED:
         return None
     return zlib.crc32(bytes_of(tensor))

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def find_base_and_node(tensor: Tensor) -> tuple[Tensor, Node | None, int]:
-    """Return the base that `tensor` is a view of, else `tensor` itself, with its autograd node and output number.
+    """Return the base of the view `tensor`, or `tensor` itself if it is no view, with its `grad_fn` and output number.
 
     A view with another dtype than its base, or a lazily conjugated or negated one, counts as a tensor of its own.
     """
@@ -29,8 +29,9 @@ def find_base_and_node(tensor: Tensor) -> tuple[Tensor, Node | None, int]:
 
 
 def find_base_node_and_view(tensor: Tensor) -> tuple[Tensor, Node | None, int, Geometry | None]:
-    """Return the base that `tensor` is a view of, its node and output number (as `find_base_and_node` does), and the
-    geometry of `tensor` in the base; None instead of a geometry if `tensor` is its own base.
+    """Return the base of the view `tensor` with its `grad_fn` and output number, and the geometry of `tensor` in it.
+
+    If `tensor` is no view, as `find_base_and_node` defines it, the base is `tensor` itself and the geometry is None.
     """
     base, node, output = find_base_and_node(tensor)
     view = None if base is tensor else (tensor.size(), tensor.stride(), int(tensor.storage_offset()))
@@ -38,9 +39,9 @@ def find_base_node_and_view(tensor: Tensor) -> tuple[Tensor, Node | None, int, G
 
 
 def restride(tensor: Tensor, stride: tuple[int, ...]) -> Tensor:
-    """Return the elements of `tensor` with strides `stride`, at offset 0 of a storage, as saved geometries assume.
+    """Return a tensor with the elements of `tensor` and the strides `stride`, at offset 0 of its storage.
 
-    A recipe's result has other strides than the original if autograd did not record the operator's memory format, as
+    A recomputed tensor has other strides than the original if autograd did not record the operator's memory format, as
     for `contiguous()`.
     """
     if not tensor.storage_offset():

@@ -68,7 +68,7 @@ def hardsigmoid(self: Tensor) -> Tensor:
 
 @recipe("HardtanhBackward0", edges={"self": 0})
 def hardtanh(self: Tensor, *, min_val: float, max_val: float) -> Tensor:
-    """Recompute hardtanh, also as ReLU6."""
+    """Recompute hardtanh or ReLU6."""
     return F.hardtanh(self, min_val, max_val)
 
 

@@ -47,13 +47,11 @@ class Source(Protocol):
 
 
 class CannotRecompute(Exception):
-    """The reason why a value has to be kept; never raised to users."""
+    """Exception with the reason why a saved tensor has to be kept; never raised to users."""
 
 
 class TooSmall(CannotRecompute):
-    """The reason why a tensor is kept although it could be packed: packing would save too little memory, as in a small
-    batch.
-    """
+    """Exception for a tensor that is kept because packing it would save too little memory, as in a small batch."""
 
 
 EVERY: Final = -1
@@ -63,7 +61,7 @@ FILLED: Final = -2
 """Like EVERY, but inputs without an edge are allowed if they are empty, which the output's length along `dim` shows."""
 
 OUT: Final = "out"
-"""The parameter of recipes that can write their result over an operand."""
+"""Name of the parameter of recipes that can write their result over an operand."""
 
 OUTPUT_CONSTANTS: Final = frozenset({"out_shape", "out_dtype", "out_device", "out_stride"})
 """Constants that describe the output itself."""

@@ -31,8 +31,7 @@ def safe_softmax(self: Tensor, *, dim: int, out_dtype: torch.dtype) -> Tensor:
 
 
 def may_be_masked_out(made: Tensor, dim: int) -> bool:
-    """Return True if a row of the softmax `made` may be fully masked: all its elements are NaN, so one per row is
-    checked.
+    """Return True if a row of the softmax result `made` may be fully masked; all elements of such a row are NaN.
 
     Returns True on a GPU, where a check would synchronize, and False for a fake tensor, because the memory of the
     recompute hardly depends on masked rows.
