@@ -27,9 +27,7 @@ def producer(tensor: Tensor) -> Node | None:
 
 
 def find_nodes_behind(tensors: Iterable[Tensor]) -> list[Node]:
-    """Return the nodes of the autograd graph of `tensors`: each `grad_fn`, then all nodes behind, AccumulateGrad
-    too.
-    """
+    """Return all nodes of the autograd graph behind `tensors`: each `grad_fn` first, AccumulateGrad nodes included."""
     return collect_nodes(node for tensor in tensors if (node := producer(tensor)) is not None)
 
 

@@ -33,8 +33,8 @@ class Region(Protocol):
 
 
 def observe_checkpoints(observe: Callable[[Any, tuple[Any, ...], bool], Region | None]) -> Callable[[], None]:
-    """Call `observe(function, arguments, is_reentrant)` for each checkpointed call until the returned function is
-    called. If `observe` returns a Region, the function runs in the region's contexts.
+    """Call `observe(function, arguments, is_reentrant)` for each call of `checkpoint`, until the returned function is
+    called. If `observe` returns a Region, the checkpointed function runs in the region's contexts.
     """
     generator, function = getattr(checkpoint, GENERATOR), checkpoint.CheckpointFunction
 

@@ -35,8 +35,8 @@ def has_compiled_modules(model: torch.nn.Module) -> bool:
 
 
 def is_compiled_by_inductor(module: torch.nn.Module) -> bool:
-    """Return True if inductor compiles the module, and no CUDA graphs replay it. Relies on internals of torch 2.13,
-    present since 2.2.
+    """Return True if inductor compiles the module, without CUDA graphs. Relies on internals of torch 2.13, present
+    since 2.2.
     """
     front = _find_compiled_callable(module)
     settings: Any = None if front is None else front.get_compiler_config()

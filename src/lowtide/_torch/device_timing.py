@@ -51,7 +51,7 @@ def now_ms(device: torch.device | None = None) -> float:
 
 
 def has_two_clocks(device: torch.device) -> bool:
-    """Return True if `device` runs work asynchronously, so that launching the work and running it are timed apart."""
+    """Return True if `device` runs work asynchronously, so that the time to launch work is not the time to run it."""
     return device.type == "cuda"
 
 

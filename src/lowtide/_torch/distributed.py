@@ -474,8 +474,8 @@ def find_ring_attention() -> tuple[Any, tuple[str, ...]] | None:
 
 
 def find_symmetric_memory() -> Iterator[tuple[Any, str]]:
-    """Yield the functions, as owner and name, that begin to use symmetric memory, if this torch has them. Relies on
-    internals of torch 2.13.
+    """Yield owner and name of the functions that begin to use symmetric memory and that this version of torch has.
+    Relies on internals of torch 2.13.
     """
     from torch.distributed import _symmetric_memory
     from torch.distributed.fsdp import FSDPModule

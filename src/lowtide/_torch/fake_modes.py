@@ -100,7 +100,9 @@ def is_fake(tensor: Any) -> bool:
 
 
 def is_strided(tensor: torch.Tensor) -> bool:
-    """Return True if the tensor is a strided part of one storage. Relies on internals of torch 2.13."""
+    """Return True if the tensor has the strided layout and a storage of its own: no wrapper of other tensors. Relies on
+    internals of torch 2.13.
+    """
     return tensor.layout is torch.strided and type(tensor) in _WITH_STORAGE
 
 

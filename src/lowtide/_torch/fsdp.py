@@ -122,9 +122,9 @@ class ShardGroup:
     def on_device(
         self, device: torch.device, to_device: Callable[[torch.Tensor], torch.Tensor]
     ) -> Iterator[tuple[Any, str, Any]]:
-        """Yield the attributes to replace to run the group on `device`: (owner, name, value).
+        """Yield the attributes to set so that the group runs on `device`, as (owner, name, value).
 
-        `to_device` moves a shard.
+        `to_device` moves a shard there.
         """
         yield self._group, "device", device
         yield self._group, "device_handle", getattr(torch, device.type)
@@ -177,7 +177,7 @@ def as_in_backward(module: Any) -> Iterator[None]:
 
 
 def forget_step(module: Any) -> None:
-    """Reset a root module to the state between steps after an aborted step. Relies on internals of torch 2.13; torch
+    """Reset a root module, after an aborted step, to its state between steps. Relies on internals of torch 2.13; torch
     has had a method for it since 2.11.
     """
     state = module._get_fsdp_state()
@@ -316,8 +316,8 @@ def observe_resizes(on_resize: Callable[[torch.UntypedStorage], None], devices: 
 
 
 def list_device_attributes(module: Any, device: torch.device) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the attributes to change to run a sharded module on `device`: (owner, name, value). Relies on internals of
-    torch 2.13.
+    """Yield the attributes to set so that a sharded module runs on `device`, as (owner, name, value). Relies on
+    internals of torch 2.13.
     """
     state = module._get_fsdp_state()
     handle = getattr(torch, device.type)

@@ -65,8 +65,8 @@ def partition_by(partitioner: Any, of: object = None, *, reuse: bool = True) -> 
 
 
 def is_addmm_unfused() -> bool:
-    """Return True if inductor now uses the partitioner that separates each `addmm` into a product and a sum, which the
-    lever `unfused addmm` asks for.
+    """Return True if inductor uses the partitioner of the lever `unfused addmm`, which separates each `addmm` into a
+    product and a sum.
     """
     from torch._inductor import config
 

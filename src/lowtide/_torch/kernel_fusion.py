@@ -30,8 +30,9 @@ def fuse_nearby_only(graph: fx.GraphModule) -> None:
 
 
 def respect_marks() -> Callable[[], None]:
-    """Make inductor respect the marks of `fuse_nearby_only`, and never fuse kernels that recompute with other kernels,
-    until the returned function is called.
+    """Make inductor respect the marks of `fuse_nearby_only`, and keep kernels that recompute values apart from others.
+
+    The returned function undoes this.
     """
     from torch._inductor.choices import InductorChoices
 

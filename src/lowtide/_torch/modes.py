@@ -81,8 +81,10 @@ def saved_tensor_hooks_off(unpack: Callable[[Any], torch.Tensor]) -> Iterator[No
 
 
 class _OffInTransforms(threading.local):
-    """Replacement for a function of torch, by which transforms of torch.func disable chosen saved-tensor hooks of their
-    thread.
+    """Replacement for `graph.disable_saved_tensors_hooks`, which transforms of torch.func enter.
+
+    Where torch would raise an error because saved-tensor hooks are active, it removes chosen hooks of the thread
+    instead, for as long as the transform runs.
     """
 
     _lock, _n_blocks, _torchs = threading.Lock(), 0, staticmethod(graph.disable_saved_tensors_hooks)

@@ -26,7 +26,7 @@ def find_unhooked_step(optimizer: torch.optim.Optimizer) -> Callable[[], Any]:
 
 
 def has_step_pre_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True if the optimizer has a step pre-hook. Relies on internals of torch 2.13, present since 1.14."""
+    """Return True if the optimizer has a step pre-hook. Relies on internals of torch 2.13, present since 2.0."""
     return bool(optimizer._optimizer_step_pre_hooks)
 
 

@@ -175,7 +175,7 @@ class OverrideKernel:
         self._gate = (gate or Gate)(f"aten::{name}", least)
 
     def let_pass(self, least: int) -> None:
-        """Run the kernel from now on for first arguments of at least `least` bytes."""
+        """Change the threshold: run the kernel for calls whose first argument has at least `least` bytes."""
         self._gate.least = least
 
     def remove(self) -> None:

@@ -37,7 +37,7 @@ plan.
 
 
 def find_plan_holders(module: nn.Module) -> Iterator[object]:
-    """Yield the object that holds each plan in force on `module`, such as an Applied."""
+    """Yield the objects, such as Applied, whose plans are in force on `module`."""
     yield from owners(module)
     if module in _traced:
         yield _traced[module]
@@ -52,8 +52,8 @@ def _forget(reference: weakref.ref[nn.Module]) -> None:
 class Applied(Removable, Displayed):
     """A plan in force on a model. `remove()`, or the end of a `with` block, restores the model.
 
-    `plan` is the plan for the largest batches. `holder` is the object that `lowtide.fitted` returns, by default this
-    object; it lives as long as the plan is in force.
+    `plan` is the plan for the largest batches. `holder` is the object that `lowtide.fitted` returns while the plan is
+    in force, by default this object.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class Applied(Removable, Displayed):
         return self._engine.save_most(args, kwargs)
 
     def growth(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        """Return the size of a call with these arguments as a multiple of the largest planned call; at least 1."""
+        """Return the number of elements in these arguments, divided by that of the largest planned call; at least 1."""
         return self._engine.growth(args, kwargs)
 
     def also(self, remove: Callable[[], object]) -> None:

@@ -187,7 +187,7 @@ def as_measured(plan: Plan, peak_bytes: int) -> Plan:
 
 
 def build_compiled_infeasible(choice: Choice, lowest: Plan, tried: str) -> Infeasible:
-    """Build the error for a budget that no compiled plan keeps.
+    """Build the error for a budget that is exceeded by the measured peaks of all tried plans for compiled code.
 
     `lowest` is the plan with the smallest measured peak; `tried` is a note that says how many plans were tried.
     """

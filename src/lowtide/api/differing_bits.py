@@ -20,16 +20,17 @@ REFUSED = "recomputed, it would change bits of compiled code"
 def find_differing_addresses(
     addresses: Collection[str], is_identical: Callable[[tuple[str, ...]], bool], trials: int = TRIALS
 ) -> tuple[str, ...]:
-    """Bisect `addresses` to find the value that changes result bits when it is recomputed; return the remaining
-    suspects.
+    """Search, by bisection, for the value of a compiled graph that changes result bits when it is recomputed.
+
+    Returns the addresses of the values among which it is after the last trial.
 
     The bisection assumes a single such value. If bits change only when several values are recomputed together, the
     result lacks some of them, so the caller has to compare again with the returned values kept.
 
     Args:
-        addresses: Addresses that change bits if all of them are recomputed, in the order of the graph.
-        is_identical: Function that runs the step with only the given addresses recomputed, and returns True if the
-            results have the plain step's bits.
+        addresses: Addresses of values, in the order of the graph, that change bits if all of them are recomputed.
+        is_identical: Function that runs the step with only the values at the given addresses recomputed, and returns
+            True if the results have the plain step's bits.
         trials: Largest number of calls of `is_identical`.
     """
     suspects = tuple(addresses)
@@ -42,7 +43,7 @@ def find_differing_addresses(
 
 
 def with_kept(profile: Profile, addresses: Collection[str]) -> Profile:
-    """Return `profile` changed so that any plan made from it keeps the values at `addresses`."""
+    """Return a copy of `profile` from which every plan keeps the values at `addresses`."""
     kept = {slot.value for slot in profile.slots if slot.address in addresses}
     values = (replace(v, refused=REFUSED) if i in kept else v for i, v in enumerate(profile.values))
     return replace(profile, values=tuple(values))

@@ -215,10 +215,10 @@ def _fit_blocks(
     budget_for: BudgetFor,
     rehearse_whole: Callable[[], Profile] | None,
 ) -> Fitted:
-    """Fit a model with compiled blocks: plan inside the blocks, or replay whole blocks.
+    """Fit a model with compiled blocks: recompute values inside the blocks, or run whole blocks again in backward.
 
-    Whole blocks are replayed if that takes fewer FLOPs, or if no plan inside them fits. `rehearse_whole` returns the
-    profile for it; None if whole blocks must not be replayed.
+    Whole blocks run again (are replayed) if that takes fewer FLOPs, or if no plan inside them fits. `rehearse_whole`
+    returns the profile for replaying them; it is None if they must not be replayed.
     """
     whole = None
     try:
@@ -244,9 +244,9 @@ def _fit_blocks(
 def _fit_measured(site: StepContext, choice: Choice, plan: Plan, offload: bool, budget_for: BudgetFor) -> Fitted:
     """Measure plans, `plan` first, and put the first plan in force whose measured peak is within the budget.
 
-    Each further plan aims lower by the excess of the plan before; the last of REPAIRS plans is the plan with the
-    smallest peak. Raises OverBudget if all measured peaks are over the budget, or if no plan aims lower, and
-    RehearsalError if results differ in bits.
+    Each further plan aims lower, by the bytes by which the last measured peak exceeds the budget; the last of REPAIRS
+    plans is the plan with the smallest peak. Raises OverBudget if all measured peaks are over the budget, or if there
+    is no plan that aims lower, and RehearsalError if results differ in bits.
     """
     budget_bytes, measured = plan.budget_bytes, list[int]()
     while True:

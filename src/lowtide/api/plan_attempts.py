@@ -42,8 +42,9 @@ def plan_for(choice: Choice, aim_bytes: int, budget_bytes: int, offload: bool) -
 
 
 def with_choice(choice: Choice, plan: Plan, budget_bytes: int) -> Plan:
-    """Return a copy of `plan` with the given budget and with the notes on levers, for which `plain` is the step without
-    levers.
+    """Return a copy of `plan` with the budget `budget_bytes`, and with the notes of `choice` on levers.
+
+    Its `plain` is the prediction for the step without any lever.
     """
     return replace(plan, budget_bytes=budget_bytes, plain=choice.plain, notes=(*plan.notes, *choice.notes.values()))
 
@@ -63,7 +64,7 @@ def plan_by_forecast(profile: Profile, budget: int | str) -> Plan:
 
 
 def with_excess(profile: Profile, excess_bytes: int) -> Profile:
-    """Return `profile` with all peaks raised by `excess_bytes`, a measured peak less its forecast (maybe negative)."""
+    """Return a copy of `profile` with all peaks raised by `excess_bytes`: a measured peak minus its forecast."""
     return replace(profile, static=replace(profile.static, margin=profile.static.margin + excess_bytes))
 
 
@@ -93,7 +94,7 @@ def build_over_budget(
     budget_for: BudgetFor = "requested",
     added_bytes: int = 0,
 ) -> OverBudget:
-    """Build the error for a budget that no plan keeps; `measured` are the peaks of the plans that were tried.
+    """Build the error for a budget that is exceeded by `measured`, the peaks in bytes of all plans that were tried.
 
     `added_bytes` counts memory in use when the last measured step began, beyond the memory in use in the rehearsal.
     """

@@ -89,10 +89,10 @@ def enable_plan_levers(plan: Plan | None, model: nn.Module, optimizer: Optimizer
 
 
 def parse_script_lever(text: str) -> AppliedLever:
-    """Parse a lever that the command line names for a script's model: `loss head`, `micro-batches=4`.
+    """Parse a lever on the command line, such as `loss head` or `micro-batches=4`.
 
     Raises LowtideError for an unknown name, a missing or unexpected number, a lever for models compiled as a whole, and
-    a lever that changes the optimizer, which is unknown before it steps.
+    a lever that changes the optimizer: a script's optimizer is unknown before it steps.
     """
     name, _, number = text.partition("=")
     lever = find_lever(name)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class LossHead(Lever):
-    """The lever `loss head`: a language model's cross entropy in chunks, without logits."""
+    """The lever `loss head`, which computes a language model's cross entropy in chunks, without logits."""
 
     name: ClassVar[str] = "loss head"
     what: ClassVar[str] = "cross entropy in chunks, without logits"
@@ -41,8 +41,9 @@ class LossHead(Lever):
         return {}
 
     def estimate_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
-        """Estimate the saving: the loss head's bytes and the temporaries at the peak; 0 without an output layer over a
-        vocabulary.
+        """Estimate the saving in bytes: all of the loss head and the temporaries at the peak.
+
+        Returns 0 without an output layer over a vocabulary.
         """
         try:
             _find_output_layer(site.model)
@@ -52,7 +53,7 @@ class LossHead(Lever):
         return head + parts.get("temporaries", 0) if head else 0
 
     def enable(self, model: nn.Module, optimizer: Optimizer | None, settings: Settings) -> _Active:
-        """Make the model's output layer return deferred logits, which are not computed, in training."""
+        """Make the model's output layer return logits that are not computed, in training."""
         return _Active(_find_output_layer(model))
 
 

@@ -21,7 +21,7 @@ _CHOICES = ("fused", "foreach")
 
 
 class FusedOptimizer(Lever):
-    """The lever `fused optimizer`: fused kernels instead of `foreach` or the plain loop."""
+    """The lever `fused optimizer`, which makes the optimizer use its fused kernels, not `foreach` or the plain loop."""
 
     name: ClassVar[str] = "fused optimizer"
     what: ClassVar[str] = "the optimizer's fused kernels, without temporaries"

@@ -120,7 +120,7 @@ def _check_outputs_held(site: StepContext) -> None:
 
 
 def is_model_output(output: Any) -> bool:
-    """Return True for an output of a model of transformers: a dict that is a dataclass."""
+    """Return True if `output` is an output of a model of transformers: a dict whose class is a dataclass."""
     return isinstance(output, dict) and hasattr(type(output), "__dataclass_fields__")
 
 

@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 
 
 class MicroBatches(Lever):
-    """The lever `micro-batches`: forward and backward in pieces within the call of the model."""
+    """The lever `micro-batches`, which makes a call of the model run forward and backward of one piece after
+    another.
+    """
 
     name: ClassVar[str] = "micro-batches"
     what: ClassVar[str] = "the model runs the batch in pieces"
@@ -58,7 +60,7 @@ class MicroBatches(Lever):
     def estimate_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
         """Estimate the saving in bytes: all memory at the peak that grows with the batch, except one row's share.
 
-        Return 0 for models of other packages than transformers.
+        Returns 0 for models of other packages than transformers.
         """
         try:
             _check_model(site.model)

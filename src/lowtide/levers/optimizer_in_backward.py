@@ -100,7 +100,7 @@ class StepInBackward(Lever):
         )
 
     def estimate_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
-        """Estimate the saving: the bytes of all gradients at the peak."""
+        """Estimate the saving in bytes: all gradients at the peak."""
         try:
             _check_steppable(site.only_optimizer)
         except LeverNotApplicable:

@@ -39,7 +39,8 @@ def publish(gathered: Gathered) -> None:
 def subscribe(listener: Callable[[Gathered], None]) -> Callable[[], None]:
     """Register `listener`, which is called with the gradients of a whole batch once its micro-batches are summed.
 
-    The call comes before backward hands the gradients to the parameters. Return a function that ends the subscription.
+    The call comes before backward adds the gradients to the parameters' `.grad`. Returns a function that ends the
+    subscription.
     """
     _LISTENERS.append(listener)
     return lambda: _LISTENERS.remove(listener)

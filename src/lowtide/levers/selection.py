@@ -94,7 +94,7 @@ class LeverTrial:
 
     @property
     def extra_ms(self) -> float:
-        """Extra milliseconds a step that the plan for the budget takes, its levers included."""
+        """Extra time in milliseconds of a step under the plan for the budget, levers included."""
         return plan(self.profile, self.budget_bytes).predicted.extra_ms
 
     @functools.cached_property
@@ -236,7 +236,7 @@ def suggest_levers(
 
 
 def _is_applicable(site: StepContext, lever: Lever) -> bool:
-    """Return True unless `lever.settings` finds the lever not applicable; True if it runs out of memory."""
+    """Return False if `lever.settings` raises LeverNotApplicable; True otherwise, also if it runs out of memory."""
     try:
         lever.settings(site)
     except LeverNotApplicable:

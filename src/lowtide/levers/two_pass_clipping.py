@@ -115,7 +115,10 @@ class CommonNorm:
     # --- the first pass
 
     def _run_first_pass(self, edges: Sequence[GradientEdge], gradients: Sequence[Tensor]) -> None:
-        """Compute the norms of all gradients from `gradients`, which have arrived at the model's outputs (`edges`)."""
+        """Run the first backward pass, which computes the norms of the parameters' gradients.
+
+        It begins at the model's outputs (`edges`), with the `gradients` that have arrived there.
+        """
         if torch.is_grad_enabled():
             raise LowtideError("the gradients are to be differentiated again (create_graph), and have no norm yet.")
         if self._is_first or self._pass == backward_number():
@@ -139,7 +142,7 @@ class CommonNorm:
         self._compute_total()
 
     def take_first_gradient(self, parameter: Tensor) -> bool:
-        """If the first pass is running, take the norm of the parameter's gradient, free it and return True."""
+        """Compute the norm of a parameter's gradient and free it, if the first pass is running; return True if so."""
         if not self._is_first or backward_number() == self._pass:
             return False
         assert parameter.grad is not None
@@ -157,7 +160,7 @@ class CommonNorm:
             self._compute_total()
 
     def _check_parameters(self) -> list[Tensor]:
-        """Return the trained parameters, after a check that both passes will compute the same gradients.
+        """Check that both passes will compute the same gradients; return the trained parameters.
 
         Raises LowtideError if parameters were already updated, are others than before, have a gradient from an earlier
         pass, or have a hook on their gradient.

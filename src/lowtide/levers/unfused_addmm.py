@@ -44,7 +44,7 @@ class UnfusedAddmm(Lever):
     def estimate_saving(self, site: StepContext, parts: Mapping[str, int]) -> int:
         """Return an upper bound of the saving: the bytes of all temporaries, among them gradients that wait for a sum.
 
-        Return 0 for a model that is not compiled as a whole.
+        Returns 0 for a model that is not compiled as a whole.
         """
         return parts.get("temporaries", 0) if is_planned_by_its_compiler(site.model, site.step) else 0
 

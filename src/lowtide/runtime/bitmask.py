@@ -71,7 +71,7 @@ def pack_signs(tensor: Tensor) -> dict[str, Any]:
 
 
 def _find_positive(flat: Tensor) -> Tensor:
-    """Return a mask of the elements of `flat` that are above 0 or NaN."""
+    """Return a boolean tensor that is True where `flat` is above 0 or NaN."""
     if flat.device.type != "cpu" or flat.dtype is torch.bfloat16:
         return (flat <= 0).logical_not_()
     is_not = _view_as_array(flat) <= 0  # memory of NumPy, 1/8 MiB at most

@@ -51,10 +51,10 @@ def _bypasses_torch(kind: type) -> bool:
 
 
 def intercept_calls(modules: Iterable[nn.Module]) -> list[Callable[[], None]]:
-    """Replace the `__call__` of classes among `modules` that bypasses torch's, so that it uses the attribute CALL, too.
+    """Replace each `__call__` that bypasses torch's, in the classes of `modules`, by one that uses the attribute CALL.
 
-    The replacement calls the object in a module's attribute CALL, if there is one. Returns functions, each of which
-    undoes this for one class.
+    The replacement calls the object in a module's attribute CALL, if there is one, as torch's own `__call__` does.
+    Returns functions, each of which undoes this for one class.
     """
     kinds = {kind for module in modules if (kind := find_call_class(module)) is not None}
     replace = functools.partial(functools.partial, _call_front)

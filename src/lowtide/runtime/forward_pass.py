@@ -286,7 +286,9 @@ class ForwardPass:
             observer.on_sized_by_contents(operator)
 
     def run_replayable(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a call that the plan may replay in backward, for all its saved tensors, or advance, for its result."""
+        """Run a module call that the plan may run again in backward: a replay restores its saved tensors, an advance
+        its result.
+        """
         scope, outer, known = self.scope, self.frame, None
         assert scope is not None
         actions = scope.actions

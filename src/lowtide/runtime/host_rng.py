@@ -28,7 +28,7 @@ _PYTHONS_WORDS: Final = struct.Struct("=i624I")
 
 
 def _find_pythons_memory() -> ctypes.Array[ctypes.c_char] | None:
-    """Return the memory of Python's random generator; None if its contents do not match `random.getstate()`."""
+    """Return the memory that holds the state of Python's module `random`; None if it does not match `getstate()`."""
     if type(_PYTHONS).__base__.__basicsize__ < object.__basicsize__ + _PYTHONS_WORDS.size:  # type: ignore[union-attr]
         return None
     memory = (ctypes.c_char * _PYTHONS_WORDS.size).from_address(id(_PYTHONS) + object.__basicsize__)

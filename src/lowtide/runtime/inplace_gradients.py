@@ -135,7 +135,7 @@ class InPlacePermission(Removable):
 
     @property
     def is_awaiting(self) -> bool:
-        """Return True if a backward pass that begins now may write gradients by this permission."""
+        """Return True if this permission allows a backward pass that begins now to write gradients in place."""
         self._graphs = [graph for graph in self._graphs if graph() is not None]
         return bool(self.least) and bool(self._is_for_all or self._n_running or self._graphs)
 

@@ -63,7 +63,7 @@ TRANSPOSING = frozenset({"aten.permute", "aten.t", "aten.transpose"})
 
 @dataclass(frozen=True, slots=True)
 class JointSlot:
-    """A value of a joint graph that may be saved for backward."""
+    """A value of a joint graph (forward and backward of compiled code) that may be saved for backward."""
 
     node: int
     address: str
@@ -147,7 +147,7 @@ class JointSlots:
         return JointSlots(self.joint.at(sizes), self.plain, is_named=self._is_named)
 
     def named(self) -> JointSlots:
-        """Return the same slots at addresses that begin with the graph's hash."""
+        """Return the same slots with addresses that begin with the graph's hash."""
         return JointSlots(self.joint, self.plain, is_named=True)
 
     def as_torch(self) -> Recomputed:
@@ -274,7 +274,9 @@ class JointSlots:
         )
 
     def _is_written(self, root: int) -> bool:
-        """Return True if torch's own forward writes the value to memory."""
+        """Return True if the forward that inductor compiles without a plan writes the value of node `root` to
+        memory.
+        """
         is_fused = self.joint.nodes[root].kind == "pointwise" and root not in self.roots  # inputs are in memory as well
         return not is_fused or self._is_read_by_extern(root)
 

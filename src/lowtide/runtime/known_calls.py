@@ -36,9 +36,7 @@ strings.
 
 
 class KnownCalls:
-    """Record of the forms of the model's calls in rehearsed steps, and of the largest number of calls in such a
-    step.
-    """
+    """Record of a model's calls in rehearsed steps: the forms of their arguments, and the most calls in a step."""
 
     def __init__(self) -> None:
         """Begin without a rehearsed step: no call is reported before the first `end_rehearsal`."""

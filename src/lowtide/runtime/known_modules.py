@@ -68,8 +68,9 @@ class KnownModules:
                 self._values.append(value if is_held else None)
 
     def current(self) -> list[Any] | None:
-        """Return the present contents of the modules' tables if they are the same objects as at construction; None if
-        any differs.
+        """Return the present attributes, parameters, buffers and children of the modules; None if any has changed.
+
+        Objects are compared by identity with those at construction.
         """
         values = self._values
         if self._opaque:
@@ -106,14 +107,14 @@ def can_be_known(modules: tuple[nn.Module, ...], attributes: Attributes) -> bool
 
 
 def bindings(modules: Iterable[nn.Module]) -> Bindings:
-    """Return the tables of the modules' attributes, buffers and parameters, each with a copy of its contents."""
+    """Return the dicts of the modules' attributes, buffers and parameters, each with a copy of its contents."""
     tables = (table for module in modules for table in (vars(module), module._buffers, module._parameters))
     # a scripted module's tables are no dicts and can't be rebound
     return [(table, dict(table)) for table in tables if table and isinstance(table, dict)]
 
 
 def rebind(bindings: Bindings) -> None:
-    """Restore each table to the contents that the function `bindings` copied."""
+    """Restore each dict of attributes, buffers or parameters to the contents that the function `bindings` copied."""
     for table, was in bindings:
         if len(table) != len(was):
             for name in table.keys() - was.keys():
@@ -137,9 +138,7 @@ def _tensors(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def _binds_in_python(tables: list[dict[str, Any]], names: list[str], values: list[Any]) -> bool:
-    """Return True if `tables`, one after another, contain exactly the objects `values` under exactly these `names`, in
-    this order.
-    """
+    """Return True if the dicts `tables`, one after another, have exactly the keys `names` with the objects `values`."""
     now = chain.from_iterable(map(_VALUES, tables))
     return all(map(is_, now, values)) and [*chain.from_iterable(tables)] == names
 

@@ -65,7 +65,7 @@ class NeededSlots:
 
 
 class LearntSlots:
-    """The needed saved tensors of each plan of an engine, as far as runs have shown them."""
+    """The saved tensors that the hooks have to see, for each plan of an engine, as learnt from earlier runs."""
 
     def __init__(self, n_plans: int) -> None:
         self.is_possible = True
@@ -92,7 +92,9 @@ class LearntSlots:
         return self._complete[plan] if self._last_packed() is None else None
 
     def learn_again(self, plan: int) -> None:
-        """Let the hooks see all tensors in the next run of `plan`; after `MAX_LEARNT_AGAIN` calls, in every run."""
+        """Let the hooks see all tensors in the next run of `plan`; in every run, once called `MAX_LEARNT_AGAIN`
+        times.
+        """
         self._complete[plan] = None
         self._n_again += 1
         self.is_possible = self.is_possible and self._n_again < MAX_LEARNT_AGAIN

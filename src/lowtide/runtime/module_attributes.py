@@ -36,7 +36,7 @@ Table = dict[str, Any]
 
 
 class Attributes:
-    """Attributes of `modules` at the start of a call."""
+    """Attributes of `modules`, captured at the start of a call, so that a replay of the call can restore them."""
 
     __slots__ = ("_long", "_plain", "_tensors", "_there", "contents", "mutable")
 
@@ -93,7 +93,7 @@ class Attributes:
 
     @property
     def can_be_shared(self) -> bool:
-        """Return True if calls that find the same attributes can share this capture: no tensors, no logs."""
+        """Return True if later calls can share this capture, because it has no tensors and no long containers."""
         return not (self._long or self._there or self._tensors)
 
     @property
@@ -143,7 +143,7 @@ class Attributes:
         return has_copied
 
     def restore(self) -> None:
-        """Give the modules the attributes that they had at the start of the call."""
+        """Restore the modules' attributes to those at the start of the call."""
         copies: dict[int, Any] = {}  # containers that two modules share stay shared
         for table, name, value, content in self._plain:
             if table.get(name) is not value:

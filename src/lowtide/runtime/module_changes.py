@@ -29,7 +29,7 @@ class _Snapshot(NamedTuple):
 
 
 class AsPlanned:
-    """Snapshot of the modules that a call runs, with their paths."""
+    """Snapshot of a module and the modules inside it, taken when a plan is put in force, to find later changes."""
 
     __slots__ = ("_global", "_snapshots")
 

@@ -126,9 +126,7 @@ class OperandLookup:
             return owned
 
     def saved(self, name: str) -> Any:
-        """Return the tensor that the node has saved as `name`: a handle, a tensor, or a tuple of these; None if
-        none.
-        """
+        """Return the tensor that the node saved as `name`, or None: a handle, a tensor, or a tuple of these."""
         slot = getattr(self.node, RAW_SAVED + name, None)
         if slot is None:
             return None

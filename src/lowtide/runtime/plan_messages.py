@@ -18,7 +18,7 @@ MEASURED = "The next steps are measured: if one is over the budget, another plan
 
 
 class PlanMessages:
-    """The messages about a plan on `model`."""
+    """Reporter of messages to the user about a plan on `model`, each of them once."""
 
     def __init__(self, model: nn.Module) -> None:
         self.tell: Callable[[str], object] = warnings.warn

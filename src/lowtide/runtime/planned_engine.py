@@ -48,8 +48,9 @@ def estimate_fitting_elements(plan: Plan) -> float:
 
 
 def find_shared_implementations(plans: Sequence[Plan]) -> dict[str, str]:
-    """Return the implementations of recipes, by name of the node, on which all plans agree. All other nodes use the
-    recipe itself.
+    """Return the alternative implementations of recipes on which all plans agree, by node name.
+
+    All other nodes use the recipe itself.
     """
     common = dict(plans[0].implementations) if plans else {}
     return {

@@ -209,7 +209,7 @@ def can_hold_result(tensor: Tensor, operands: list[Tensor | None]) -> bool:
 
 
 def fits_into(other: Tensor, tensor: Tensor) -> bool:
-    """Return True if an elementwise operator of both tensors returns the shape, strides and dtype of `tensor`."""
+    """Return True if an elementwise result of both tensors has the shape, strides and dtype of `tensor`."""
     if other.dim() == 0:
         return not other.is_complex()
     if other.dtype != tensor.dtype:

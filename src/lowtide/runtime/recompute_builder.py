@@ -52,7 +52,7 @@ class ParameterOwners:
     def is_gathered(self, value: Value, tensor: Tensor) -> bool:
         """Return True if `tensor`, the saved tensor of `value`, is a parameter that FSDP2 frees after forward.
 
-        If tensor parallelism distributes the parameter as well, a transposed tensor is saved, found by its storage.
+        If tensor parallelism distributes the parameter, too, autograd saves its transpose, recognized by its storage.
         """
         if value.leaf or not (self.sharded and is_wrapping(type(tensor))):
             return self.sharded and bool(value.leaf)
@@ -70,7 +70,7 @@ class ParameterOwners:
 
 @functools.cache
 def creates_new(node: str) -> bool:
-    """Return True if the output of a node of this name is a new tensor, not one that the operator has written to."""
+    """Return True if the output of a node of this name is a new tensor, not an input that the operator wrote to."""
     name = re.sub(r"(?<!^)(?=[A-Z])", "_", re.sub(r"Backward\d*$", "", node)).lower()
     return name in _RARELY_IN_PLACE or not hasattr(torch.ops.aten, f"{name}_")
 

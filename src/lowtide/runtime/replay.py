@@ -154,7 +154,7 @@ class ReplayFrame:
         return any(reference() is not None for reference in held)
 
     def pack_result(self, tensor: Tensor) -> Handle | None:
-        """Return a handle on `tensor`, an operator's result that the call is about to save: left to this replay, or
+        """Return a handle on `tensor`, an operator's result that the call saves; the replay restores it, unless it is
         kept already.
 
         This is the fast path for most saved tensors. Returns None for views, leaves and other cases, which
@@ -243,7 +243,8 @@ class ReplayFrame:
     def collect_saved(self) -> dict[int, Tensor]:
         """Run the call again; return the tensors that it saves, detached, by their number among the saved tensors.
 
-        Only tensors whose value is still alive are returned. Raises the errors of `visit_saved`.
+        Only tensors whose Value is alive, because a handle refers to it, are returned. Raises the errors of
+        `visit_saved`.
         """
         tensors: dict[int, Tensor] = {}
         self.visit_saved(tensors.__setitem__)
@@ -253,8 +254,8 @@ class ReplayFrame:
         """Run the call again, and call `at(place, tensor)` for each saved tensor once the operator that saves it is
         done.
 
-        `place` is the tensor's number among the saved tensors. Only places with a live value count; with
-        `is_only_missing`, only those whose value holds no tensor. The run ends after the last of these places.
+        `place` is the tensor's number among the saved tensors. Tensors whose Value has been freed are left out; with
+        `is_only_missing`, so are those whose Value holds a tensor. The run ends after the last remaining one.
 
         Raises ReplayMismatch if the call saves other tensors than in its first run, RuntimeError if an argument,
         parameter or buffer has changed.

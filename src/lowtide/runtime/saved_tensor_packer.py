@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 
 class SavedTensorPacker:
-    """Packer of saved tensors, which are kept, recomputed, left to a replay, or offloaded as a plan decides."""
+    """Packer of saved tensors: each is kept, recomputed, restored by a replay, or offloaded, as a plan decides."""
 
     captures_all: bool = False
     """True if operands that autograd does not record are captured in every call, not only where the plan says so."""

@@ -52,8 +52,9 @@ KeptTensor = tuple["Tensor", int]
 
 
 class Recomputation(Protocol):
-    """Maker of a value in backward: `Recompute` runs a recipe, `ReplayFrame` and `Advance` run a module call again,
-    `Offloaded` fetches the value from the host.
+    """Protocol of objects that make the tensor of a Value when backward reads it.
+
+    `Recompute` runs a recipe, `ReplayFrame` and `Advance` run a module call again, `Offloaded` copies from the host.
     """
 
     @property

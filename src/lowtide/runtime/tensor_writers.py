@@ -87,8 +87,10 @@ class ReliedOn:
     def __init__(
         self, say: Callable[[Tensor, str], object], find: Callable[[Tensor], tuple[str, Tensor] | None]
     ) -> None:
-        """Begin without tensors. `say` is called with each copied tensor and its writer; `find` returns the model's
-        tensor with the same memory, and its name.
+        """Begin without tensors.
+
+        `say` is called with each tensor that is copied and the name of its writer. `find` returns the parameter or
+        buffer that has the same memory as a tensor, with its name.
         """
         self.find = find
         self.takes_values = True
@@ -190,7 +192,7 @@ class ReliedOn:
                     self._unlooked.append(reference)
 
     def hold_leaf(self, leaf: Tensor) -> Value:
-        """Return a Value that holds the leaf tensor `leaf` as an operand of a recompute; a write to it copies it first.
+        """Return a Value that holds the leaf tensor `leaf` as an operand of a recompute, and copy it before any write.
 
         Raises CannotRecompute if `leaf` was overwritten before backward in an earlier step.
         """
@@ -264,8 +266,9 @@ class ReliedOn:
         self._stop()
 
     def before_write(self, storages: set[int], writer: str, *, is_habit: bool = False) -> None:
-        """Copy the tensors in `storages`, to which `writer` is about to write. With `is_habit`, because `writer` writes
-        in every step, no recompute or replay uses the tensors from then on.
+        """Copy the tensors in `storages`, to which `writer` is about to write.
+
+        `is_habit` is True for a writer that writes in every step: no recompute or replay uses the tensors from then on.
         """
         copies: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 

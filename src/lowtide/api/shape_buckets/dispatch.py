@@ -78,7 +78,10 @@ class SwitchingEngine(Engine):
 
 
 class Switched(Removable):
-    """Plans in force on a model. `remove()`, or the end of a `with` block, restores the model."""
+    """Plans in force on a model, each for a range of batch sizes.
+
+    `remove()`, or the end of a `with` block, restores the model.
+    """
 
     def __init__(self, engine: SwitchingEngine) -> None:
         self._engine = engine
@@ -92,7 +95,7 @@ class Switched(Removable):
 
     @property
     def drifted(self) -> frozenset[str]:
-        """Addresses of saved tensors that differed from the rehearsals and were kept instead."""
+        """Addresses of saved tensors, such as `h.0.mlp#0:1`, that were kept because the rehearsed ones differed."""
         return frozenset(self._engine.packer.drifted)
 
     def remove(self) -> None:

@@ -43,7 +43,7 @@ FitOne = Callable[[Any, int, Profile], tuple[Plan, "Verdict"]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bucket:
-    """A range of sizes with one plan."""
+    """A range of batch sizes that share one plan."""
 
     size: str
     """The size of the bucket's largest batch, in words."""
@@ -64,7 +64,7 @@ def make_buckets(
     optimizer: Optimizers = None,
     large: Profile,
 ) -> list[Bucket]:
-    """Make the buckets for a range of sizes, smallest first, each with its plan and proof.
+    """Divide a range of batch sizes into buckets, and fit each; return the buckets with their plans, smallest first.
 
     `large` is the profile of the largest batch, `fit_one` plans and verifies one batch. Raises Infeasible, OverBudget
     or RehearsalError as `fit` does.
@@ -102,7 +102,7 @@ def make_buckets(
 def _rehearse(
     model: nn.Module, step: Callable[[Any], Any], batch: Any, optimizer: Optimizers, in_place: bool
 ) -> Profile:
-    """Rehearse a batch, with compiled blocks only replayed whole, because a plan inside them is for one size only."""
+    """Rehearse a batch. Compiled blocks are replayed as a whole, because a plan inside them is for one size only."""
     return rehearse(model, step, batch, optimizer=optimizer, in_place=in_place, inside_blocks=False)
 
 

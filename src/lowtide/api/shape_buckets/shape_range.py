@@ -24,7 +24,7 @@ LEAST_SHARE = 4
 
 @dataclass(frozen=True, slots=True)
 class Varying:
-    """A dimension whose size varies between batches, of one tensor of the batch."""
+    """A dimension of a tensor in the batch, with the range in which its size varies between batches."""
 
     tensor: int
     """Index of the tensor among the tensors of the batch."""

@@ -55,7 +55,7 @@ def accumulate(
     representations: Callable[[Batch], Any] | None = None,
     backward: Callable[[Tensor], object] = torch.Tensor.backward,
 ) -> Tensor:
-    """Add the gradients of the loss over all of `batch` to `.grad`, by `n` micro-batches; return that loss, detached.
+    """Add the gradients of the loss over all of `batch` to `.grad`, in `n` micro-batches; return the loss, detached.
 
     The gradients are equal to the whole batch's except for rounding, as long as rows do not depend on each other and
     the model draws no random numbers: with dropout, other masks are drawn.
@@ -135,7 +135,7 @@ def accumulate_weighted(
     backward: Callable[[Tensor], object] = torch.Tensor.backward,
     compared_as: Hashable = None,
 ) -> Tensor:
-    """Add the gradients of the loss over all of `batch` to `.grad`, by `n` micro-batches; return that loss, detached.
+    """Add the gradients of the loss over all of `batch` to `.grad`, in `n` micro-batches; return the loss, detached.
 
     The arguments are those of `accumulate`, but `weight` may also be a SumOver. The check that rows are independent is
     made once for each key `compared_as`, by default once for each `loss_of`.

@@ -48,7 +48,7 @@ def accumulate_by_representations(
     check_piece: Callable[[Sequence[Tensor]], None],
     backward: Callable[[Tensor], object],
 ) -> Tensor:
-    """Add the gradients of `loss_of(encode(batch))` to `.grad`, by `n` pieces; return that loss, detached.
+    """Add the gradients of `loss_of(encode(batch))` to `.grad`, in `n` pieces; return the loss, detached.
 
     `check_loss` raises LowtideError for a value that is not a loss, `check_piece` for representations whose graph shows
     that they depend on other rows.
