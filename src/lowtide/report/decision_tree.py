@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from lowtide.planner.folded_decisions import ranges
 from lowtide.planner.records import Plan, Profile
 from lowtide.planner.simulate.assignment import ADVANCED, OFFLOADED, RECOMPUTED, REPLAYED
-from lowtide.report.step_memory import swept
+from lowtide.report.step_memory import sweep_memory
 
 DECISIONS = ("kept", "recomputed", "replayed", "offloaded")
 _DECISION = {RECOMPUTED: "recomputed", REPLAYED: "replayed", ADVANCED: "replayed", OFFLOADED: "offloaded"}
@@ -52,7 +52,7 @@ class Branch:
         return tuple(sorted(self.bytes.items())), tuple((name, b._key()) for name, b in self.branches.items())
 
     def folded(self) -> Branch:
-        """Return this branch with numbered siblings merged into one if they have equal decisions about equal bytes."""
+        """Return a copy in which numbered siblings with equal decisions about equal bytes are merged into one."""
         below = [branch.folded() for branch in self.branches.values()]
         groups: dict[object, list[Branch]] = {}
         for branch in below:
@@ -74,8 +74,8 @@ class Branch:
 
 
 def decision_tree(profile: Profile, plan: Plan) -> Branch:
-    """Build the tree of a step's modules and the decisions about their saved tensors; merge identical siblings."""
-    own, sweep = swept(profile, plan.decisions)
+    """Build the tree of a step's modules with the decisions about their saved tensors, merging identical siblings."""
+    own, sweep = sweep_memory(profile, plan.decisions)
     state = sweep.state.tolist()
     root = Branch(profile.fingerprint.model.partition(" ")[0])
     decisions: dict[int, str] = {}
@@ -91,19 +91,19 @@ def decision_tree(profile: Profile, plan: Plan) -> Branch:
             decisions[slot.storage] = "kept"  # a kept view keeps its storage
         if decision == "recomputed" and slot.value not in counted:
             counted.add(slot.value)
-            _add(root, path, "", 0, own.values[slot.value].cost_ms)
+            _add_at_path(root, path, "", 0, own.values[slot.value].cost_ms)
     for storage, decision in decisions.items():
-        _add(root, places[storage], decision, own.storages[storage].bytes, 0.0)
+        _add_at_path(root, places[storage], decision, own.storages[storage].bytes, 0.0)
     for call in own.calls:
         path = call.id.partition("#")[0]
         if call.id in plan.decisions.replay:
-            _add(root, path, "", 0, call.cost_ms)
+            _add_at_path(root, path, "", 0, call.cost_ms)
         if call.id in plan.decisions.advance:
-            _add(root, path, "", 0, call.advance_ms)
+            _add_at_path(root, path, "", 0, call.advance_ms)
     return root.folded()
 
 
-def _add(root: Branch, path: str, decision: str, n_bytes: int, ms: float) -> None:
+def _add_at_path(root: Branch, path: str, decision: str, n_bytes: int, ms: float) -> None:
     branch = root
     for name in ["", *filter(None, path.split("."))]:
         if name:

@@ -20,7 +20,10 @@ SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
 
 
 def list_tracks(run: RunRecord) -> list[tuple[str, StepMemory]]:
-    """Return the memory of a run's steps, named `before` and `after`. Raises LowtideError if there is none."""
+    """Return the memory of a run's steps as pairs of a name (`before`, `after`) and a StepMemory.
+
+    Raises LowtideError if the run has no such memory.
+    """
     tracks = [(name, memory) for name, memory in (("before", run.before), ("after", run.after)) if memory is not None]
     if not tracks:
         raise LowtideError("this run has no memory timeline: it was watched, not rehearsed.")
@@ -28,7 +31,7 @@ def list_tracks(run: RunRecord) -> list[tuple[str, StepMemory]]:
 
 
 def format_csv(run: RunRecord) -> str:
-    """Return memory over time as CSV: one row per moment of each step, one column of bytes per category."""
+    """Return memory over time as CSV, with one row per moment of each step and one column of bytes per category."""
     text = io.StringIO()
     rows = csv.writer(text, lineterminator="\n")
     rows.writerow(("step", "event", "phase", "module", *CATEGORIES, "total"))
@@ -47,7 +50,9 @@ def format_perfetto_trace(run: RunRecord) -> str:
     One microsecond of the trace represents one event of the step.
     """
     events = [
-        event for number, (name, memory) in enumerate(list_tracks(run), 1) for event in _events(number, name, memory)
+        event
+        for number, (name, memory) in enumerate(list_tracks(run), 1)
+        for event in _list_trace_events(number, name, memory)
     ]
     if run.plan is not None:
         text = f"budget {format_bytes(run.plan.budget_bytes)}"
@@ -55,7 +60,7 @@ def format_perfetto_trace(run: RunRecord) -> str:
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ns"}, separators=(",", ":"))
 
 
-def _events(pid: int, name: str, memory: StepMemory) -> Iterator[dict[str, Any]]:
+def _list_trace_events(pid: int, name: str, memory: StepMemory) -> Iterator[dict[str, Any]]:
     yield {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": f"step {name}"}}
     for span in memory.phases:
         first = memory.at[span.first]
@@ -76,21 +81,21 @@ def sarif(run: RunRecord) -> str:
 
     Raises LowtideError for a run that was not watched.
     """
-    findings = _findings(run)
+    findings = _require_findings(run)
     rules = {finding.code: {"id": finding.code, "shortDescription": {"text": finding.name}} for finding in findings}
     results = [
         {
             "ruleId": finding.code,
             "level": "warning",
-            "message": {"text": _message(finding)},
+            "message": {"text": _format_message(finding)},
             "locations": [
                 {
                     "physicalLocation": {
-                        "artifactLocation": {"uri": _uri(place[0])},
+                        "artifactLocation": {"uri": _to_uri(place[0])},
                         "region": {"startLine": place[1]},
                     }
                 }
-                for place in [_place(finding)]
+                for place in [_parse_place(finding)]
                 if place is not None
             ],
         }
@@ -102,20 +107,20 @@ def sarif(run: RunRecord) -> str:
 
 
 def format_github_annotations(run: RunRecord, findings: Sequence[Finding] | None = None) -> str:
-    """Return a workflow command of GitHub Actions for each finding, which annotates the finding's line.
+    """Return a workflow command of GitHub Actions for each finding. It annotates the finding's line.
 
-    `findings` are by default all of the run.
+    By default, `findings` are all findings of the run.
     """
     lines = []
-    for finding in _findings(run) if findings is None else findings:
-        place = _place(finding)
-        where = "" if place is None else f"file={_property(place[0])},line={place[1]},"
-        title = _property(f"{finding.code} {finding.name}")
-        lines.append(f"::warning {where}title={title}::{_data(_message(finding))}")
+    for finding in _require_findings(run) if findings is None else findings:
+        place = _parse_place(finding)
+        where = "" if place is None else f"file={_escape_property(place[0])},line={place[1]},"
+        title = _escape_property(f"{finding.code} {finding.name}")
+        lines.append(f"::warning {where}title={title}::{_escape_data(_format_message(finding))}")
     return "\n".join(lines)
 
 
-def _findings(run: RunRecord) -> tuple[Finding, ...]:
+def _require_findings(run: RunRecord) -> tuple[Finding, ...]:
     if run.findings is None:
         raise LowtideError(
             "this run was not watched, so it has no findings: `lowtide watch --report FILE.json SCRIPT`."
@@ -123,26 +128,26 @@ def _findings(run: RunRecord) -> tuple[Finding, ...]:
     return run.findings
 
 
-def _message(finding: Finding) -> str:
+def _format_message(finding: Finding) -> str:
     size = f"{format_bytes(finding.held_bytes)} {finding.unit}".strip() + " " if finding.held_bytes else ""
     return f"{size}since step {finding.since_step}, held by {finding.holder}. Fix: {finding.fix}"
 
 
-def _place(finding: Finding) -> tuple[str, int] | None:
+def _parse_place(finding: Finding) -> tuple[str, int] | None:
     """Return the file and line of the forward pass that allocated a finding's memory; None if unknown."""
     path, _, line = (finding.made_at or "").rpartition(":")
     return (path, int(line)) if path and line.isdigit() else None
 
 
-def _uri(path: str) -> str:
-    """Convert a path to the URI that SARIF requires; a relative path becomes a relative URI."""
+def _to_uri(path: str) -> str:
+    """Convert a path to the URI that SARIF requires. A relative path becomes a relative URI."""
     place = PurePath(path)
     return place.as_uri() if place.is_absolute() else quote(place.as_posix())
 
 
-def _data(text: str) -> str:
+def _escape_data(text: str) -> str:
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
-def _property(text: str) -> str:
-    return _data(text).replace(":", "%3A").replace(",", "%2C")
+def _escape_property(text: str) -> str:
+    return _escape_data(text).replace(":", "%3A").replace(",", "%2C")

@@ -19,7 +19,7 @@ class Finding(Record):
     since_step: int
     holder: str
     made_at: str | None
-    """`file:line` of the forward pass that made the graph or output; None if no forward pass made it."""
+    """`file:line` of the forward pass that created the graph or output; None if no forward pass did."""
     fix: str
     unit: str = ""
     """Words printed after the bytes, such as "of host memory a step"; empty for bytes that are simply held."""

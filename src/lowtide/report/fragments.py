@@ -1,4 +1,4 @@
-"""Render records as HTML: as the output of a notebook cell, or as a standalone page."""
+"""Render records as HTML, for the output of a notebook cell or as a standalone page."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Section = tuple[str, str, str]
 
 def fragment(record: object) -> str:
     """Return HTML for the output of a notebook cell: pictures and tables if `record` has any, else its text."""
-    sections = _sections(record)
+    sections = _build_sections(record)
     body = "".join(f"<section><h3>{heading}</h3>{html}</section>" for _, heading, html in sections)
     return (
         f'<style>{asset("page.css")}</style><div class="lt lt-notebook">{body}</div><script>{asset("page.js")}</script>'
@@ -41,11 +41,11 @@ def page(record: object) -> str:
     if isinstance(record, RunRecord):
         return render_run_page(record)
     run = _make_run_record(record)
-    return render_run_page(run) if run is not None else document(type(record).__name__, "", _sections(record))
+    return render_run_page(run) if run is not None else document(type(record).__name__, "", _build_sections(record))
 
 
 def _make_run_record(record: object) -> RunRecord | None:
-    """Return `record` itself if it is a RunRecord, or the RunRecord made from it; None if none can be made."""
+    """Convert `record` to a RunRecord. Return None if it can't be converted."""
     if isinstance(record, RunRecord):
         return record
     if isinstance(record, Profile):
@@ -57,17 +57,17 @@ def _make_run_record(record: object) -> RunRecord | None:
     return made if isinstance(made, RunRecord) else None
 
 
-def _sections(record: object) -> list[Section]:
+def _build_sections(record: object) -> list[Section]:
     if isinstance(record, Frontier):
         return [("else", f"What each budget costs: {escape(record.fingerprint.model)}", alternatives(record, None))]
     if isinstance(record, StepMemory):
         return [("memory", "Where memory goes", memory(record, None))]
     if (timeline := _find_timeline(record)) is not None:
         shown = read_recorded_memory(timeline, "measured")
-        return [("memory", "Where memory goes", memory(shown, None)), ("text", "In words", _text(record))]
+        return [("memory", "Where memory goes", memory(shown, None)), ("text", "In words", _format_text(record))]
     run = _make_run_record(record)
     if run is None:
-        return [("text", type(record).__name__, _text(record))]
+        return [("text", type(record).__name__, _format_text(record))]
     sections = [
         ("fits", escape(about(run)) or "Does it fit?", fits(run)),
         ("memory", "Where memory goes", memory(run.before, run.after, run.requested_budget_bytes)),
@@ -92,5 +92,5 @@ def _find_timeline(record: object) -> Any:
     return recorded if isinstance(recorded, Timeline) else None
 
 
-def _text(record: object) -> str:
+def _format_text(record: object) -> str:
     return f'<pre tabindex="0">{escape(record)}</pre>'

@@ -1,4 +1,4 @@
-"""Plot the frontier with matplotlib, which takes a second to load: import this module only where a picture is made."""
+"""Plot the frontier with matplotlib. Import this module only if a picture is drawn, because matplotlib loads slowly."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ STYLE = {
 def draw(
     frontier: Frontier, others: Sequence[Point] = (), *, step_flops: int = 0, about: str = "", note: str = ""
 ) -> Figure:
-    """Draw the frontier as a figure: the extra time of each budget, as a step line.
+    """Draw the frontier as a figure: the extra time of the best plan for each memory budget, as a step line.
 
-    `others` are drawn next to the line, with their names; points without a name are plans that are not on the line. The
-    y axis is extra time, in percent of the plain step if that was timed, or extra FLOPs if a point has no time, in
-    percent of the plain step's `step_flops` if these are given. `about` replaces the subtitle that the frontier itself
-    provides, and `note` is set in the lower right corner.
+    `others` are drawn as points with their names. Points without a name are plans that are not on the line. The y axis
+    is extra time, in percent of the step without a plan if that was timed. If a point has no time, the y axis is extra
+    FLOPs, in percent of `step_flops` if given. `about` replaces the frontier's own subtitle. `note` is printed in the
+    lower right corner.
     """
     scale = _Scale.of(frontier, others, step_flops)
     with _style():
@@ -81,12 +81,12 @@ def draw(
         axes.set_title(
             f"What a memory budget costs: {frontier.fingerprint.model.partition(' ')[0]}", loc="left", pad=24
         )
-        axes.text(0, 1.025, about or _about(frontier), transform=axes.transAxes, color=GREY)
-        _axes(axes, scale)
-        _points(axes, scale, frontier, others)
-        _line(axes, scale, frontier)
+        axes.text(0, 1.025, about or _describe_setting(frontier), transform=axes.transAxes, color=GREY)
+        _set_up_axes(axes, scale)
+        _draw_points(axes, scale, frontier, others)
+        _draw_line(axes, scale, frontier)
         if any(p.name for p in others):
-            _names(axes, scale, frontier, others)
+            _draw_labels(axes, scale, frontier, others)
     return figure
 
 
@@ -101,13 +101,13 @@ def save(figure: Figure, path: str | Path) -> None:
 def _style() -> Iterator[None]:
     """Use matplotlib's defaults and STYLE in this block, not the user's settings.
 
-    Some settings are read when drawing, some when saving.
+    matplotlib reads some settings while drawing and others while saving.
     """
     with matplotlib.style.context(["default", STYLE]):
         yield
 
 
-def _about(frontier: Frontier) -> str:
+def _describe_setting(frontier: Frontier) -> str:
     made_for = frontier.fingerprint
     return f"batch {made_for.batch}, on {made_for.device}, torch {made_for.torch}; predicted from one rehearsal"
 
@@ -148,7 +148,7 @@ class _Scale:
         return [self.x(p.peak_bytes) for p in points], [self.y(p) for p in points]
 
 
-def _axes(axes: Axes, scale: _Scale) -> None:
+def _set_up_axes(axes: Axes, scale: _Scale) -> None:
     axes.set_xlabel(f"peak memory of the step, {scale.unit}")
     axes.set_ylabel(scale.heading)
     axes.xaxis.set_major_locator(MaxNLocator(9, steps=[1, 2, 5, 10]))
@@ -157,18 +157,18 @@ def _axes(axes: Axes, scale: _Scale) -> None:
     axes.axhline(0, color=GREY, lw=0.8, zorder=1)
 
 
-def _points(axes: Axes, scale: _Scale, frontier: Frontier, others: Sequence[Point]) -> None:
+def _draw_points(axes: Axes, scale: _Scale, frontier: Frontier, others: Sequence[Point]) -> None:
     more = [p for p in others if not p.name]
     axes.plot(*scale.xy(more), "o", color=BLUE, mec="white", mew=0.5, alpha=0.4, gid="more")
     axes.plot(*scale.xy(frontier.points), "o", color=BLUE, mec="white", mew=0.5, gid="ours", zorder=2.2)
-    for kind, (colour, mark) in _kinds(others).items():
-        named = [p for p in others if p.name and _kind(p) == kind]
+    for kind, (colour, mark) in _assign_styles(others).items():
+        named = [p for p in others if p.name and _read_kind(p) == kind]
         axes.plot(*scale.xy(named), mark, color=colour, mec="white", mew=0.5, gid=kind, zorder=2.3)
     axes.plot(scale.x(frontier.plain_bytes), 0, "o", ms=7, mfc="white", mec=GREY, mew=1.5, gid="plain", zorder=2.4)
 
 
-def _line(axes: Axes, scale: _Scale, frontier: Frontier) -> None:
-    """Draw the frontier as a step line, and shade the area above it, which plans can reach.
+def _draw_line(axes: Axes, scale: _Scale, frontier: Frontier) -> None:
+    """Draw the frontier as a step line, and shade the area above the line, which plans can reach.
 
     The height at a budget is the cost of the plan with the largest peak within the budget.
     """
@@ -179,18 +179,19 @@ def _line(axes: Axes, scale: _Scale, frontier: Frontier) -> None:
     axes.set(xlim=(axes.get_xlim()[0], right), ylim=(axes.get_ylim()[0], top))
 
 
-def _names(axes: Axes, scale: _Scale, frontier: Frontier, others: Sequence[Point]) -> None:
-    """Label the points without covering points, lines or other labels; a leader line joins a label to a distant point.
+def _draw_labels(axes: Axes, scale: _Scale, frontier: Frontier, others: Sequence[Point]) -> None:
+    """Label the points without covering points, lines or other labels.
 
-    If points are so dense that some label finds no place, leader lines may pass behind other labels.
+    A leader line connects a label to a distant point. If there is no room for a label otherwise, leader lines may pass
+    behind other labels.
     """
     named = [p for p in others if p.name]
     plain_x = scale.x(frontier.plain_bytes)
     line_x, line_y = scale.xy(frontier.points)
     other_x, other_y = scale.xy(others)
     named_x, named_y = scale.xy(named)
-    kinds = _kinds(others)
-    colours = [BLUE, GREY, *(kinds[_kind(p)][0] for p in named)]
+    kinds = _assign_styles(others)
+    colours = [BLUE, GREY, *(kinds[_read_kind(p)][0] for p in named)]
     settings: dict[str, Any] = dict(
         x=[line_x[0], plain_x, *named_x],
         y=[line_y[0], 0.0, *named_y],
@@ -214,37 +215,37 @@ def _names(axes: Axes, scale: _Scale, frontier: Frontier, others: Sequence[Point
         nbr_candidates=1000,
     )
 
-    def measure_leader_lines(way: dict[str, Any]) -> tuple[int, float]:
-        """Place labels with the options `way`; return two penalties: labels without a place, pixels of leader lines."""
-        _, _, texts, leaders = allocate(axes, **settings, **way, draw_all=False)
-        lines = [_pixels(axes, leader) for leader in leaders if isinstance(leader, Line2D)]
+    def measure_leader_lines(options: dict[str, Any]) -> tuple[int, float]:
+        """Place labels with `options`. Return two penalties: the number of unplaced labels, and pixels of lines."""
+        _, _, texts, leaders = allocate(axes, **settings, **options, draw_all=False)
+        lines = [_measure_length(axes, leader) for leader in leaders if isinstance(leader, Line2D)]
         for artist in (*texts, *leaders):
             if isinstance(artist, Artist):
                 artist.remove()
         return len(leaders) - len(lines), sum(lines)
 
     def best(apart: bool) -> tuple[tuple[int, float], dict[str, Any]]:
-        ways = [dict(priority_strategy=order, avoid_label_lines_overlap=apart) for order in range(ORDERS)]
-        return min(((measure_leader_lines(way), way) for way in ways), key=itemgetter(0))
+        candidates = [dict(priority_strategy=order, avoid_label_lines_overlap=apart) for order in range(ORDERS)]
+        return min(((measure_leader_lines(options), options) for options in candidates), key=itemgetter(0))
 
-    (missing, _), way = best(apart=True)
+    (missing, _), options = best(apart=True)
     if missing:
-        _, way = best(apart=False)
-    _, _, _, leaders = allocate(axes, **settings, **way)
+        _, options = best(apart=False)
+    _, _, _, leaders = allocate(axes, **settings, **options)
     for leader in leaders:
-        if isinstance(leader, Line2D) and _pixels(axes, leader) < BESIDE:
+        if isinstance(leader, Line2D) and _measure_length(axes, leader) < BESIDE:
             leader.remove()
 
 
-def _pixels(axes: Axes, leader: Line2D) -> float:
+def _measure_length(axes: Axes, leader: Line2D) -> float:
     return math.dist(*axes.transData.transform(leader.get_xydata()))
 
 
-def _kinds(others: Sequence[Point]) -> dict[str, tuple[str, str]]:
-    """Map the first word of each point's name to a colour and a marker."""
-    kinds = dict.fromkeys(_kind(p) for p in others if p.name)
+def _assign_styles(others: Sequence[Point]) -> dict[str, tuple[str, str]]:
+    """Assign a colour and a marker to the first word of each point's name."""
+    kinds = dict.fromkeys(_read_kind(p) for p in others if p.name)
     return {kind: KINDS[n % len(KINDS)] for n, kind in enumerate(kinds)}
 
 
-def _kind(point: Point) -> str:
+def _read_kind(point: Point) -> str:
     return point.name.split()[0].rstrip(",:")

@@ -1,4 +1,4 @@
-"""Render the frontier as a table."""
+"""Render the frontier (the best plan for each memory budget) as a table."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def table(points: Iterable[tuple[str | Styled, Point]], step_ms: float) -> Table
 
 
 def show(frontier: Frontier, others: Sequence[Point] = ()) -> str:
-    """Format a frontier as a table, from the smallest peak to the plain step, with the points `others` sorted in."""
+    """Format a frontier and the points `others` as a table, sorted by peak."""
     points = sorted([*frontier.points, *others], key=lambda point: point.peak_bytes)
     whole = table(((point.name, point) for point in points), frontier.step_ms)
     if not any(point.name for point in points):

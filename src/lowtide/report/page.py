@@ -1,4 +1,4 @@
-"""Render a run as one self-contained HTML page, in the order of a reader's questions. Loads nothing external."""
+"""Render a run as one self-contained HTML page, in the order of a reader's questions. It loads nothing external."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lowtide.units import format_bytes, format_ratio, format_time
 from lowtide.utils.tables import Styled, Table
 
 BEFORE_AND_AFTER = ("before: without Lowtide", "after: under the plan")
-"""Names of the two steps that a run with a plan draws."""
+"""Names of the two steps in the plot of a run with a plan."""
 _DEEPEST_OPEN = 2
 """Number of levels of the module tree that are expanded at first."""
 
@@ -33,7 +33,7 @@ def asset(name: str) -> str:
 
 
 def prose(text: str) -> str:
-    """Convert text to HTML; text between backticks becomes code."""
+    """Convert text to HTML. Text between backticks becomes code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
@@ -55,7 +55,7 @@ def render_run_page(run: RunRecord) -> str:
 
 
 def document(title: str, about: str, sections: Sequence[tuple[str, str, str]]) -> str:
-    """Build an HTML page from sections; each section is an id, a heading and HTML."""
+    """Build an HTML page from sections, each given by its id, heading and HTML."""
     links = "".join(f'<a href="#{name}">{heading}</a>' for name, heading, _ in sections)
     body = "".join(
         f'<section id="{name}" aria-labelledby="{name}-title"><h2 id="{name}-title">{heading}</h2>{html}</section>'
@@ -78,15 +78,16 @@ def document(title: str, about: str, sections: Sequence[tuple[str, str, str]]) -
 
 
 def fits(run: RunRecord) -> str:
-    """Render the section "Does it fit?" as HTML: the verdict, its numbers, and bars of before and after.
+    """Render the section "Does it fit?" as HTML: the answer, its numbers, and bars of the peak before and after.
 
-    The result of checking the plan, needs for GPUs, and compared ways to train follow if the run has them.
+    If the run has them, the result of checking the plan, tables of memory on GPUs, and of compared ways to train
+    follow.
     """
     answer, sentence = verdict(run)
-    parts = [f'<p class="lt-verdict is-{answer}">{escape(sentence)}</p>', _tiles(run), _bars(run)]
+    parts = [f'<p class="lt-verdict is-{answer}">{escape(sentence)}</p>', _render_tiles(run), _render_bars(run)]
     if run.proof is not None:
         kind = "is-no" if run.proof.is_proven is False else "is-yes"
-        parts.append(f'<p class="lt-proof {kind}">{escape(_sentence(run.proof.text))}</p>')
+        parts.append(f'<p class="lt-proof {kind}">{escape(_to_sentence(run.proof.text))}</p>')
     if run.needs:
         parts.append(_render_needs_table(run))
     if run.trained:
@@ -94,12 +95,12 @@ def fits(run: RunRecord) -> str:
     return "".join(parts)
 
 
-def _sentence(text: str) -> str:
+def _to_sentence(text: str) -> str:
     text = re.sub(r"\b\d{4,}(?= B\b)", lambda digits: f"{int(digits[0]):,}", text)
     return f"{text[:1].upper()}{text[1:]}{'' if text.endswith('.') else '.'}"
 
 
-def _tiles(run: RunRecord) -> str:
+def _render_tiles(run: RunRecord) -> str:
     plain, peak = run.plain_peak_bytes, run.peak_bytes
     tiles: list[tuple[str, str, str, int | None]] = []
     if run.budget_bytes is not None:
@@ -115,12 +116,12 @@ def _tiles(run: RunRecord) -> str:
         if (reserved := run.reserved_peak_bytes) is not None:
             tiles.append(("reserved", format_bytes(reserved), "by the allocator, which the budget is for", reserved))
         cost = extra(run.plan.predicted.extra_ms, run.plan.step_ms).removesuffix(" time").removesuffix(" a step")
-        tiles.append(("extra time", cost, _cost(run), None))
+        tiles.append(("extra time", cost, _describe_cost(run), None))
     elif peak is not None and not run.needs:
         tiles.append(("peak of a step", format_bytes(peak), "everything included", peak))
     if run.refusal and run.frontier is not None and run.frontier.points:
         least = run.frontier.points[0]
-        cost = f"that a plan reaches, for {_costs(least, run.frontier)}"
+        cost = f"that a plan reaches, for {_format_costs(least, run.frontier)}"
         tiles.append(("smallest peak", format_bytes(least.peak_bytes, round_up=True), cost, least.peak_bytes))
     if run.proof is not None:
         proven = {True: "same bits", False: "other bits", None: "audited"}[run.proof.is_proven]
@@ -142,7 +143,7 @@ def _tiles(run: RunRecord) -> str:
     )
 
 
-def _cost(run: RunRecord) -> str:
+def _describe_cost(run: RunRecord) -> str:
     assert run.plan is not None
     if run.proof is not None and run.proof.extra is not None:
         step = "the fastest measured step" if run.trained else "one measured step"
@@ -152,7 +153,7 @@ def _cost(run: RunRecord) -> str:
     return f"predicted: {format_time(run.plan.predicted.extra_ms)} per step"
 
 
-def _bars(run: RunRecord) -> str:
+def _render_bars(run: RunRecord) -> str:
     plain, peak = run.plain_peak_bytes, run.peak_bytes
     if run.plan is None or plain is None or peak is None:
         return ""
@@ -230,8 +231,9 @@ def memory(
     budget_bytes: int | None = None,
     words: tuple[str, ...] = BEFORE_AND_AFTER,
 ) -> str:
-    """Render the memory of one or two steps, which `words` name, as HTML: a plot, and a description of the shown
-    moment.
+    """Render the memory of one or two steps as HTML: a plot, and a description of the moment that is shown.
+
+    `words` are the names of the steps.
     """
     tracks = [(name, memory) for name, memory in (("before", before), ("after", after)) if memory is not None]
     if not tracks:
@@ -248,7 +250,7 @@ def memory(
         choice = (
             f'<fieldset class="lt-choice"><legend class="lt-hidden">Step that is shown</legend>{options}</fieldset>'
         )
-    headings = [f"<b>{escape(_heading(word))}:</b> " for word in words] if len(words) == len(tracks) else [""]
+    headings = [f"<b>{escape(_make_heading(word))}:</b> " for word in words] if len(words) == len(tracks) else [""]
     said = "".join(
         f'<p class="lt-peak-sentence" data-track="{key}"{"" if key == name else " hidden"}>'
         f"{heading}{escape(describe_peak(m))}</p>"
@@ -273,14 +275,14 @@ def memory(
         f'<div class="lt-columns">{legend(shown, moment, names)}<div><h3>Largest tensors there</h3>'
         f'<ol class="lt-tensors">{tensors(shown, moment)}</ol></div></div>'
         f"<figcaption>{how} Point at the picture, or move the slider, to see another moment.</figcaption>"
-        f'<script type="application/json" class="lt-data">{_data(tracks)}</script></figure>'
+        f'<script type="application/json" class="lt-data">{_dump_data(tracks)}</script></figure>'
     )
 
 
-def _heading(words: str) -> str:
+def _make_heading(words: str) -> str:
     """Make a heading from a step's name: `before: without Lowtide` becomes `Before`.
 
-    A name without a colon, such as a file's, stays as it is.
+    A name without a colon, such as a file name, is not changed.
     """
     name, colon, _ = words.partition(":")
     return name.capitalize() if colon else words
@@ -305,7 +307,7 @@ def tensors(shown: StepMemory, moment: int) -> str:
     return "".join(items) or "<li>none that is known by name</li>"
 
 
-def _data(tracks: Sequence[tuple[str, StepMemory]]) -> str:
+def _dump_data(tracks: Sequence[tuple[str, StepMemory]]) -> str:
     """Return the data for the page's script, as JSON that is safe inside HTML."""
     base = tracks[0][1]
     by_track = {}
@@ -341,7 +343,7 @@ def decided(run: RunRecord) -> str:
             return f'<pre class="lt-command">{escape(run.refusal)}</pre>'
         return "<p>Nothing: this command makes no plan; <code>lowtide run --budget</code> makes one.</p>"
     plan = run.plan
-    said = "".join(f"<li>{escape(_sentence(line))}</li>" for line in [decisions(plan), *format_lever_lines(plan)])
+    said = "".join(f"<li>{escape(_to_sentence(line))}</li>" for line in [decisions(plan), *format_lever_lines(plan)])
     listing = f'<ul class="lt-plain">{said}</ul>'
     if run.profile is None:
         rows = "".join(f"<li><code>{escape(line)}</code></li>" for line in blocks(plan))
@@ -364,11 +366,11 @@ def decided(run: RunRecord) -> str:
         "<p>For each module: the bytes of the tensors that it saves for backward, and the time of their recomputes and "
         "replays. With all tensors that these recompute on the way, the plan takes "
         f"{format_added_time(plan.predicted.extra_ms, plan.step_ms).removeprefix('+')} more.</p>"
-        f'<div class="lt-tree">{"".join(_branch(tree, tree.total, 0, plan.step_ms))}</div>'
+        f'<div class="lt-tree">{"".join(_render_branch(tree, tree.total, 0, plan.step_ms))}</div>'
     )
 
 
-def _branch(branch: Branch, whole: int, depth: int, step_ms: float) -> Iterator[str]:
+def _render_branch(branch: Branch, whole: int, depth: int, step_ms: float) -> Iterator[str]:
     name = escape(branch.short_name)
     title = f' title="{escape(branch.name)}"' if branch.short_name != branch.name else ""
     if branch.n_alike > 1:
@@ -394,7 +396,7 @@ def _branch(branch: Branch, whole: int, depth: int, step_ms: float) -> Iterator[
     below = whole // branch.n_alike if branch.n_alike > 1 else whole
     yield f"<details{' open' if depth <= _DEEPEST_OPEN else ''}><summary>{row}</summary>{of_each}"
     for child in children:
-        yield from _branch(child, below, depth + 1, step_ms)
+        yield from _render_branch(child, below, depth + 1, step_ms)
     yield "</details>"
 
 
@@ -402,26 +404,26 @@ def _branch(branch: Branch, whole: int, depth: int, step_ms: float) -> Iterator[
 
 
 def alternatives(frontier: Frontier | None, plan: Plan | None, budget_bytes: int | None = None) -> str:
-    """Render the frontier as HTML: a plot with `plan` and its budget marked, and the neighbouring plans.
+    """Render the plans for other budgets as HTML: a plot with `plan` and its budget marked, and a table.
 
-    These are the next cheaper and the next smaller plan. Without points of the frontier, the result is empty.
+    A sentence describes the next cheaper and the next smaller plan. The result is empty if the frontier has no points.
     """
     if frontier is None or not frontier.points:
         return ""
-    named = ((Styled(n, "lt-mark") if n == "this plan" else n, point) for n, point in _named(frontier, plan))
+    named = ((Styled(n, "lt-mark") if n == "this plan" else n, point) for n, point in _name_points(frontier, plan))
     plans = table(named, frontier.step_ms).html("Plans by budget")
     bound = ""
     if plan is not None and plan.bound_ms:
         bound = f" No plan within this budget takes less than {extra(plan.bound_ms, plan.step_ms)} (hollow mark)."
     return (
-        f"<p>{escape(_beside(frontier, plan))}{escape(bound)}</p>"
+        f"<p>{escape(_describe_neighbours(frontier, plan))}{escape(bound)}</p>"
         f'<figure><p class="lt-axis">extra time of a step</p>{draw_frontier_plot(frontier, plan, budget_bytes)}'
         '<p class="lt-axis is-x">peak memory of the step</p></figure>'
         f"<details><summary>All plans as a table</summary>{plans}</details>"
     )
 
 
-def _named(frontier: Frontier, plan: Plan | None) -> list[tuple[str, Point]]:
+def _name_points(frontier: Frontier, plan: Plan | None) -> list[tuple[str, Point]]:
     points = [("another budget", point) for point in frontier.points]
     if points:
         points[0] = ("smallest peak", points[0][1])
@@ -434,13 +436,13 @@ def _named(frontier: Frontier, plan: Plan | None) -> list[tuple[str, Point]]:
     return points
 
 
-def _beside(frontier: Frontier, plan: Plan | None) -> str:
-    """Describe the next cheaper and the next smaller plan, or, without `plan`, the smallest peak of any plan."""
+def _describe_neighbours(frontier: Frontier, plan: Plan | None) -> str:
+    """Describe the next cheaper and the next smaller plan; if `plan` is None, the plan with the smallest peak."""
     if plan is None:
         least = frontier.points[0]
         return (
             f"The smallest peak that a plan reaches is {format_bytes(least.peak_bytes, round_up=True)}, "
-            f"{format_ratio(least.share)} of the plain step's, for {_costs(least, frontier)}."
+            f"{format_ratio(least.share)} of the plain step's, for {_format_costs(least, frontier)}."
         )
     peak, ms = plan.predicted.peak_bytes, plan.predicted.extra_ms
     cheaper = next((p for p in frontier.points if p.peak_bytes > peak and (p.extra_ms or 0.0) < ms), None)
@@ -449,19 +451,19 @@ def _beside(frontier: Frontier, plan: Plan | None) -> str:
     if cheaper is not None:
         said.append(
             f"The next cheaper plan peaks at {format_bytes(cheaper.peak_bytes, round_up=True)}, for "
-            f"{_costs(cheaper, frontier)}."
+            f"{_format_costs(cheaper, frontier)}."
         )
     if smaller is not None:
         said.append(
             f"The next smaller plan peaks at {format_bytes(smaller.peak_bytes, round_up=True)}, for "
-            f"{_costs(smaller, frontier)}."
+            f"{_format_costs(smaller, frontier)}."
         )
     else:
         said.append("No smaller peak is known.")
     return " ".join(said)
 
 
-def _costs(point: Point, frontier: Frontier) -> str:
+def _format_costs(point: Point, frontier: Frontier) -> str:
     return f"{format_extra_time(point.extra_ms, frontier.step_ms)} {'time' if frontier.step_ms else 'a step'}"
 
 
@@ -469,7 +471,7 @@ def _costs(point: Point, frontier: Frontier) -> str:
 
 
 def outlives(run: RunRecord) -> str:
-    """Render the findings of a run as HTML; if the run did not look for any, a sentence that names the command."""
+    """Render the findings of a run as HTML. If the run was not watched, render a sentence that names the command."""
     if run.findings is None:
         return (
             "<p>Not looked at in this run: <code>lowtide watch SCRIPT</code> reports memory that outlives its step.</p>"
@@ -477,10 +479,10 @@ def outlives(run: RunRecord) -> str:
     if not run.findings:
         steps = "" if run.n_steps is None else f" in {run.n_steps} steps"
         return f"<p>Nothing was found{steps}.</p>"
-    return "".join(map(_finding, run.findings))
+    return "".join(map(_render_finding, run.findings))
 
 
-def _finding(finding: Finding) -> str:
+def _render_finding(finding: Finding) -> str:
     size = f"{format_bytes(finding.held_bytes)} {finding.unit}".strip() if finding.held_bytes else ""
     held = "held by" if finding.held_bytes else "where"
     rows = [(held, finding.holder), ("made at", finding.made_at), ("fix", finding.fix)]
@@ -496,8 +498,8 @@ def _finding(finding: Finding) -> str:
 
 
 def obtained(run: RunRecord) -> str:
-    """Render as HTML the command that repeats a run, versions, device, and measured, predicted, assumed and unknown
-    facts.
+    """Render the origin of a run as HTML: its command, versions and device, and which facts were measured, predicted or
+    assumed.
     """
     facts = [("versions", ", ".join(f"{name} {number}" for name, number in run.versions.items()))]
     if run.fingerprint is not None:

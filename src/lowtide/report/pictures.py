@@ -20,12 +20,12 @@ from lowtide.units import format_bytes
 WIDTH, HEIGHT = 1000, 400
 """Width and height of the SVG's coordinate system, before it is stretched."""
 HEADROOM = 1.12
-"""Height of the axis, as a multiple of the largest level: leaves room for a label."""
+"""Height of the axis as a multiple of the largest level, so that there is room for a label."""
 _TICKS = 6
 NARROW = 6
-"""Width of a phase, in percent of the plot, below which it has no room for its name."""
+"""A phase whose width is a smaller percentage of the plot has no room for its name."""
 NARROW_ON_PHONES = 20
-"""Width of a phase, in percent of the plot, below which it has no room for its name on a phone."""
+"""A phase whose width is a smaller percentage of the plot has no room for its name on a phone."""
 
 
 def escape(text: object) -> str:
@@ -40,7 +40,7 @@ def slug(category: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Axes:
-    """Scales of a plot of one or two steps."""
+    """Scales of the axes in a plot of memory over one or two steps."""
 
     span: float
     """Length of the horizontal axis, in events of the first step."""
@@ -54,16 +54,16 @@ class Axes:
         return round(HEIGHT * (1 - (level - self.low) / (self.high - self.low)), 1)
 
     def top(self, level: float) -> str:
-        """Return a level, in bytes, as a CSS distance from the top of the picture."""
+        """Convert a level in bytes to a CSS distance from the top of the picture."""
         return f"{100 * self.y(level) / HEIGHT:.2f}%"
 
     def left(self, place: float) -> str:
-        """Return a position in the step, in events, as a CSS distance from the left edge."""
+        """Convert a position in the step, counted in events, to a CSS distance from the left edge."""
         return f"{100 * self.x(place) / WIDTH:.2f}%"
 
 
 def choose_axes(memories: Sequence[StepMemory], budget_bytes: int | None = None) -> Axes:
-    """Choose axes that fit the memory of all steps, and the budget unless it is far above."""
+    """Choose axes that show the memory of all steps, and the budget unless it is far above the memory."""
     high = max(1, *(memory.peak_bytes for memory in memories))
     if budget_bytes is not None and budget_bytes < 1.5 * high:
         high = max(high, budget_bytes)
@@ -75,21 +75,21 @@ def places(memory: StepMemory, base: StepMemory) -> tuple[float, ...]:
     """Map a step's moments to positions on the axis of the step `base`, phase by phase."""
     if memory is base:
         return tuple(map(float, memory.at))
-    edges = {span.name: _edges(base, span.first, span.stop) for span in base.phases}
+    edges = {span.name: _find_ends(base, span.first, span.stop) for span in base.phases}
     places = map_moments_by_phase(memory, edges)
     return places if edges else tuple(at * base.n_events / memory.n_events for at in memory.at)
 
 
-def _edges(memory: StepMemory, first: int, stop: int) -> tuple[int, int]:
+def _find_ends(memory: StepMemory, first: int, stop: int) -> tuple[int, int]:
     return memory.at[first], memory.at[stop] if stop < len(memory.at) else memory.n_events
 
 
 def draw_memory_plot(tracks: Sequence[tuple[str, StepMemory]], *, budget_bytes: int | None = None) -> str:
-    """Draw the memory of one or two steps, stacked by category, as HTML with SVG; at first the last step is shown.
+    """Draw the memory of one or two steps, stacked by category, as HTML with SVG. The last step is shown at first.
 
     Args:
         tracks: Name -> memory, such as `before` and `after`.
-        budget_bytes: Level to be marked.
+        budget_bytes: Level to mark.
     """
     memories = [memory for _, memory in tracks]
     base, axes = memories[0], choose_axes(memories, budget_bytes)
@@ -98,9 +98,11 @@ def draw_memory_plot(tracks: Sequence[tuple[str, StepMemory]], *, budget_bytes: 
     for name, memory in tracks:
         at = places(memory, base)
         hidden = "" if name == shown else " is-outline"
-        layers.append(f'<g class="lt-track{hidden}" data-track="{name}">{"".join(_stack(memory, at, axes))}</g>')
-    lines = [f'<line class="lt-grid" x1="0" x2="{WIDTH}" y1="{axes.y(t)}" y2="{axes.y(t)}"/>' for t in _ticks(axes)]
-    bounds = [axes.x(_edges(base, span.first, span.stop)[0]) for span in base.phases]
+        layers.append(f'<g class="lt-track{hidden}" data-track="{name}">{"".join(_draw_areas(memory, at, axes))}</g>')
+    lines = [
+        f'<line class="lt-grid" x1="0" x2="{WIDTH}" y1="{axes.y(t)}" y2="{axes.y(t)}"/>' for t in _list_ticks(axes)
+    ]
+    bounds = [axes.x(_find_ends(base, span.first, span.stop)[0]) for span in base.phases]
     lines += [f'<line class="lt-phase" x1="{x}" x2="{x}" y1="0" y2="{HEIGHT}"/>' for x in bounds if x]
     marks = "".join(_draw_memory_marks(tracks, axes, base, budget_bytes))
     if budget_bytes is not None and budget_bytes <= axes.high:
@@ -112,24 +114,24 @@ def draw_memory_plot(tracks: Sequence[tuple[str, StepMemory]], *, budget_bytes: 
     )
 
 
-def _stack(memory: StepMemory, at: Sequence[float], axes: Axes) -> Iterator[str]:
+def _draw_areas(memory: StepMemory, at: Sequence[float], axes: Axes) -> Iterator[str]:
     """Yield an area for each category, from the bottom up, and the outline of their sum."""
     xs = [axes.x(place) for place in at]
     ends = [*xs[1:], float(WIDTH)]
     below = [memory.floor_bytes] * len(at)
     for category in (name for name in CATEGORIES if name in memory.bytes):
         above = [low + part for low, part in zip(below, memory.bytes[category], strict=True)]
-        upper = _steps(xs, ends, [axes.y(level) for level in above])
-        lower = _steps(xs, ends, [axes.y(level) for level in below])
+        upper = _find_corners(xs, ends, [axes.y(level) for level in above])
+        lower = _find_corners(xs, ends, [axes.y(level) for level in below])
         path = "M" + "L".join(f"{x:g} {y:g}" for x, y in [*upper, *reversed(lower)]) + "Z"
         yield f'<path class="lt-area lt-{slug(category)}" d="{path}"/>'
         below = above
-    outline = _steps(xs, ends, [axes.y(level) for level in below])
+    outline = _find_corners(xs, ends, [axes.y(level) for level in below])
     yield f'<path class="lt-outline" d="M{"L".join(f"{x:g} {y:g}" for x, y in outline)}"/>'
 
 
-def _steps(xs: Sequence[float], ends: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]:
-    """Return the corners of a step line with height `ys` from `xs` to `ends`, without points on straight segments."""
+def _find_corners(xs: Sequence[float], ends: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]:
+    """Return the corners of a step line that has the heights `ys` from `xs` to `ends`."""
     corners: list[tuple[float, float]] = []
     for x, end, y in zip(xs, ends, ys, strict=True):
         if corners and corners[-1][1] == y:
@@ -139,8 +141,8 @@ def _steps(xs: Sequence[float], ends: Sequence[float], ys: Sequence[float]) -> l
     return corners
 
 
-def _ticks(axes: Axes) -> list[int]:
-    """Return levels for the axis: multiples of a power of two, which are short in every unit."""
+def _list_ticks(axes: Axes) -> list[int]:
+    """Return tick levels for the axis, in bytes: multiples of a power of two, which are short in every unit."""
     step = 1 << max(0, math.ceil(math.log2((axes.high - axes.low) / _TICKS)))
     return list(range(-(-axes.low // step) * step, axes.high, step))
 
@@ -148,11 +150,11 @@ def _ticks(axes: Axes) -> list[int]:
 def _draw_memory_marks(
     tracks: Sequence[tuple[str, StepMemory]], axes: Axes, base: StepMemory, budget_bytes: int | None
 ) -> Iterator[str]:
-    """Yield HTML for texts and points over the plot: levels, phases, peaks, budget, cursor."""
-    for level in _ticks(axes):
+    """Yield HTML for the texts and points on the plot: levels, phases, peaks, budget, cursor."""
+    for level in _list_ticks(axes):
         yield f'<span class="lt-tick" style="top:{axes.top(level)}">{format_bytes(level)}</span>'
     for span in base.phases:
-        first, stop = _edges(base, span.first, span.stop)
+        first, stop = _find_ends(base, span.first, span.stop)
         width = 100 * (axes.x(stop) - axes.x(first)) / WIDTH
         if width < NARROW:
             continue
@@ -184,7 +186,7 @@ def legend(memory: StepMemory, moment: int, names: Collection[str]) -> str:
         rows.append(
             f'<tr data-category="{escape(name)}"><th scope="row"><i class="lt-swatch lt-{slug(name)}"></i>'
             f'{escape(name)}</th><td class="lt-bytes" data-bytes="{n}">{format_bytes(n)}</td>'
-            f'<td class="lt-bar"><i class="lt-{slug(name)}" style="width:{_percent(n, parts)}"></i></td></tr>'
+            f'<td class="lt-bar"><i class="lt-{slug(name)}" style="width:{_format_percent(n, parts)}"></i></td></tr>'
         )
     if memory.floor_bytes:
         rows.append(
@@ -202,17 +204,17 @@ def legend(memory: StepMemory, moment: int, names: Collection[str]) -> str:
     )
 
 
-def _percent(part: int, whole: int) -> str:
+def _format_percent(part: int, whole: int) -> str:
     return f"{max(0.0, 100 * part / whole) if whole > 0 else 0.0:.1f}%"
 
 
 def draw_frontier_plot(frontier: Frontier, plan: Plan | None = None, budget_bytes: int | None = None) -> str:
-    """Draw the frontier as HTML with SVG: extra time against peak, with the budget, and with the plan and its bound.
+    """Draw the frontier as HTML with SVG: extra time against peak memory, one point per plan.
 
     Args:
         frontier: Plans to draw.
-        plan: The plan in force, to mark.
-        budget_bytes: The budget to mark, if that is not the plan's.
+        plan: A plan to mark, with its budget and the lower bound of its extra time.
+        budget_bytes: The budget to mark if `plan` is None.
     """
     if plan is not None:
         budget_bytes = plan.budget_bytes
@@ -238,8 +240,8 @@ def draw_frontier_plot(frontier: Frontier, plan: Plan | None = None, budget_byte
             corners.append((x(peak), corners[-1][1]))
         corners.append((x(peak), y(cost)))
     line = "M" + "L".join(f"{a:.1f} {b:.1f}" for a, b in [*corners, (WIDTH, corners[-1][1])])
-    shapes = [f'<line class="lt-grid" x1="0" x2="{WIDTH}" y1="{y(t):.1f}" y2="{y(t):.1f}"/>' for t in _fractions(top)]
-    levels = [(t, format_extra_time(t * unit, frontier.step_ms) if t else "0") for t in _fractions(top)]
+    shapes = [f'<line class="lt-grid" x1="0" x2="{WIDTH}" y1="{y(t):.1f}" y2="{y(t):.1f}"/>' for t in _cost_ticks(top)]
+    levels = [(t, format_extra_time(t * unit, frontier.step_ms) if t else "0") for t in _cost_ticks(top)]
     marks = [f'<span class="lt-tick" style="top:{100 * y(t) / HEIGHT:.2f}%">{name}</span>' for t, name in levels]
     shapes.append(f'<path class="lt-frontier" d="{line}"/>')
     if budget_bytes is not None and left <= budget_bytes <= right:
@@ -250,14 +252,14 @@ def draw_frontier_plot(frontier: Frontier, plan: Plan | None = None, budget_byte
             f'<span class="lt-budget-at{side}" style="left:{at / WIDTH * 100:.2f}%">'
             f"budget {format_bytes(budget_bytes)}</span>"
         )
-    marks += [_dot("lt-point", x(peak), y(cost), "") for peak, cost in points]
+    marks += [_draw_dot("lt-point", x(peak), y(cost), "") for peak, cost in points]
     if plan is not None and chosen is not None:
         if plan.bound_ms:
-            marks.append(_dot("lt-bound", x(chosen[0]), y(plan.bound_ms / unit), ""))
+            marks.append(_draw_dot("lt-bound", x(chosen[0]), y(plan.bound_ms / unit), ""))
         text = f"<b>{format_bytes(chosen[0])}, {format_extra_time(plan.predicted.extra_ms, frontier.step_ms)}</b>"
         # The line falls to the right: nothing is drawn above it on the right, or below it on the left.
         side = " is-left is-low" if x(chosen[0]) > 0.6 * WIDTH else " is-low" if y(chosen[1]) < 0.2 * HEIGHT else ""
-        marks.append(_dot(f"lt-chosen{side}", x(chosen[0]), y(chosen[1]), text))
+        marks.append(_draw_dot(f"lt-chosen{side}", x(chosen[0]), y(chosen[1]), text))
     marks += [
         f'<span class="lt-tick-x" style="left:{x(n) / WIDTH * 100:.2f}%">{format_bytes(n)}</span>'
         for n in (low, (low + high) // 2, high)
@@ -268,8 +270,8 @@ def draw_frontier_plot(frontier: Frontier, plan: Plan | None = None, budget_byte
     )
 
 
-def _fractions(top: float) -> list[float]:
-    """Return 0 and round numbers up to `top`, not too close to each other on a square-root axis."""
+def _cost_ticks(top: float) -> list[float]:
+    """Return tick values from 0 to `top` that are round and far enough apart on a square-root axis."""
     fractions = [0.0]
     scale = 10 ** (math.floor(math.log10(top)) - 2)
     for number in (m * scale * 10**e for e in range(4) for m in (1, 2, 5)):
@@ -278,5 +280,5 @@ def _fractions(top: float) -> list[float]:
     return fractions
 
 
-def _dot(kind: str, x: float, y: float, text: str) -> str:
+def _draw_dot(kind: str, x: float, y: float, text: str) -> str:
     return f'<span class="{kind}" style="left:{100 * x / WIDTH:.2f}%;top:{100 * y / HEIGHT:.2f}%">{text}</span>'

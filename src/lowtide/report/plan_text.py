@@ -1,4 +1,4 @@
-"""Render plans for people: one plan in words, or a comparison of two plans."""
+"""Render plans as text: a single plan, or the differences of two plans."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lowtide.units import format_bytes, format_change, format_parts, format_rati
 
 
 def show(plan: Plan) -> str:
-    """Return a plan in about ten lines: its purpose, its memory and cost, and its decisions block by block."""
+    """Format a plan in about ten lines: its purpose, its memory and cost, and its decisions block by block."""
     return "\n".join(
         (
             f"{format_change(plan.plain.peak_bytes, plan.predicted.peak_bytes)} peak predicted "
@@ -35,18 +35,18 @@ def show(plan: Plan) -> str:
 
 
 def implementations(record: Plan | Profile) -> Iterator[str]:
-    """Yield a line for each kind of autograd node recomputed other than by its recipe's first implementation."""
+    """Yield a line for each kind of autograd node whose output is recomputed by an alternative implementation."""
     for node, name in record.implementations.items():
         yield f"outputs of {node} are recomputed from {name}: the fastest way that is exact here"
 
 
 def extra(extra_ms: float, step_ms: float) -> str:
-    """Return a plan's cost: `+4.1 % time`, or milliseconds if the plain step was not timed."""
+    """Format a plan's extra time: `+4.1 % time`, or milliseconds if the step without a plan was not timed."""
     return f"{format_ratio(extra_ms / step_ms, signed=True)} time" if step_ms else format_added_time(extra_ms, 0)
 
 
 def _bound(plan: Plan) -> str:
-    """Return the least extra time of any plan for this plan's budget, in words; empty if unknown."""
+    """Format the least extra time of any plan within this plan's budget; empty if unknown."""
     if not plan.bound_ms:
         return ""
     return f"; no plan takes less than {extra(plan.bound_ms, plan.step_ms)}"
@@ -56,7 +56,7 @@ def blocks(decided: Decided) -> Iterator[str]:
     """Yield one line per group of blocks with equal decisions: `transformer.h.{0-7}: recompute ln_1 (2), mlp.act`."""
     for block, made in decided.folded().items():
         kinds = ("recompute", *KINDS)
-        parts = [f"{kind} {', '.join(_counted(made[kind], _IN_ITSELF[kind]))}" for kind in kinds if kind in made]
+        parts = [f"{kind} {', '.join(_count_modules(made[kind], _IN_ITSELF[kind]))}" for kind in kinds if kind in made]
         yield f"{block or 'outside blocks'}: {'; '.join(parts)}"
 
 
@@ -66,13 +66,14 @@ _IN_ITSELF = {
     "replay": "the block",
     "advance": "the block",
 }
-"""Words for decisions about a block itself, rather than about modules in it, by kind of decision."""
+"""Words for decisions about a block itself, not about modules inside the block, by kind of decision."""
 
 
-def _counted(addresses: Iterable[str], in_itself: str) -> Iterator[str]:
-    """Yield the module of each address (`h.0.mlp.act#0:0`), with the number of tensors if it has several.
+def _count_modules(addresses: Iterable[str], in_itself: str) -> Iterator[str]:
+    """Yield the modules of saved tensors' `addresses`, such as `mlp.act (2)` for `mlp.act#0:0` and `mlp.act#0:1`.
 
-    An address of the model itself is called `in_itself`; addresses with `@` are call arguments and counted together.
+    Tensors of the block itself are called `in_itself`. Addresses with `@` are call arguments; they are counted
+    together.
     """
     modules = Counter(address.partition("#")[0] or in_itself for address in addresses if "@" not in address)
     yield from (module if n == 1 else f"{module} ({n})" for module, n in modules.items())
@@ -82,7 +83,7 @@ def _counted(addresses: Iterable[str], in_itself: str) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDiff(Record):
-    """Differences of two plans; all fields are empty if the plans are equal."""
+    """Differences of two plans. All fields are empty if the plans are equal."""
 
     fingerprint: tuple[str, ...]
     """Differences in words, one for each part of the fingerprint."""
@@ -96,14 +97,14 @@ class PlanDiff(Record):
 
     @property
     def same(self) -> bool:
-        """Return True if nothing differs."""
+        """True if the plans are equal."""
         return not (self.fingerprint or self.numbers or self.only_first or self.only_second or self.larger)
 
 
 def compare(first: Plan, second: Plan) -> PlanDiff:
     """Return the differences of two plans."""
-    one, other = _numbers(first), _numbers(second)
-    mine, theirs = _decided(first), _decided(second)
+    one, other = _list_numbers(first), _list_numbers(second)
+    mine, theirs = _list_decisions(first), _list_decisions(second)
     return PlanDiff(
         fingerprint=first.fingerprint.differences(second.fingerprint),
         numbers={name: (one[name], other[name]) for name in one if one[name] != other[name]},
@@ -113,7 +114,7 @@ def compare(first: Plan, second: Plan) -> PlanDiff:
     )
 
 
-def _numbers(plan: Plan) -> dict[str, float]:
+def _list_numbers(plan: Plan) -> dict[str, float]:
     return {
         "budget_bytes": plan.budget_bytes,
         "plain_peak_bytes": plan.plain.peak_bytes,
@@ -123,7 +124,7 @@ def _numbers(plan: Plan) -> dict[str, float]:
     }
 
 
-def _decided(plan: Plan) -> dict[str, None]:
+def _list_decisions(plan: Plan) -> dict[str, None]:
     recomputed = (f"recompute {address}" for address in plan.recompute)
     pulled = (f"lever {lever.name}" for lever in plan.levers)
     replayed, advanced = (f"replay {call}" for call in plan.replay), (f"advance {call}" for call in plan.advance)
@@ -134,9 +135,7 @@ def _decided(plan: Plan) -> dict[str, None]:
 
 
 def show_diff(first: Plan, second: Plan) -> str:
-    """Return the differences of two plans as text: numbers first, then `-` and `+` lines of decisions that only one
-    plan has.
-    """
+    """Format the differences of two plans: numbers first, then `-` and `+` lines for decisions of only one plan."""
     differences = compare(first, second)
     if differences.same:
         return "the plans are the same"
@@ -152,13 +151,13 @@ def show_diff(first: Plan, second: Plan) -> str:
             )
         else:
             lines.append(f"{words} FLOPs: {one:.3g} -> {other:.3g}")
-    lines += [f"- {line}" for line in _folded(first, differences.only_first)]
-    lines += [f"+ {line}" for line in _folded(second, differences.only_second)]
+    lines += [f"- {line}" for line in _format_decisions(first, differences.only_first)]
+    lines += [f"+ {line}" for line in _format_decisions(second, differences.only_second)]
     lines += ["on larger batches they do something else"] if differences.larger else []
     return "\n".join(lines)
 
 
-def _folded(plan: Plan, only: tuple[str, ...]) -> Iterator[str]:
+def _format_decisions(plan: Plan, only: tuple[str, ...]) -> Iterator[str]:
     mine = set(only)
     yield from (line for line in only if line.startswith(("lever ", "gradients in place ")))
     recompute = {address: node for address, node in plan.recompute.items() if f"recompute {address}" in mine}

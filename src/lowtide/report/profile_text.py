@@ -1,4 +1,4 @@
-"""Render a profile for people: the plain step's memory, and how low plans can go."""
+"""Render a profile as text: the memory of the step without a plan, and the smallest peak of any plan."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ from lowtide.units import format_bytes, format_parts, format_ratio, format_time
 
 
 def show(profile: Profile) -> str:
-    """Return text with the plain step's peak and its parts, the memory held for backward, and the costs of some
-    budgets.
-    """
-    return "\n".join(_lines(profile))
+    """Format a profile: the peak of the step without a plan and its parts, and the smallest peak with its cost."""
+    return "\n".join(_format_lines(profile))
 
 
-def _lines(profile: Profile) -> Iterator[str]:
+def _format_lines(profile: Profile) -> Iterator[str]:
     plain = get_simulator(profile).predict(Decisions())
     measured = profile.measured_plain_peak_bytes
     yield made_for(profile.fingerprint)
@@ -28,7 +26,7 @@ def _lines(profile: Profile) -> Iterator[str]:
         f", {format_time(profile.step_ms)}" if measured else ""
     )
     yield f"  peak{format_parts(plain.peak_bytes, plain.parts)}"
-    yield f"  held after forward: {format_bytes(plain.held_bytes)} in {_saved(profile)} saved tensors"
+    yield f"  held after forward: {format_bytes(plain.held_bytes)} in {_count_saved_tensors(profile)} saved tensors"
     free_bytes = predict_in_place_peak(profile)
     if free_bytes < plain.peak_bytes:
         yield f"with gradients in place: {format_bytes(free_bytes)}, at no cost"
@@ -45,5 +43,5 @@ def _lines(profile: Profile) -> Iterator[str]:
     yield from format_untimed_lines(profile.step_ms)
 
 
-def _saved(profile: Profile) -> int:
+def _count_saved_tensors(profile: Profile) -> int:
     return sum(slot.storage is not None and not slot.is_input for slot in profile.slots)

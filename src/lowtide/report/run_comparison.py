@@ -21,7 +21,7 @@ from lowtide.utils.tables import Styled, Table
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RunComparison:
-    """Two runs side by side. Raises LowtideError, in one line, if they are of different models."""
+    """Comparison of two runs of one model. Raises LowtideError if the runs are of different models."""
 
     first: RunRecord
     second: RunRecord
@@ -38,7 +38,7 @@ class RunComparison:
 
     @property
     def peak_change(self) -> float | None:
-        """Change of the peak from the first run to the second, as a share of the first's; None if a run has no peak."""
+        """Change of the peak from the first run to the second, as a share of the first peak; None if one is unknown."""
         one, other = self.first.peak_bytes, self.second.peak_bytes
         return other / one - 1 if one and other is not None else None
 
@@ -66,18 +66,18 @@ class RunComparison:
         ]
         for name, one, other in sizes:
             if one is not None or other is not None:
-                yield name, _size(one), _size(other), _change(one, other)
-        categories = {**_parts(first), **_parts(second)}
+                yield name, _size(one), _size(other), _format_change(one, other)
+        categories = {**_read_parts(first), **_read_parts(second)}
         for name in categories:
-            one, other = _parts(first).get(name, 0), _parts(second).get(name, 0)
+            one, other = _read_parts(first).get(name, 0), _read_parts(second).get(name, 0)
             if one != other:
-                yield f"{name} at the peak", _size(one), _size(other), _change(one, other)
+                yield f"{name} at the peak", _size(one), _size(other), _format_change(one, other)
         plans = first.plan, second.plan
         if any(plans):
             times = [None if plan is None else plan.predicted.extra_ms for plan in plans]
-            shown = ["no plan" if plan is None else _time(plan) for plan in plans]
+            shown = ["no plan" if plan is None else _format_extra_time(plan) for plan in plans]
             if shown[0] != shown[1]:
-                yield "extra time, predicted", shown[0], shown[1], _change(times[0], times[1])
+                yield "extra time, predicted", shown[0], shown[1], _format_change(times[0], times[1])
         for name in {**first.versions, **second.versions}:
             old, new = first.versions.get(name, "none"), second.versions.get(name, "none")
             if old != new:
@@ -89,16 +89,14 @@ class RunComparison:
                     yield name, old, new, ""
 
     def verdict(self) -> str:
-        """Return a sentence on the change of the peak; if a run has no peak, on the numbers of new and gone
-        findings.
-        """
+        """Describe the change of the peak in a sentence; if a run has no peak, the numbers of new and gone findings."""
         change = self.peak_change
         if change is None:
             return f"{len(self.new_findings)} new findings, {len(self.gone_findings)} gone."
         one, other = _size(self.first.peak_bytes), _size(self.second.peak_bytes)
         if not change:
             return f"The peak is the same: {other}."
-        return f"The peak went {'up' if change > 0 else 'down'}, from {one} to {other} ({_signed(change)})."
+        return f"The peak went {'up' if change > 0 else 'down'}, from {one} to {other} ({_format_signed(change)})."
 
     def __str__(self) -> str:
         lines = [self.verdict()]
@@ -116,7 +114,7 @@ class RunComparison:
         """Return a self-contained page of the changes; also write it to `path` if given."""
         change = self.peak_change
         kind = "plain" if not change else "no" if change > 0 else "yes"
-        rows = [(name, one, other, Styled(by, f"lt-{_direction(by)}")) for name, one, other, by in self.rows()]
+        rows = [(name, one, other, Styled(by, f"lt-{_find_direction(by)}")) for name, one, other, by in self.rows()]
         html = f'<p class="lt-verdict is-{kind}">{escape(self.verdict())}</p>'
         html += Table(headings=("of the step", *self.names, "change"), rows=rows, is_stacked=True).html(
             "Changes, side by side"
@@ -132,7 +130,11 @@ class RunComparison:
         )
         sections = [
             ("fits", "What changed", html),
-            ("memory", "Where memory goes", memory(_own(self.first), _own(self.second), words=self.names)),
+            (
+                "memory",
+                "Where memory goes",
+                memory(_memory(self.first), _memory(self.second), words=self.names),
+            ),
             ("decided", "What Lowtide decided", plans),
             ("outlives", "What outlives its step", f"<ul>{findings}</ul>" if findings else ""),
             ("how", "How the second run was obtained", obtained(self.second)),
@@ -145,16 +147,16 @@ class RunComparison:
         return page
 
 
-def _own(run: RunRecord) -> StepMemory | None:
+def _memory(run: RunRecord) -> StepMemory | None:
     return run.after or run.before
 
 
-def _parts(run: RunRecord) -> dict[str, int]:
-    own = _own(run)
+def _read_parts(run: RunRecord) -> dict[str, int]:
+    own = _memory(run)
     return {} if own is None else own.parts_at(own.peak_moment)
 
 
-def _time(plan: Plan) -> str:
+def _format_extra_time(plan: Plan) -> str:
     return format_added_time(plan.predicted.extra_ms, plan.step_ms).replace(" a step", "")
 
 
@@ -162,13 +164,13 @@ def _size(n_bytes: int | None) -> str:
     return "none" if n_bytes is None else format_bytes(n_bytes)
 
 
-def _change(one: float | None, other: float | None) -> str:
-    return _signed(other / one - 1) if one and other is not None and other != one else ""
+def _format_change(one: float | None, other: float | None) -> str:
+    return _format_signed(other / one - 1) if one and other is not None and other != one else ""
 
 
-def _signed(share: float) -> str:
+def _format_signed(share: float) -> str:
     return format_ratio(share, signed=True) if abs(share) >= 0.0005 else f"{'+' if share > 0 else '-'}less than 0.1 %"
 
 
-def _direction(change: str) -> str:
+def _find_direction(change: str) -> str:
     return "up" if change.startswith("+") else "down" if change.startswith("-") else "same"

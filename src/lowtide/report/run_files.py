@@ -1,4 +1,4 @@
-"""Read the file of any command that runs a step as the record of a run, for `lowtide report`."""
+"""Read the files of all commands that run a step as RunRecords, for `lowtide report`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def read_run(path: Path, others: Mapping[str, Callable[[Path, str], RunRecord]] 
 
     Args:
         path: The file.
-        others: Functions that read further kinds of records, by kind. Each takes the file, and the command to state in
-            the run.
+        others: Functions that read further kinds of records, by kind. They are called with the file and the command to
+            record.
 
     Raises:
-        LowtideError: For any other file, in one line.
+        LowtideError: For any other file.
     """
     try:
         text = unpacked(path)
@@ -95,7 +95,7 @@ class _Estimated(msgspec.Struct):
     budget_bytes: int | None = None
 
     def memory(self) -> StepMemory:
-        """Return the memory at the peak as a step with a single moment."""
+        """Return the memory at the peak as a StepMemory with a single moment."""
         parts = self.at_peak_bytes
         memory = StepMemory(
             how="estimated",

@@ -1,7 +1,7 @@
-"""The record of one run, which holds the contents of its report. Needs no torch, so pages can be made anywhere.
+"""The record of one run, which holds the contents of its report. It needs no torch, so any machine can render it.
 
 A `RunRecord` is written by `--report FILE.json` of `lowtide run`, `rehearse`, `estimate`, `watch` and `demo`, and
-returned by `to_record()` of a Fitted object. `lowtide report` makes a page of it.
+returned by `to_record()` of a Fitted object. `lowtide report` renders it as a page.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from lowtide.report.step_memory import StepMemory, predict_memory
 from lowtide.utils.rendering import text_of
 
 N_BUDGETS = 10
-"""Number of budgets on a report's frontier."""
+"""Number of budgets for which a report makes plans."""
 LARGEST_PLANNED = 3_000
-"""Largest number of saved tensors for which a report plans the frontier, which takes seconds."""
+"""Largest number of saved tensors of a step for which a report makes plans for other budgets, which takes seconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proof(Record):
-    """Measurements of the step under a plan, and the comparison with the plain step."""
+    """Measurements of the step under a plan, and the result of comparing it with the step without a plan."""
 
     measured_peak_bytes: int | None
-    """Peak of the step under the plan, static memory included; in reserved bytes if the plan's budget is for those.
-    None if no step was measured.
+    """Peak of the step under the plan, including memory from before the step; in reserved bytes if the plan's budget is
+    for reserved bytes. None if no step was measured.
     """
     is_within_budget: bool
     text: str
@@ -46,17 +46,17 @@ class Proof(Record):
     planned_ms: float | None = None
     """Measured time of a step under the plan."""
     plain_ms: float | None = None
-    """Measured time of a plain step."""
+    """Measured time of a step without a plan."""
 
     @property
     def extra(self) -> float | None:
-        """Measured extra time as a share of the plain step; None if not measured."""
+        """Measured extra time as a share of the step without a plan; None if not measured."""
         return self.planned_ms / self.plain_ms - 1 if self.planned_ms is not None and self.plain_ms else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuNeeds(Record):
-    """Memory that a step needs on a GPU, for one size of the batch."""
+    """Memory that a step needs on a GPU with one batch size."""
 
     batch: int | None
     gpu: str
@@ -72,12 +72,12 @@ class GpuNeeds(Record):
     smallest_gpu: str | None
     allocator: str
     peak_of: str = ""
-    """Steps or passes whose peak `peak_requested_bytes` is, and the workspaces in it."""
+    """Step or pass in which `peak_requested_bytes` is reached, and the workspaces included."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained(Record):
-    """One of several compared ways to train: a row of the demo's table."""
+    """One of several ways to train that were compared: a row in the table of `lowtide demo`."""
 
     name: str
     budget_bytes: int | None = None
@@ -85,20 +85,20 @@ class Trained(Record):
     measured_peak_bytes: int | None = None
     time_ratio: float | None = None
     is_identical: bool | None = None
-    """True if all results have the plain loop's bits; None for the plain loop itself."""
+    """True if all results are bit-identical to those of the plain loop; None for the plain loop itself."""
     refusal: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunRecord(Record):
-    """All recorded data about one run of a script or command, from which reports are made."""
+    """All recorded data about one run of a script or command. Reports are rendered from it."""
 
     command: str
     """The command that repeats the run."""
     versions: dict[str, str]
     """Package -> version, and the platform."""
     refusal: str = ""
-    """The error if no plan keeps to the budget."""
+    """The error message if no plan fits the budget."""
     subject: str = ""
     """Title of the report: the script, or empty for the model's name."""
     fingerprint: Fingerprint | None = None
@@ -106,13 +106,13 @@ class RunRecord(Record):
     profile: Profile | None = None
     plan: Plan | None = None
     before: StepMemory | None = None
-    """The plain step."""
+    """Memory of the step without a plan."""
     after: StepMemory | None = None
-    """The step under the plan."""
+    """Memory of the step under the plan."""
     proof: Proof | None = None
     frontier: Frontier | None = None
     plain_budget_bytes: int | None = None
-    """Budget that a step without a plan is compared with; None if there is none."""
+    """Budget with which the step is compared if there is no plan; None if there is no such budget."""
     needs: tuple[GpuNeeds, ...] = ()
     trained: tuple[Trained, ...] = ()
     findings: tuple[Finding, ...] | None = None
@@ -140,7 +140,7 @@ class RunRecord(Record):
 
     @property
     def plain_peak_bytes(self) -> int | None:
-        """Peak of the plain step: measured if it was, else predicted."""
+        """Peak of the step without a plan: the measured one if there is one, else the predicted one."""
         if self.profile is not None and self.profile.measured_plain_peak_bytes is not None:
             return self.profile.measured_plain_peak_bytes
         if self.plan is not None:
@@ -151,7 +151,10 @@ class RunRecord(Record):
 
     @property
     def peak_bytes(self) -> int | None:
-        """Peak of the step in requested bytes: under its plan if there is one, measured if it was; None if unknown."""
+        """Peak of the step in requested bytes, under its plan if there is one; None if unknown.
+
+        It is the measured peak if there is one, else the predicted peak.
+        """
         if self.plan is not None and self.plan.budget_for == "reserved":
             return self.plan.predicted.peak_bytes
         if self.proof is not None and self.proof.measured_peak_bytes is not None:
@@ -167,7 +170,7 @@ class RunRecord(Record):
 
     @property
     def extra(self) -> float | None:
-        """Predicted extra time as a share of the plain step; None without a plan, or if no step was timed."""
+        """Predicted extra time as a share of the step without a plan; None without a plan, or if no step was timed."""
         if self.plan is None or not self.plan.step_ms:
             return None
         return self.plan.predicted.extra_ms / self.plan.step_ms
@@ -203,12 +206,12 @@ def build_record(
     trained: tuple[Trained, ...] = (),
     notes: Iterable[str] = (),
 ) -> RunRecord:
-    """Build the record of a rehearsed step, and of the plan for it if there is one.
+    """Build the record of a rehearsed step and its plan, if there is one.
 
     Args:
         command: The command that repeats the run.
         profile: The rehearsed step.
-        plan: The plan in force, which was made from `profile` if that is given.
+        plan: The plan in force, made from `profile` if that is given.
         proof: Measurements under the plan.
         trained: Ways to train that were compared.
         notes: Remarks in addition to the notes of profile and plan.
@@ -249,10 +252,10 @@ def build_record(
 
 
 def with_frontier(run: RunRecord) -> RunRecord:
-    """Return the run with the frontier of plans for other budgets, which takes some seconds.
+    """Return the run with plans for other budgets (its frontier). Making them takes some seconds.
 
-    The same run is returned if it has a frontier already, no profile, or a profile with compiled graphs or of a step
-    that is too large to plan.
+    The same run is returned if it has a frontier already or no profile, or if its step has compiled graphs or too many
+    saved tensors.
     """
     profile = run.profile
     if run.frontier is not None or profile is None or profile.graphs or len(profile.slots) > LARGEST_PLANNED:
@@ -261,9 +264,9 @@ def with_frontier(run: RunRecord) -> RunRecord:
 
 
 def with_step_time(run: RunRecord, planned_ms: float | None) -> RunRecord:
-    """Return the run with the measured time of a step under its plan; the same run if none was measured.
+    """Return the run with the measured time of a step under its plan; the same run if `planned_ms` is None.
 
-    If the plain step was not timed, its time is that of the step under the plan, less the plan's extra time.
+    If the step without a plan was not timed, its time is computed: the measured time minus the plan's extra time.
     """
     if planned_ms is None or run.proof is None or run.plan is None:
         return run
@@ -281,7 +284,10 @@ def with_step_time(run: RunRecord, planned_ms: float | None) -> RunRecord:
 
 
 def versions(made_for: Fingerprint | None = None) -> dict[str, str]:
-    """Return the versions of Lowtide, Python and torch, and the platform; torch's is that of `made_for` if given."""
+    """Return the versions of Lowtide, Python and torch, and the platform.
+
+    If `made_for` is given, the version of torch is the one recorded there.
+    """
     from lowtide import __version__
 
     packages = {"lowtide": __version__, "python": platform.python_version()}

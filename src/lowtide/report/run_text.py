@@ -1,6 +1,4 @@
-"""Describe a run in sentences: the verdict, the peak and its parts, the cost. Pages and terminals use the same
-sentences.
-"""
+"""Describe a run in sentences: whether it fits, the peak and its parts, the cost. Pages and terminals share them."""
 
 from __future__ import annotations
 
@@ -14,20 +12,20 @@ from lowtide.report.text_table import decisions, format_added_time, format_untim
 from lowtide.units import format_bytes, format_count
 
 Answer = Literal["yes", "no", "open", "plain"]
-"""Kinds of verdict: the step fits, does not fit, may or may not fit (something is unknown), or no budget was given."""
+"""The step fits, does not fit, may or may not fit because something is unknown, or no budget was given."""
 
 _PARTS = 3
 """Number of parts of a peak that a sentence names."""
 _NOUNS = {"recomputed": "recomputed tensors", "left from before": "tensors left from before"}
-"""Nouns for categories whose names are no nouns, for use in a sentence."""
+"""Nouns for categories whose names are not nouns, for use in a sentence."""
 
 
 def show(run: RunRecord) -> str:
-    """Return a summary of the run in a few lines."""
-    return "\n".join(_lines(run))
+    """Summarize the run in a few lines."""
+    return "\n".join(_format_lines(run))
 
 
-def _lines(run: RunRecord) -> Iterator[str]:
+def _format_lines(run: RunRecord) -> Iterator[str]:
     if run.fingerprint is not None:
         yield about(run)
     yield verdict(run)[1]
@@ -47,14 +45,14 @@ def _lines(run: RunRecord) -> Iterator[str]:
 
 
 def about(run: RunRecord) -> str:
-    """Return model, batch, device and torch version in one line; empty if they are not recorded."""
+    """Format the run's model, batch, device and torch version in one line; empty if they are not recorded."""
     return "" if run.fingerprint is None else made_for(run.fingerprint)
 
 
 def verdict(run: RunRecord) -> tuple[Answer, str]:
-    """Return the answer to "does it fit?" and a sentence that says it."""
+    """Return the answer to "does it fit?" and a sentence that states the answer with its numbers."""
     if run.needs:
-        return _on_gpu(run)
+        return _judge_gpu_needs(run)
     peak_bytes = run.peak_bytes
     if run.plan is None and run.findings is not None and run.before is None:
         n = len(run.findings)
@@ -63,12 +61,12 @@ def verdict(run: RunRecord) -> tuple[Answer, str]:
             return "yes", f"Nothing outlives its step{steps}."
         return "no", f"{format_count(n, 'finding')}{steps}: memory that outlives its step."
     if run.refusal:
-        return "no", f"It does not fit: {run.refusal.splitlines()[0]}{_reach(run)}"
+        return "no", f"It does not fit: {run.refusal.splitlines()[0]}{_describe_smallest_peak(run)}"
     if peak_bytes is None:
         return "open", "No step was measured."
     budget_bytes = run.budget_bytes
     if budget_bytes is None:
-        return "plain", f"A step needs {format_bytes(peak_bytes)} at its peak.{_reach(run)}"
+        return "plain", f"A step needs {format_bytes(peak_bytes)} at its peak.{_describe_smallest_peak(run)}"
     is_reserved = run.plan is not None and run.plan.budget_for == "reserved"
     if is_reserved:
         if run.reserved_peak_bytes is None:
@@ -85,8 +83,8 @@ def verdict(run: RunRecord) -> tuple[Answer, str]:
     return "no", f"It does not fit: the step {how} {peak}, above the budget of {budget}."
 
 
-def _reach(run: RunRecord) -> str:
-    """Return a sentence on the smallest peak of any plan: `Plans take it down to 300 MiB, for +62 % time.`"""
+def _describe_smallest_peak(run: RunRecord) -> str:
+    """Describe the smallest peak of any plan: `Plans take it down to 300 MiB, for +62 % time.`"""
     points = () if run.frontier is None else run.frontier.points
     if not points or run.frontier is None or points[0].peak_bytes >= run.frontier.plain_bytes:
         return ""
@@ -95,7 +93,7 @@ def _reach(run: RunRecord) -> str:
     return f" Plans take it down to {format_bytes(least.peak_bytes, round_up=True)}{cost}."
 
 
-def _on_gpu(run: RunRecord) -> tuple[Answer, str]:
+def _judge_gpu_needs(run: RunRecord) -> tuple[Answer, str]:
     kinds: dict[str, Answer] = {"fits": "yes", "does not fit": "no"}
     answers: dict[str, Answer] = {}
     said = []

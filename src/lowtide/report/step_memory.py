@@ -1,4 +1,4 @@
-"""Memory of one step at up to `MOST_MOMENTS` moments, including its peaks: from a plan's sweep or from events."""
+"""Memory of one step at up to `MOST_MOMENTS` moments, predicted from a profile or read from recorded events."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lowtide.planner.simulate.memory_sweep import Sweep
 from lowtide.report.text_table import operator_name
 
 MOST_MOMENTS = 400
-"""Largest number of moments shown of a step, more than a screen can resolve; longer steps are reduced to that many."""
+"""Largest number of moments of a step that are shown. It is more than a screen can resolve."""
 NAMED = 8
 """Number of the largest tensors that are named at each moment."""
 
@@ -41,7 +41,7 @@ CATEGORIES = (
     "recomputed",
     "temporaries",
 )
-"""Categories of memory, in the order in which a picture stacks them."""
+"""Categories of memory, in the order in which pictures stack them."""
 
 Ints = npt.NDArray[np.int64]
 
@@ -69,9 +69,7 @@ class Span(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepMemory(Record):
-    """Memory of one step. A long step is cut into equal parts, and only the moment with the most memory of each is
-    kept.
-    """
+    """Memory of one step at some moments. A long step is cut into equal parts, and the peak of each part is kept."""
 
     how: Literal["measured", "predicted", "estimated"]
     n_events: int
@@ -81,14 +79,16 @@ class StepMemory(Record):
     bytes: dict[str, tuple[int, ...]]
     """Category -> bytes at each moment."""
     floor_bytes: int = 0
-    """Level at which the stack begins: negative if levels are relative to entry and memory from before is freed."""
+    """Level at which the stack of categories begins. It is negative if levels are relative to the memory at the start
+    of the step, and the step frees memory from before.
+    """
     modules: tuple[str, ...] = ()
     """Paths of modules, to which `where` refers by index."""
     where: tuple[int, ...] = ()
-    """For each moment the index in `modules` of the module that runs, or whose gradient is computed."""
+    """Index in `modules` of the module that runs at each moment, in forward or backward."""
     phases: tuple[Span, ...] = ()
     tensors: tuple[Tensor, ...] = ()
-    """The largest tensors alive at each moment, NAMED or fewer."""
+    """The largest tensors alive at each moment, up to NAMED."""
 
     @property
     def totals(self) -> tuple[int, ...]:
@@ -109,7 +109,7 @@ class StepMemory(Record):
         return {name: column[moment] for name, column in self.bytes.items() if column[moment]}
 
     def tensors_at(self, moment: int) -> tuple[Tensor, ...]:
-        """Return the named tensors alive at a moment, the largest first."""
+        """Return the largest tensors alive at a moment, largest first."""
         alive = (t for t in self.tensors if t.first <= moment < t.stop)
         return tuple(sorted(alive, key=lambda t: -t.bytes))[:NAMED]
 
@@ -140,13 +140,13 @@ class StepMemory(Record):
 
 
 def predict_memory(profile: Profile, decisions: Decisions | None = None) -> StepMemory:
-    """Return the memory of the step under `decisions`, by default the plain step, as the planner predicts it."""
-    own, sweep = swept(profile, decisions or Decisions())
+    """Predict the memory over the step under the plan's `decisions`; by default, over the step without a plan."""
+    own, sweep = sweep_memory(profile, decisions or Decisions())
     columns = _predict_columns(own, sweep)
     total = sum(columns.values())
     assert isinstance(total, np.ndarray)
     starts = sorted((at, name) for name, at in own.phases.items())
-    moments = _moments(total, [at for at, _ in starts])
+    moments = _choose_moments(total, [at for at, _ in starts])
     modules, where = _find_modules(own)
     tensors = _list_tensors(own, sweep)
     return StepMemory(
@@ -156,15 +156,15 @@ def predict_memory(profile: Profile, decisions: Decisions | None = None) -> Step
         bytes={name: tuple(columns[name][moments].tolist()) for name in CATEGORIES if np.any(columns.get(name, 0))},
         modules=modules,
         where=tuple(where[moments].tolist()),
-        phases=_spans(starts, moments, len(total)),
-        tensors=_largest(*tensors, moments),
+        phases=_make_spans(starts, moments, len(total)),
+        tensors=_make_largest_tensors(*tensors, moments),
     )
 
 
-def swept(profile: Profile, decisions: Decisions) -> tuple[Profile, Sweep]:
-    """Compute the memory at each position of the step under `decisions`.
+def sweep_memory(profile: Profile, decisions: Decisions) -> tuple[Profile, Sweep]:
+    """Compute the memory over the step under the plan's `decisions`.
 
-    Returns `profile` with the gradients in place that `decisions` name, and the Sweep, which has these bytes.
+    Returns the profile adjusted for gradients in place, and the `Sweep`, which holds the bytes.
     """
     n = find_prefix_length(profile, decisions.in_place) if decisions.in_place else 0
     simulator = get_simulator(profile, offload=bool(decisions.offload), in_place=n)
@@ -176,11 +176,11 @@ def read_recorded_memory(
 ) -> StepMemory:
     """Convert a recorded timeline to the memory of a step.
 
-    `static` is the memory from before the step; if None, levels are relative to the step's beginning. Takes about 2
-    seconds and 500 MB for a million events.
+    `static` is the memory from before the step. If it is None, levels are relative to the start of the step. A million
+    events take about 2 seconds and 500 MB.
     """
     events = timeline.stream.events or (Mark("", None),)
-    read = _read(timeline, events)
+    read = _read_events(timeline, events)
     columns = {
         name: np.cumsum(np.where(read.category == number, read.change, 0))
         for number, name in enumerate(CATEGORIES)
@@ -189,10 +189,10 @@ def read_recorded_memory(
     freed = np.cumsum(np.where(read.category == -1, -read.change, 0))
     floor = _add_entry(columns, freed, static)
     total = sum(columns.values()) + floor + np.zeros(len(events), np.int64)
-    moments = _moments(total, [at for at, _ in read.phases])
+    moments = _choose_moments(total, [at for at, _ in read.phases])
     allocated = np.flatnonzero(read.freed_at)
     order = allocated[np.argsort(-read.change[allocated], kind="stable")]
-    chosen = _chosen(order, order, read.freed_at[order], moments)
+    chosen = _choose_tensors(order, order, read.freed_at[order], moments)
     tensors = tuple(
         Tensor(
             name=_format_block_name(timeline, events, int(i)),
@@ -204,7 +204,7 @@ def read_recorded_memory(
         for i, first, stop in chosen
     )
     before = np.searchsorted(allocated, moments, side="right") - 1
-    paths = [_module_of(timeline, events, int(allocated[k])) if k >= 0 else "" for k in before]
+    paths = [_find_module(timeline, events, int(allocated[k])) if k >= 0 else "" for k in before]
     modules = tuple(dict.fromkeys(paths))
     return StepMemory(
         how=how,
@@ -215,7 +215,7 @@ def read_recorded_memory(
         floor_bytes=floor,
         modules=modules,
         where=tuple(map(modules.index, paths)),
-        phases=_spans(read.phases, moments, len(events)),
+        phases=_make_spans(read.phases, moments, len(events)),
         tensors=tensors,
     )
 
@@ -224,19 +224,19 @@ def read_recorded_memory(
 
 
 class _EventColumns(NamedTuple):
-    """The events of a timeline in columns, one entry for each event."""
+    """The events of a timeline as columns with one entry per event."""
 
     category: npt.NDArray[np.int8]
     """Index in CATEGORIES of the block that is allocated or freed; -1 for other events, and for blocks from before."""
     change: Ints
     """Bytes allocated; negative for bytes freed."""
     freed_at: Ints
-    """For each allocation the event that frees it, or the number of events if none does; 0 for other events."""
+    """Index of the event that frees each allocation, or the number of events if none does; 0 for other events."""
     phases: list[tuple[int, str]]
-    """The events with which phases begin, and the phases' names."""
+    """Index of the event at which each phase begins, and the phase's name."""
 
 
-def _read(timeline: Timeline, events: Sequence[object]) -> _EventColumns:
+def _read_events(timeline: Timeline, events: Sequence[object]) -> _EventColumns:
     """Read the events of `timeline` into columns."""
     kinds = {name: number for number, name in enumerate(CATEGORIES)}
     category_of = [kinds[label.category] for label in timeline.labels.values()]
@@ -268,20 +268,20 @@ def _predict_columns(profile: Profile, sweep: Sweep) -> dict[str, Ints]:
     gradients = np.array(profile.gradient_bytes, np.int64)
     temporaries = np.array(profile.base_bytes, np.int64) - gradients
     freed = np.maximum(0, -temporaries)  # part of the memory that existed at entry
-    columns = {name: np.full(n, amount, np.int64) for name, amount in _entry(static).items()}
+    columns = {name: np.full(n, amount, np.int64) for name, amount in _map_entry_bytes(static).items()}
     columns["gradients"] += gradients - freed
     columns["temporaries"] = temporaries + freed
-    columns["recomputed"] = _alive(sweep.copies.start, sweep.copies.end, sweep.copies.bytes, n)
+    columns["recomputed"] = _sum_alive(sweep.copies.start, sweep.copies.end, sweep.copies.bytes, n)
     for category in ("activations", "loss head"):
         rows = [i for i, storage in enumerate(profile.storages) if storage.category == category]
         first = np.array([min(profile.storages[i].allocated_at, n) for i in rows], np.int64)
         amounts = np.array([profile.storages[i].bytes for i in rows], np.int64)
-        columns[category] = _alive(first, sweep.ends[rows], amounts, n)
+        columns[category] = _sum_alive(first, sweep.ends[rows], amounts, n)
     return columns
 
 
-def _alive(first: Ints, stop: Ints, amounts: Ints, n: int) -> Ints:
-    """Return, for each of `n` positions, the sum of the amounts alive there: those with `first <= position < stop`."""
+def _sum_alive(first: Ints, stop: Ints, amounts: Ints, n: int) -> Ints:
+    """Return the sum of the amounts that are alive at each of `n` positions: those with `first <= position < stop`."""
     changes = np.zeros(n + 1, np.int64)
     np.add.at(changes, first, amounts)
     np.subtract.at(changes, np.maximum(first, stop), amounts)
@@ -289,7 +289,7 @@ def _alive(first: Ints, stop: Ints, amounts: Ints, n: int) -> Ints:
     return total
 
 
-def _entry(static: Static) -> dict[str, int]:
+def _map_entry_bytes(static: Static) -> dict[str, int]:
     """Return the memory at the start of the step, by category."""
     return {
         "parameters": static.parameters,
@@ -304,9 +304,10 @@ def _entry(static: Static) -> dict[str, int]:
 
 
 def _add_entry(columns: dict[str, Ints], freed: Ints, static: Static | None) -> int:
-    """Add the memory from before the step to `columns`, less the bytes `freed` by then.
+    """Add the memory from before the step to `columns`, minus the bytes `freed` by each event.
 
-    Returns the level at which the stack of categories begins: 0, or below if `static` is None and memory was freed.
+    Returns the level at which the stack of categories begins: 0, or a negative number if `static` is None and memory
+    from before was freed.
     """
     if static is None:
         most = int(freed.max())
@@ -314,7 +315,7 @@ def _add_entry(columns: dict[str, Ints], freed: Ints, static: Static | None) -> 
             columns["left from before"] = columns.get("left from before", 0) + most - freed
         return -max(most, 0)
     for name in ("gradients", "left from before", "inputs", "other tensors", "optimizer state", "parameters"):
-        amount = _entry(static)[name]
+        amount = _map_entry_bytes(static)[name]
         taken = np.minimum(freed, amount)
         freed = freed - taken
         columns[name] = columns.get(name, 0) + amount - taken
@@ -326,8 +327,8 @@ def _add_entry(columns: dict[str, Ints], freed: Ints, static: Static | None) -> 
 # --- moments
 
 
-def _moments(total: Ints, starts: Sequence[int]) -> Ints:
-    """Choose the positions to keep: the highest of each of MOST_MOMENTS equal parts, and the beginnings of phases."""
+def _choose_moments(total: Ints, starts: Sequence[int]) -> Ints:
+    """Choose the moments to keep: the peak of each of MOST_MOMENTS equal parts, and the beginnings of phases."""
     n = len(total)
     if n <= MOST_MOMENTS:
         return np.arange(n)
@@ -336,7 +337,7 @@ def _moments(total: Ints, starts: Sequence[int]) -> Ints:
     return np.unique(np.array([*highest, int(total.argmax()), *(at for at in starts if at < n)], np.int64))
 
 
-def _spans(starts: Sequence[tuple[int, str]], moments: Ints, n: int) -> tuple[Span, ...]:
+def _make_spans(starts: Sequence[tuple[int, str]], moments: Ints, n: int) -> tuple[Span, ...]:
     edges = [
         (name, int(np.searchsorted(moments, at)), int(np.searchsorted(moments, stop)))
         for (at, name), (stop, _) in pairwise([*starts, (n, "")])
@@ -347,10 +348,10 @@ def _spans(starts: Sequence[tuple[int, str]], moments: Ints, n: int) -> tuple[Sp
 # --- tensors
 
 
-def _chosen(order: Ints, starts: Ints, stops: Ints, moments: Ints) -> list[tuple[int, int, int]]:
-    """Choose tensors that are among the NAMED largest at some moment, and return (index, first, stop) for each.
+def _choose_tensors(order: Ints, starts: Ints, stops: Ints, moments: Ints) -> list[tuple[int, int, int]]:
+    """Choose the tensors that are among the NAMED largest at some moment. Return (index, first, stop) for each.
 
-    A tensor is alive at the moments `first <= moment < stop`. `order` holds indices of tensors, the largest first;
+    A tensor is alive at the moments `first <= moment < stop`. `order` holds the tensors' indices, largest first;
     `starts` and `stops` are their lifetimes in that order.
     """
     first, stop = np.searchsorted(moments, starts), np.searchsorted(moments, stops)
@@ -365,20 +366,20 @@ def _chosen(order: Ints, starts: Ints, stops: Ints, moments: Ints) -> list[tuple
     return chosen
 
 
-def _largest(
+def _make_largest_tensors(
     names: Sequence[tuple[str, str]], first: Ints, stop: Ints, amounts: Ints, moments: Ints
 ) -> tuple[Tensor, ...]:
     order = np.argsort(-amounts, kind="stable")
     return tuple(
         Tensor(name=names[row][0], category=names[row][1], bytes=int(amounts[row]), first=start, stop=end)
-        for row, start, end in _chosen(order, first[order], stop[order], moments)
+        for row, start, end in _choose_tensors(order, first[order], stop[order], moments)
     )
 
 
 def _list_tensors(profile: Profile, sweep: Sweep) -> tuple[list[tuple[str, str]], Ints, Ints, Ints]:
-    """Return names, categories, positions and bytes of all storages, then of all recomputed tensors.
+    """List all storages, then all recomputed tensors: names with categories, starts, ends and bytes.
 
-    The positions are the first at which the tensor is alive, and the first at which it is not.
+    A tensor is alive from its start until before its end, both counted in positions of the step.
     """
     labels: dict[int, str] = {}
     for slot in profile.slots:
@@ -404,12 +405,12 @@ def _list_tensors(profile: Profile, sweep: Sweep) -> tuple[list[tuple[str, str]]
 
 
 def put_in_words(label: str) -> str:
-    """Return a label with its autograd node in words: `h.0.act: GeluBackward0 [8, 9]` -> `h.0.act: GELU [8, 9]`."""
+    """Replace the autograd node in a label by words: `h.0.act: GeluBackward0 [8, 9]` -> `h.0.act: GELU [8, 9]`."""
     return re.sub(r"\b\w+Backward\d+(?:\+\w+)?", lambda node: operator_name(node[0]), label)
 
 
 def _find_modules(profile: Profile) -> tuple[tuple[str, ...], Ints]:
-    """Return module paths, and each position's index to them: the module that runs, or whose saved tensor is read."""
+    """Return module paths, and for each position of the step the index of the module that runs there."""
     n = len(profile.base_bytes)
     names: dict[str, int] = {"": 0}
     where = np.zeros(n, np.int64)
@@ -436,7 +437,7 @@ def _format_block_name(timeline: Timeline, events: Sequence[object], index: int)
     return " ".join(filter(None, parts)) or "(outside any operator)"
 
 
-def _module_of(timeline: Timeline, events: Sequence[object], index: int) -> str:
+def _find_module(timeline: Timeline, events: Sequence[object], index: int) -> str:
     event = events[index]
     assert isinstance(event, Allocate)
     label = timeline.labels.get(event.block)
@@ -448,7 +449,7 @@ def map_moments_by_phase(memory: StepMemory, others: Mapping[str, tuple[int, int
 
     Args:
         memory: The step to map.
-        others: Phase -> positions in the other step at which it begins and ends.
+        others: Phase -> positions in the other step at which the phase begins and ends.
     """
     places = np.array(memory.at, np.float64)
     for span in memory.phases:

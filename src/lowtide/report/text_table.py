@@ -1,4 +1,4 @@
-"""Describe the decisions and the cost of a plan in one line."""
+"""Format the decisions and the cost of a plan in one line."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 def made_for(fingerprint: Fingerprint) -> str:
-    """Return model, batch, device and torch version in one line."""
+    """Format model, batch, device and torch version in one line."""
     return f"{fingerprint.model}, batch {fingerprint.batch}, on {fingerprint.device}, torch {fingerprint.torch}"
 
 
 def format_lever_lines(plan: Plan | Profile) -> list[str]:
-    """Return a line for each lever that is on; a lever is a change of the step itself that lowers its peak.
+    """Return a line for each lever of a plan. A lever is a change of the step itself that lowers its peak.
 
-    For example `lever outputs: of the model's outputs ..., 4 MiB less, at no cost`.
+    Example: `lever outputs: of the model's outputs ..., 4 MiB less, at no cost`.
     """
     return [
         f"lever {lever.name}: {lever.what}; "
@@ -34,13 +34,13 @@ def format_lever_lines(plan: Plan | Profile) -> list[str]:
 
 
 def format_added_time(extra_ms: float, step_ms: float) -> str:
-    """Format extra time: `+12.5 ms a step (+4.1 %)`; without the share if the plain step was not timed."""
+    """Format extra time: `+12.5 ms a step (+4.1 %)`. The share is left out if the step without a plan was not timed."""
     share = f" ({format_ratio(extra_ms / step_ms, signed=True)})" if step_ms else ""
     return f"+{format_time(extra_ms)} a step{share}"
 
 
 def format_untimed_lines(step_ms: float) -> list[str]:
-    """Return a note on how to get shares of extra time; no line if the plain step was timed, in `step_ms`."""
+    """Return a note on how to time the step without a plan; an empty list if it was timed (`step_ms` is not 0)."""
     return [] if step_ms else [_UNTIMED]
 
 
@@ -90,7 +90,7 @@ _MOST_LISTED = 8
 
 
 def _explain_fit(plan: Plan) -> str:
-    """Explain in a few words why a plan that keeps all saved tensors fits its budget."""
+    """Explain in a few words why a plan fits its budget although it keeps all saved tensors."""
     if plan.levers:
         return "the step fits"
     if plan.graphs and plan.plain.peak_bytes > plan.budget_bytes:
@@ -150,5 +150,5 @@ def operator_name(node: str) -> str:
 
 
 def listed(words: Sequence[str]) -> str:
-    """Return words as an enumeration: `loss, gradients and buffers`."""
+    """Join words as an enumeration: `loss, gradients and buffers`."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
