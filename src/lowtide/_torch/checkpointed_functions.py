@@ -39,7 +39,7 @@ def observe_checkpoints(observe: Callable[[Any, tuple[Any, ...], bool], Region |
     generator, function = getattr(checkpoint, GENERATOR), checkpoint.CheckpointFunction
 
     def observed_generator(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Iterator[None]:
-        # until 2.15 after preserve, context_fn, determinism_check, debug, early_stop; then in one tuple
+        # the arguments follow preserve, context_fn, determinism_check, debug, early_stop; since torch 2.15 in a tuple
         region = observe(run, args[0] if _ARGUMENTS_IN_TUPLE else args[5:], False)
         if region is None:
             yield from generator(run, *args, **kwargs)

@@ -305,10 +305,9 @@ def make_distributed_like(tensor: Any, local: torch.Tensor) -> Any:
 
 
 def start_absent_processes(start: Callable[..., None], rank: int, size: int) -> None:
-    """Make this process rank `rank` of a simulated group of `size`, whose collectives return at once. Relies on
-    internals of torch 2.13.
+    """Make this process the rank `rank` of a simulated group of `size` processes, whose collectives return at once.
 
-    `start` is `torch.distributed.init_process_group`.
+    `start` is `torch.distributed.init_process_group`. Relies on internals of torch 2.13.
     """
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

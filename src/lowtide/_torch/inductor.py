@@ -130,7 +130,7 @@ def kernels_left_out() -> Iterator[None]:
 
         return kernel
 
-    owner: Any = AsyncCompile  # `replace_function` leaves code alone that is compiled
+    owner: Any = AsyncCompile  # replaced here, because `replace_function` has no effect while code is compiled
     own = owner.cpp_pybinding
     owner.cpp_pybinding = without
     try:

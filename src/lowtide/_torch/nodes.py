@@ -116,8 +116,8 @@ _names_of: WeakKeyDictionary[type, tuple[str, ...]] = WeakKeyDictionary()  # wea
 
 
 def sequence_number(node: Node) -> int:
-    """Return the node's number in its thread's order of creation; nodes of leaves have the largest number. Relies on
-    internals of torch 2.13.
+    """Return the node's number in the order in which its thread created nodes; AccumulateGrad nodes have the largest.
+    Relies on internals of torch 2.13.
     """
     return node._sequence_nr()
 

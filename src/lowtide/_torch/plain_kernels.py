@@ -73,7 +73,7 @@ def with_plain_backward(
                 copies[arg] = recompute(own[arg.name])
         if all(arg in copies for arg in node.all_input_nodes):
             copies[node] = graph.node_copy(node, copies.__getitem__)
-        elif node.name in own:  # the plan saves it, and does not know all that torch computes it from
+        elif node.name in own:  # the plan saves the value, and lacks some inputs from which torch computes it
             copies[node] = recompute(own[node.name])
         if node.op == "get_attr" and not hasattr(planned, str(node.target)):
             setattr(planned, str(node.target), getattr(plain, str(node.target)))

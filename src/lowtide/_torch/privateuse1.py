@@ -252,7 +252,7 @@ def remove_kernels(library: torch.library.Library) -> None:
     No other thread may be running one of the operators: the dispatcher would free a kernel that it is about to call.
     """
     library._destroy()  # type: ignore[no-untyped-call]
-    library._op_impls.clear()  # its collection would unlist later kernels of the same names
+    library._op_impls.clear()  # otherwise freeing the library would unlist later kernels of the same names
 
 
 def pass_through(key: str) -> torch.library.Library:

@@ -101,12 +101,12 @@ class Applied(Removable, Displayed):
         messages = self._engine.messages
         messages.tell, messages.is_taken = say, lambda: changed("step", "")
         with contextlib.ExitStack() as undo:
-            end_delay = weakref.finalize(self._engine, delay_interrupts())  # a plan may last as long as its model
+            end_delay = weakref.finalize(self._engine, delay_interrupts())  # a plan may be freed with its model
             end_delay.atexit = False
             undo.callback(end_delay)
             if calls is not None:
                 self._engine.calls = calls
-            # inside the levers, as the rehearsal was
+            # before the levers, whose hooks run around the guard's, as they ran around the rehearsal's
             guard = PlanGuard(model, plan, say, self, outgrown, changed, calls)
             undo.callback(guard.remove)
             self._engine.of_a_part = guard.look

@@ -288,7 +288,7 @@ def _make_first_plan(
     """Choose the levers that help, and make the first plan. Raises Infeasible, naming further levers that may help."""
     plain = predict_unplanned_step(profile)
     budget_bytes = parse_budget(budget, plain_peak_bytes=plain_peak_bytes(profile))
-    if profile.levers:  # chosen before
+    if profile.levers:  # the step was rehearsed with levers
         if unasked := [lever.name for lever in profile.levers if lever.name not in levers]:
             raise StalePlan(f"this profile was made with {unasked}: name them in levers=, or rehearse again.")
         choice = Choice(profile, plain)

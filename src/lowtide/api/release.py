@@ -224,7 +224,7 @@ def _detach(tensor: Tensor, *, must: bool = True) -> bool:
     if base_of(tensor) is None:
         tensor.detach_()
         return True
-    # torch refuses to detach views in place, since the base would not know. Another tensor can take the view's place.
+    # torch refuses to detach views in place, but allows another tensor to be swapped in for the view
     detached = tensor.detach()
     try:
         torch.utils.swap_tensors(tensor, detached)  # type: ignore[no-untyped-call]

@@ -269,7 +269,7 @@ def _watch_calls(observed: ObservedStep) -> Iterator[None]:
         yield
     finally:
         sys.setprofile(None)
-        if isinstance(before, cProfile.Profile):  # active without being a function
+        if isinstance(before, cProfile.Profile):  # an active profiler that is no function
             before.enable()
         else:
             sys.setprofile(before)

@@ -21,7 +21,7 @@ def is_gathering(parameter: Tensor) -> bool:
 
 @contextlib.contextmanager
 def gathering(parameters: Iterable[Tensor]) -> Iterator[None]:
-    """Mark the gradients of `parameters` as partial within this block."""
+    """Mark gradients that arrive for `parameters` in this `with` block as parts of a sum over micro-batches."""
     ids = {id(parameter) for parameter in parameters}
     _PARAMETERS.update(ids)
     try:

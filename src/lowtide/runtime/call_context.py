@@ -95,7 +95,7 @@ class MutableState:
         """Return the state that an earlier call captured if the modules are unchanged since; else None."""
         if self.known is not None:
             if self.known.modules.current() is None:
-                self.known = None  # tensors in it may be no longer in use
+                self.known = None  # it may hold tensors that are no longer in use
             else:
                 self.n_known = 0
         return self.known
@@ -260,7 +260,7 @@ class CallContext:
         """Restore, permanently, the state at the start of a call that has failed."""
         self.attributes.learn()
         self.attributes.restore()
-        self.random.restore([])  # without a way back
+        self.random.restore([])  # permanently: the functions that would undo it are dropped
         self._restore_training()
         for (module, name), (buffer, _, content) in self.buffers.items():
             module._buffers[name] = buffer

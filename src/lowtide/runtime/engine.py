@@ -123,7 +123,7 @@ class Engine:
         The call runs under a plan if a training backward may follow, and otherwise as without a plan.
         """
         if not torch.is_grad_enabled() or in_backward():
-            with without_overrides():  # a call inside backward, where a torch.utils.checkpoint recomputes
+            with without_overrides():  # a call inside backward, such as a recompute of torch.utils.checkpoint
                 return interceptor.inner(*args, **kwargs)
         if not self.model.training:
             self.n_runs_in_eval_mode += 1

@@ -100,7 +100,7 @@ class ThreadState(threading.local):
 
 
 class ForwardPass:
-    """State of one run of a model's forward: the module call in progress, its hooks, and what later runs learn."""
+    """State of one run of a model's forward: the module call in progress, the hooks, and facts for later runs."""
 
     __slots__ = (
         "__weakref__",
@@ -255,7 +255,7 @@ class ForwardPass:
             self.is_capturing = False
 
     def get_site_of_numbers(self) -> CaptureSite:
-        """Return the capture site of the call in progress, which all numbers captured in the call share."""
+        """Return the site for numbers captured in the module call in progress; all of them share one."""
         scope = self.scope
         assert scope is not None
         if scope.site is None:
@@ -356,7 +356,9 @@ class ForwardPass:
         return handle
 
     def check_hooks(self, interceptor: CallInterceptor) -> bool:
-        """Return True if Lowtide's saved-tensor hooks are the innermost; otherwise warn that `interceptor` is kept."""
+        """Return True if Lowtide's saved-tensor hooks are the innermost ones; otherwise report that the plan can't
+        replay the call.
+        """
         hooks = saved_tensor_hooks()
         if hooks is not None and hooks[1] is unpack:
             return True
@@ -418,7 +420,7 @@ def make_pack_hook(run: ForwardPass) -> Callable[[Tensor], Handle | KeptTensor]:
             if handle is not None:
                 scope.ordinal = ordinal + 1
                 return handle
-        # a thread of the device, in a backward pass inside the forward (`create_graph`)
+        # in a device's thread, while a backward pass with `create_graph` runs inside the forward
         if run.engine.here.handler is None:
             with run.engine.handling(run):
                 return run.packer.pack(run, tensor)

@@ -197,7 +197,7 @@ def watch_state_growth(
     returned handle removes the hook that measures the state.
     """
     reference, counted_bytes = weakref.ref(model), plan.plain.parts.get("optimizer", 0)
-    looks: dict[weakref.ref[Optimizer], int] = {}  # a WeakKeyDictionary takes a call of a Python function to look into
+    looks: dict[weakref.ref[Optimizer], int] = {}  # no WeakKeyDictionary, whose lookup is a call of a Python function
     is_said = False
 
     @called_between_graphs
@@ -206,7 +206,7 @@ def watch_state_growth(
         model = reference()
         n_looks = looks.get(weakref.ref(optimizer), 0)
         if model is None or is_said or n_looks == STATE_LOOKS or isinstance(optimizer, torch.optim.LBFGS):
-            return  # of L-BFGS a note has said how its state grows
+            return  # a note in the plan says how the state of L-BFGS grows
         looks[weakref.ref(optimizer)] = n_looks + 1
         mine = [o for look in looks if (o := look()) is not None and is_of(model, o)]
         if optimizer in mine and (more_bytes := state_bytes(mine, find_device(model)) - counted_bytes) > 0:

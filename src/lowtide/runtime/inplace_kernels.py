@@ -75,7 +75,7 @@ def _divide_channels(gradient: Tensor, n_groups: int) -> list[slice]:
         step = -(-step // lanes) * lanes
     starts = list(range(0, n_groups, step))
     if len(starts) > 1 and gradient.stride(1) == 1 and n_groups - starts[-1] == 1:
-        del starts[-1]  # a piece of one channel has both layouts, and would be summed as in the other one
+        del starts[-1]  # one channel alone is contiguous as well, so torch would sum it in another order
     return [slice(*ends) for ends in itertools.pairwise([*starts, n_groups])]
 
 

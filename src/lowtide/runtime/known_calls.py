@@ -103,8 +103,9 @@ class KnownCalls:
         kwargs: dict[str, Any],
         part: nn.Module | None = None,
     ) -> None:
-        """Record the form of a call in a rehearsed step if `model` is None; otherwise compare a call of `model` with
-        the rehearsed ones, and report it if it is the first in this step that is unlike all of them.
+        """Compare a call of `model` with the rehearsed ones; report it if it is the first unlike call in this step.
+
+        If `model` is None, the call is in a rehearsed step, and the form of its arguments is recorded instead.
 
         `tensors` are the tensors in the arguments. `part` is the part of the model that is called, if it is not the
         model itself.

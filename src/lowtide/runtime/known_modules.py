@@ -30,9 +30,9 @@ Bindings = list[tuple[dict[str, Any], dict[str, Any]]]
 
 
 class KnownModules:
-    """Attributes, parameters, buffers and children of `modules` as one call found them, compared by later calls.
+    """Attributes, parameters, buffers and children of `modules` as one call found them.
 
-    The comparison is by identity. `attributes` is the call's own capture of attributes.
+    Later calls compare them, by identity, with the present ones. `attributes` is the call's own capture of attributes.
     """
 
     __slots__ = (

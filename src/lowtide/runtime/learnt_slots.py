@@ -23,8 +23,8 @@ differ too much.
 class NeededSlots:
     """Saved tensors of each module call that the hooks have to see, learnt in a run in which the hooks saw all tensors.
 
-    These are tensors with a decision, tensors left to a replay, and operands of recomputes. Autograd saves all others
-    as without a plan, and checks their versions.
+    These are tensors with a decision, tensors that a replay restores, and operands of recomputes. Autograd saves all
+    others as without a plan, and checks their versions.
     """
 
     __slots__ = ("by_call", "idle", "n_saved", "unneeded")

@@ -109,7 +109,7 @@ class CaptureListener(Protocol):
     """Receiver of the operands that `OperandCapture` captures: `ForwardPass`, one run of a model's forward."""
 
     def get_site_of_numbers(self) -> CaptureSite:
-        """Return the site that all numbers captured in the module call in progress share."""
+        """Return the site for numbers captured in the module call in progress; all of them share one."""
 
     def unrecorded(self, operand: Tensor) -> tuple[CaptureSite, Value | None]:
         """Return the site of an operand that autograd does not record, and a Value that holds it; None instead of the
@@ -133,7 +133,7 @@ class CaptureSite(NamedTuple):
 
 
 class CapturedOperand(NamedTuple):
-    """One captured operand of an operator, with its site."""
+    """An operand that autograd does not record, captured when the operator was called, with its site."""
 
     place: CaptureSite
     what: Number | Tensor | weakref.ref[Value]
@@ -257,7 +257,10 @@ def is_sized_by_contents(func: Callable[..., Any], args: tuple[Any, ...], kwargs
 
 
 def find_captured_operand(node: Node, name: str) -> tuple[CaptureSite, Number | Tensor | Value] | None:
-    """Return the captured operand `name` of a node with its site; None if there is none, or its value was freed."""
+    """Return the operand `name` that was captured for `node` in forward, with its site.
+
+    Returns None if none was captured, or if the Value that held it has been freed.
+    """
     known: dict[str, CapturedOperand] | None = node_metadata(node).get(CAPTURED_OPERANDS)
     captured = None if known is None else known.get(name)
     if captured is None:

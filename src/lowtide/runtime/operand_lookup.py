@@ -58,7 +58,7 @@ class OperandLookup:
                 if not data.value.is_partial:
                     return self.relied_on.hold_slot(data)
             elif data is not None and slot.unpack_hook is None:
-                # a tensor that autograd holds, as backward will read it
+                # autograd holds the tensor without a hook: read it as backward will
                 try:
                     own = getattr(self.node, SAVED + name)
                 except RuntimeError as error:
@@ -88,7 +88,8 @@ class OperandLookup:
     def operands(self, name: str) -> list[Handle | None]:
         """Return the operands for the recipe's parameter `name`, a list of tensors, such as the inputs of `cat`.
 
-        They are saved tensors, or the tensors on all input edges. Raises CannotRecompute if neither are complete.
+        They are tensors that the node saved, or the tensors on all its input edges. Raises CannotRecompute if some of
+        them are in neither place.
         """
         saved = self.saved(name)
         if saved is not None:

@@ -82,7 +82,7 @@ _RARELY_IN_PLACE = frozenset({"addmm", "baddbmm", "addmv"})
 class Builder:
     """Builder of recomputes. For each recipe, it searches for the operands.
 
-    They may be on the node, on its input edges, among captured operands, or on the module that owns a parameter.
+    They may be on the node, on its input edges, among operands captured in forward, or on a parameter's module.
     """
 
     __slots__ = ("describes", "implementations", "length", "owners", "paths")

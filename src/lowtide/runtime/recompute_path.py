@@ -81,7 +81,7 @@ class RecomputePath:
 
         Returns None if a place has another kind of content than when the path was recorded.
         """
-        # one function: each call of Python here would cost host time for each recomputed tensor of each step
+        # one function, because each Python call would cost host time for each recomputed tensor in each step
         recipe = self.recipe
         if recipe.device is not None and get_output_metadata(node, output).device.type != recipe.device:
             return None

@@ -259,8 +259,7 @@ def _read_content(slot: Any) -> Handle | Tensor | None:
 class Observer:
     """Base class of observers of the events under one engine's plan; its methods do nothing.
 
-    The audit and the trace of a rehearsal, and the check of replays, override them. A training loop has an observer
-    only in its first steps.
+    Rehearsals and the check of replays override them. A training loop has an observer only in its first steps.
     """
 
     engine: Engine

@@ -419,7 +419,7 @@ def _copy_before_write(memory: Sequence[Tensor | torch.UntypedStorage], writer: 
     In backward nothing is copied: an optimizer there updates tensors that have been read. Returns False if no plan is
     to read any tensor again.
     """
-    # few calls of Python, for each costs host time for each write of each forward
+    # few Python calls, because this runs before each in-place write in forward
     in_backward_pass, gives_alias = backward_number() != -1, writer == ALIAS
     if in_backward_pass and not (gives_alias or writer == SHARES_MEMORY):
         return True

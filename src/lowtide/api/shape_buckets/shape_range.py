@@ -130,7 +130,7 @@ def _choose_default_dimensions(given: list[Tensor]) -> Iterator[Varying]:
 def interpolate_shapes(small: dict[str, Shapes], large: dict[str, Shapes], share: float) -> dict[str, Shapes]:
     """Interpolate the shapes of calls that occur at both sizes, at `share` of the way from `small` to `large`.
 
-    Calls whose arguments have different forms at the two sizes are left out.
+    Calls with different numbers of tensors or dimensions at the two sizes are left out.
     """
     shapes = {}
     for path in small.keys() & large.keys():

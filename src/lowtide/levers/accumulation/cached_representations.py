@@ -71,11 +71,11 @@ def accumulate_by_representations(
         cached.append([leaf.detach() for leaf in leaves])
         outline = tree_map(lambda _: None, made)
         del made, leaves
-    torch.clear_autocast_cache()  # else autocast would reuse casts of weights that it cached without a graph
+    torch.clear_autocast_cache()  # otherwise autocast would reuse casts of weights that it cached without a graph
 
     whole = [torch.cat(parts) for parts in zip(*cached, strict=True)]
     for leaf, has_gradient in zip(whole, differentiable, strict=True):
-        leaf.requires_grad_(has_gradient)  # not on the keys of a queue, which would keep its graph
+        leaf.requires_grad_(has_gradient)  # not for the keys of a queue, which would hold their graph
     loss = loss_of(_fill(outline, whole))
     check_loss(loss)
     backward(loss)

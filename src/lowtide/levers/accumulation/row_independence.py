@@ -143,7 +143,7 @@ def _is_empty(cell: Any) -> bool:
 
 
 def check_no_product_of_rows(loss: Tensor, n_rows: int) -> None:
-    """Raise LowtideError if the graph of `loss` multiplies all rows of a piece with all rows."""
+    """Raise LowtideError if the graph of `loss` has a matrix product of all rows of a piece with all its rows."""
     if n_rows < 2:
         return
     for node in find_nodes_behind([loss]):

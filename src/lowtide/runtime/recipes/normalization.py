@@ -156,7 +156,7 @@ def from_statistics(
     """Compute a batch norm's output from its saved statistics.
 
     On a CPU the result is rounded as by torch's kernel, which multiplies and adds at once. In a model with 16-bit
-    parameters the saved statistics are rounded, so the audit finds other bits, and this implementation is not used.
+    parameters the saved statistics are rounded, so a rehearsal finds other bits, and this implementation is not used.
     """
     if input.is_cuda:
         return torch.batch_norm_elemt(input, weight, bias, mean, invstd, eps)

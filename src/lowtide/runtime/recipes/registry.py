@@ -156,8 +156,8 @@ def recipe(
         expensive: The recipe runs a matrix product, a convolution or attention.
         alias: The result is a view of the first operand.
         device: The only type of device that has the node.
-        implementation: Name of another way to the same bits. The audit runs each implementation on the user's model and
-            device, drops those that are not exact there, and takes the fastest.
+        implementation: Name of another way to compute the same bits. A rehearsal runs each implementation on the user's
+            model and device, drops those that are not exact there, and chooses the fastest.
 
     Returns:
         A decorator that registers a function and returns it unchanged.
