@@ -78,8 +78,8 @@ def get_storage_number(storage: torch.UntypedStorage) -> int:
 
 @contextlib.contextmanager
 def fakes_have_addresses() -> Iterator[None]:
-    """Let fake storages, which have no address, return their numbers as addresses inside this `with` block. Relies on
-    internals of torch 2.13.
+    """Let fake storages, which have no address, return a number that identifies them as their address inside this
+    `with` block. Relies on internals of torch 2.13.
     """
     address = torch.UntypedStorage.data_ptr
 
@@ -168,7 +168,7 @@ def held_by_python(tensors: Sequence[Any], index: int, known: int) -> bool:
     """Return True if Python holds more than `known` references to `tensors[index]`; C++ references don't count. Relies
     on internals of torch 2.13.
 
-    The Python object stays with its C++ tensor, which owns one reference to the object while other C++ owners exist.
+    While a C++ tensor has other owners, it holds one reference to its own Python object, which is not counted here.
     """
     owners = int(tensors[index]._use_count())
     # An item, not a variable: since Python 3.14 a call may borrow a variable's reference.

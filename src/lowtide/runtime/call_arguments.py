@@ -330,7 +330,9 @@ def _read_items(thing: Any) -> tuple[Any, list[tuple[Any, Any]]]:
 
 
 def _add_item(base: Any, new: Any, name: Any, item: Any) -> None:
-    """Add `item` at the end of the list `new`, or under `name` in the dict `new`, by the built-in class `base`."""
+    """Append `item` to the list `new`, or set `new[name]` if it is a dict, by the methods of the built-in class
+    `base`.
+    """
     if base is list:
         list.append(new, item)
     else:

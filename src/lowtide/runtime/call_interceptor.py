@@ -38,9 +38,7 @@ if TYPE_CHECKING:
 
 
 class CallInterceptor:
-    """Callable in a module's attribute CALL, which torch calls in place of the module; it reports calls to the
-    engine.
-    """
+    """Callable in a module's attribute CALL (`_compiled_call_impl`), which reports the module's calls to the engine."""
 
     __slots__ = (
         "_mutable_state",

@@ -46,7 +46,7 @@ class PlanPartitioner(CustomPartitionerFn):
         """Function called with the hash of each graph that the plan does not cover."""
 
     def uuid(self) -> str:
-        """Return the plan's hash, part of the key in all of inductor's caches."""
+        """Return the plan's hash, which inductor includes in the keys of all its caches."""
         said = "\n".join((str(SCHEME), *sorted(self.graphs), str(self.unfused), *sorted(self.recompute)))
         return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
 

@@ -408,7 +408,7 @@ def _is_dense(tensor: Tensor) -> bool:
 
 _LOCK: Final = threading.RLock()
 _COUNTS: dict[str, Mapping[str, frozenset[tuple[int, ...]]]] = {}
-"""By device type and node, the reference counts of a gradient that nothing else holds, and of such a view."""
+"""By device type and node, the reference counts of a gradient that nothing else holds: an ordinary one, and a view."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -425,9 +425,10 @@ _trial: _Trial | None = None
 def available(device: str) -> Mapping[str, frozenset[tuple[int, ...]]]:
     """Return the names of the nodes that can write in place on this device type with this version of torch.
 
-    Each name is mapped to the reference counts of a gradient to which nothing else refers, and of such a view. Each
-    node is tried once per process: the node must call its kernel, and the counts must differ if other code refers to
-    the gradient. Device types other than those in `DEVICES`, as in an estimated step, have no such nodes.
+    Each name is mapped to the reference counts (`references`) of a gradient to which nothing else refers: of an
+    ordinary one, and of one that is a view. Each node is tried once per process: it must call its kernel, and the
+    counts must differ if other code refers to the gradient. Device types other than those in `DEVICES`, as in an
+    estimated step, have no such nodes.
     """
     if device not in DEVICES:
         return {}
@@ -453,7 +454,7 @@ def available(device: str) -> Mapping[str, frozenset[tuple[int, ...]]]:
 
 
 def _count_alone(operator: Operator, device: str) -> frozenset[tuple[int, ...]]:
-    """Count the references to a gradient to which only the operator's node refers, and to such a view of a gradient.
+    """Count the references to a gradient that only the operator's node holds: an ordinary one, and one that is a view.
 
     Counts that are the same if other code refers to the gradient, or to the view's base, are left out.
     """

@@ -80,9 +80,7 @@ class KnownCalls:
         self.n, self.n_seen, self.is_unlike, self.are_detected = 1, 0, False, True
 
     def end_rehearsal(self) -> None:
-        """Record the end of a rehearsed step: plans are for steps with at most as many calls as the longest of
-        these.
-        """
+        """Record the end of a rehearsed step: plans are for steps with at most as many calls as a rehearsed one."""
         self.n_planned = max(self.n_planned, self.n)
 
     def detach(self, *, shows_ends: bool) -> None:
@@ -182,7 +180,7 @@ class KnownCalls:
         return self.n > self.n_planned and not self.is_reported
 
     def put_in_words(self) -> str:
-        """Return the numbers of calls in this step and in the rehearsed ones as a clause of a sentence."""
+        """Format the numbers of calls: `this step has 3 calls of the model, and the plan is for steps with 2 calls`."""
         now, planned = format_count(self.n, "call"), format_count(self.n_planned, "call")
         return f"this step has {now} of the model, and the plan is for steps with {planned}"
 

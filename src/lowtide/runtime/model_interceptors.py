@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class ModelInterceptors:
-    """The interceptors in all modules of a model; there are none before `install` and after `remove`."""
+    """The interceptors that report module calls, one in each module of a model from `install` to `remove`."""
 
     def __init__(self) -> None:
         self.all: list[CallInterceptor] = []

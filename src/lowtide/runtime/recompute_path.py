@@ -153,7 +153,7 @@ class RecomputePath:
     ) -> bool:
         """Add the constants that modules own, and those that are computed, to `constants`.
 
-        Returns False if another parameter is in the recorded place, or its modules disagree.
+        Returns False if another parameter is in the recorded place, or if its modules have different constants.
         """
         for name, edge, key, modules in self.owned:
             if find_leaf_behind(node.next_functions[edge][0]) != key:

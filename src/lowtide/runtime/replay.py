@@ -334,7 +334,9 @@ class ReplayFrame:
                 end_off_in_transforms()
 
     def as_saved(self, place: int, tensor: Tensor) -> Tensor:
-        """Return the tensor (or its base, as in the first run) to store for `tensor`, which a replay saved at `place`.
+        """Return the tensor to store for `tensor`, which a replay saved at `place`.
+
+        It is `tensor` itself, detached, or its base if the first run saved a view.
 
         Raises ReplayMismatch if the shape or dtype is not that of the first run.
         """

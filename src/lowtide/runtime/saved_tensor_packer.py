@@ -153,8 +153,8 @@ class SavedTensorPacker:
     def keep(self, tensor: Tensor) -> Handle | None:
         """Return a handle that keeps `tensor`, for which there is no decision and no replay.
 
-        Returns None if the tensor was saved before and is recomputed or replayed then. This is the fast path for most
-        saved tensors. The handle on a view holds the view itself, so that backward need not make it.
+        Returns None if the tensor was saved before, and is recomputed or replayed by the decision for that save. This
+        is the fast path for most saved tensors. The handle on a view holds the view, so that backward need not make it.
         """
         if native is not None and (handle := native.kept(tensor)) is not None:
             return handle  # type: ignore[no-any-return]

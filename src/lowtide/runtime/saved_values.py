@@ -109,8 +109,9 @@ class Value(ValueFields):
         self.places.append((needed, ordinal))
 
     def need(self) -> None:
-        """Let the hooks of later runs see each save of this value (`note_save`), because a recompute reads the
-        value.
+        """Add each save of this value to its set of `note_save`, so that the hooks of later runs see it.
+
+        This is called when a recompute is going to read the value.
         """
         for needed, ordinal in self.places or ():
             needed.add(ordinal)
