@@ -9,7 +9,7 @@ from torch import nn
 import lowtide
 from lowtide.api.compiled_fit import CLOSE, find_cheapest_within
 from lowtide.levers.selection import Choice
-from lowtide.planner.planning import find_smallest_plan, predict_unplanned_step
+from lowtide.planner.planning import find_smallest_plan, predict_unplanned_step, recompute_arithmetic
 from lowtide.planner.records import Plan
 
 
@@ -78,3 +78,26 @@ def test_the_smallest_plan_is_measured_where_corrected_forecasts_lead_to_plans_t
     _, best = find_cheapest_within(Choice(profile, predict_unplanned_step(profile)), first, peak_of, 3)
     assert best is not None
     assert best.decisions == smallest.decisions
+
+
+@pytest.mark.parametrize("tries_arithmetic", [False, True])
+def test_a_plan_without_flops_is_measured_if_the_forecast_leads_to_no_cheaper_plan(
+    profile: lowtide.Profile, monkeypatch: pytest.MonkeyPatch, tries_arithmetic: bool
+) -> None:
+    """Its own forecast is above the budget."""
+    arithmetic, smallest = recompute_arithmetic(profile), find_smallest_plan(profile)
+    assert arithmetic.recompute
+    assert not arithmetic.predicted.extra_flops
+    first = replace(smallest, budget_bytes=arithmetic.predicted.peak_bytes - 64)
+    assert first.predicted.extra_flops
+
+    def peak_of(plan: Plan) -> int:
+        return plan.budget_bytes if plan.decisions == arithmetic.decisions else plan.predicted.peak_bytes
+
+    monkeypatch.setattr("lowtide.api.compiled_fit.plan_by_forecast", lambda *_: smallest)
+    choice = Choice(profile, predict_unplanned_step(profile))
+    n_tried, best = find_cheapest_within(choice, first, peak_of, 4, tries_arithmetic=tries_arithmetic)
+    assert n_tried == 1 + tries_arithmetic
+    assert best is not None
+    assert best.decisions == (arithmetic if tries_arithmetic else smallest).decisions
+    assert best.predicted.peak_bytes <= best.budget_bytes

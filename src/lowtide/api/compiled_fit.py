@@ -14,7 +14,7 @@ from lowtide.api.verify import Verdict, compare_with_plain, measure_scheduled_pe
 from lowtide.errors import Infeasible, RehearsalError
 from lowtide.levers.lever import StepContext
 from lowtide.levers.selection import Choice
-from lowtide.planner.planning import find_smallest_plan, forecast_peak, with_peak
+from lowtide.planner.planning import find_smallest_plan, forecast_peak, recompute_arithmetic, with_peak
 from lowtide.planner.records import Decisions, Plan, Profile
 from lowtide.report.text_table import listed
 from lowtide.runtime.fingerprint import find_device
@@ -93,7 +93,7 @@ def _measure_without_kernels(site: StepContext, choice: Choice, plan: Plan) -> P
     if plan.decisions == Decisions() or plan.budget_for != "requested" or find_device(site.model).type != "cpu":
         return plan
     peak_of = partial(measure_scheduled_peak, site.model, site.step, site.batch, optimizer=site.optimizer)
-    n_scheduled, best = find_cheapest_within(choice, plan, peak_of, SCHEDULED)
+    n_scheduled, best = find_cheapest_within(choice, plan, peak_of, SCHEDULED, tries_arithmetic=True)
     if best is not None and best.predicted.peak_bytes > plan.budget_bytes:
         raise build_compiled_infeasible(
             choice, best, f"plans that were scheduled by inductor and measured: {n_scheduled}"
@@ -107,7 +107,12 @@ def _is_identical(site: StepContext, plan: Plan, addresses: Collection[str]) -> 
 
 
 def find_cheapest_within(
-    choice: Choice, plan: Plan, peak_of: Callable[[Plan], int | None], most: int
+    choice: Choice,
+    plan: Plan,
+    peak_of: Callable[[Plan], int | None],
+    most: int,
+    *,
+    tries_arithmetic: bool = False,
 ) -> tuple[int, Plan | None]:
     """Measure at most `most` plans; return how many were tried, and the cheapest plan within the budget.
 
@@ -119,6 +124,8 @@ def find_cheapest_within(
             If all earlier plans are over the budget, the last plan is the one with the smallest forecast.
         peak_of: Function that measures a plan's peak; it returns None for a plan that can't be used.
         most: Largest number of plans to try.
+        tries_arithmetic: True to try the plan that recomputes arithmetic alone too, although it may be over the budget,
+            if the best plan leaves much of the budget unused and the corrected forecast leads to no cheaper one.
     """
     budget_bytes, tried, best = plan.budget_bytes, list[Decisions](), None
     while True:
@@ -132,7 +139,9 @@ def find_cheapest_within(
         unused = 1 - peak_bytes / budget_bytes
         if len(tried) == most or 0 <= unused <= UNUSED or (unused >= 0 and plan.budget_for == "reserved"):
             break
-        candidates = _propose_plans(choice.profile, plan, peak_bytes, best, is_last=len(tried) == most - 1)
+        candidates = [*_propose_plans(choice.profile, plan, peak_bytes, best, is_last=len(tried) == most - 1)]
+        if tries_arithmetic and best.predicted.peak_bytes <= budget_bytes:
+            candidates.append(recompute_arithmetic(choice.profile))
         following = next((candidate for candidate in candidates if candidate.decisions not in tried), None)
         if following is None or _rank(best) < (False, following.predicted.extra_ms):
             break

@@ -244,6 +244,22 @@ def find_smallest_plan(profile: Profile, minimize: Objective = "time") -> Plan:
     return plan(profile, find_smallest_peak(profile, minimize)[1].peak_bytes, minimize=minimize, solver=search)
 
 
+def recompute_arithmetic(profile: Profile) -> Plan:
+    """Return the plan for compiled code that recomputes all results of arithmetic, and no extern kernel's result.
+
+    Its predicted peak may be above the plain step's: values that one fused kernel recomputes are forecast as if each
+    were written to memory.
+    """
+    cheap = get_simulator(profile, "cheap").profile
+    arithmetic = {i for i, value in enumerate(cheap.values) if value.recipe and not value.refused}
+    arithmetic -= {i for i in arithmetic if cheap.values[i].node == "getitem"}  # one result of several
+    decisions = Decisions(recompute=frozenset(slot.address for slot in cheap.slots if slot.value in arithmetic))
+    predicted = get_simulator(profile).predict(decisions)
+    return replace(
+        find_smallest_plan(profile), **_make_decided_fields(profile, decisions), predicted=predicted, bound_ms=0.0
+    )
+
+
 def find_smallest_peak(
     profile: Profile, minimize: Objective = "time", *, offload: bool = False
 ) -> tuple[Decisions, Prediction]:
