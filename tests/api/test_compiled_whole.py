@@ -374,6 +374,34 @@ def test_settings_under_which_nothing_can_be_planned_are_refused_by_name() -> No
         fit()
 
 
+@pytest.mark.parametrize("n_passes", [1, 2])
+def test_a_graph_that_backward_keeps_is_refused_by_the_name_of_the_argument(n_passes: int) -> None:
+    model, batch = nn.Sequential(nn.Linear(8, 8), nn.GELU()), torch.randn(2, 8)
+    compiled: Any = torch.compile(model)
+
+    def step(x: Tensor) -> None:
+        loss = compiled(x).square().mean()
+        for _ in range(n_passes):
+            loss.backward(retain_graph=True)
+
+    before = torch.get_rng_state()
+    with kernels_left_out(), pytest.raises(lowtide.RehearsalError, match=r"retain_graph=True.*\n.*call backward once"):
+        lowtide.fit(compiled, step, batch, budget="60%")
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_backward_under_compiled_autograd_is_refused_by_its_name() -> None:
+    model: Any = torch.compile(nn.Sequential(nn.Linear(8, 8), nn.GELU()))
+
+    def step(x: Tensor) -> None:
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            model(x).square().mean().backward()
+
+    with kernels_left_out(), pytest.raises(lowtide.RehearsalError, match="compiled autograd"):
+        lowtide.fit(model, step, torch.randn(2, 8), budget="60%")
+
+
 def test_another_partitioner_and_other_processes_are_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     from lowtide._torch.custom_partitioner import CustomPartitionerFn
 

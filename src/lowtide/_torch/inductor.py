@@ -115,6 +115,24 @@ def always_partitioned() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def kept_graphs_refused() -> Iterator[None]:
+    """Raise RehearsalError if backward keeps the graph of compiled code inside this `with` block.
+
+    torch itself raises an error then, because backward that is compiled at once, before it is called, may write over
+    saved tensors. Read in torch 2.13 (`donated_buffer` in `torch/_functorch/_aot_autograd/runtime_wrappers.py`).
+    """
+    try:
+        yield
+    except RuntimeError as why:
+        if "donated buffer" not in str(why):
+            raise
+        raise RehearsalError(
+            "backward keeps the graph of compiled code (retain_graph=True or create_graph=True), and no plan can be "
+            "made for that.\n  Add up the losses, and call backward once, without these arguments."
+        ) from why
+
+
+@contextlib.contextmanager
 def kernels_left_out() -> Iterator[None]:
     """Have inductor replace compiled CPU kernels by functions that write zeros, inside this `with` block. Relies on
     internals of torch 2.13.

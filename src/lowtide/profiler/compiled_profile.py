@@ -57,7 +57,10 @@ def assembled(graphs: Sequence[JointSlots], stream: EventStream, step_ms: float)
         )
     calls = [call for call in _calls(stream) if call.backward is not None]
     if not calls:
-        raise RehearsalError("the step ran no backward through compiled code: call loss.backward() inside it.")
+        raise RehearsalError(
+            "the step ran no backward through compiled code: call loss.backward() inside it, and not under compiled "
+            "autograd, which compiles backward once more."
+        )
     if any(call.graph >= len(graphs) for call in calls):
         raise RehearsalError(
             "the step runs code that was compiled before the rehearsal, so its saved tensors were not observed. "
@@ -125,7 +128,7 @@ def _calls(stream: EventStream) -> list[_GraphCall]:
         if not waiting:
             raise RehearsalError(
                 "backward runs through compiled code more than once (retain_graph=True): what it recomputes is freed "
-                "after the first pass. Add up the losses, and call backward once."
+                "after the first pass.\n  Add up the losses, and call backward once."
             )
         waiting[-1].backward = span  # backward runs through the last forward first
     return calls

@@ -17,6 +17,7 @@ from lowtide._torch.device_timing import now_ms
 from lowtide._torch.inductor import (
     always_partitioned,
     is_addmm_unfused,
+    kept_graphs_refused,
     partitioning_by,
     watched_calls,
     watched_products,
@@ -71,6 +72,7 @@ def rehearse_compiled(
         Updates(unchanged, model, optimizer) as updates,
         always_partitioned(),
         partitioning_by(partitioner),
+        kept_graphs_refused(),
     ):
         made_for = fingerprint(model, batch)
         with noted_calls(model) as inputs:
