@@ -1,4 +1,4 @@
-"""GPT-2 and a ResNet of two blocks in plain torch, which compile several times faster than transformers' models."""
+"""GPT-2 and two ResNets in plain torch, which compile several times faster than transformers' models."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from contest.models import Contestant
 
 WIDTH, HEADS, WORDS, LENGTH, ROWS = 256, 4, 1024, 256, 4
 CHANNELS, SIDE, IMAGES = 32, 32, 32
+FIRST, LARGE_SIDE, FEW_IMAGES = 16, 64, 16
+"""Sizes of the staged ResNet: channels of the first stage, side of an image, images."""
 
 
 class GPT2Block(nn.Module):
@@ -76,6 +78,34 @@ class ResNet(nn.Module):
         return SimpleNamespace(loss=F.cross_entropy(self.head(x.mean((2, 3))), labels))
 
 
+class ResNetBlock(nn.Module):
+    """Residual block that may halve the image and change the number of channels."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(before, after, 3, stride, 1, bias=False)
+        self.conv2 = nn.Conv2d(after, after, 3, 1, 1, bias=False)
+        self.bn1, self.bn2 = nn.BatchNorm2d(after), nn.BatchNorm2d(after)
+        short = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+        self.short = nn.Identity() if before == after else short
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))) + self.short(x))
+
+
+class StagedResNet(ResNet):
+    """Image classifier: four stages of two blocks, each stage with half the side and twice the channels."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        before, blocks = FIRST, list[nn.Module]()
+        for after in (FIRST, FIRST, 2 * FIRST, 2 * FIRST, 4 * FIRST, 4 * FIRST, 8 * FIRST, 8 * FIRST):
+            blocks.append(ResNetBlock(before, after, 1 if before == after else 2))
+            before = after
+        self.stem, self.bn = nn.Conv2d(3, FIRST, 3, padding=1, bias=False), nn.BatchNorm2d(FIRST)
+        self.h, self.head = nn.ModuleList(blocks), nn.Linear(before, 10)
+
+
 def gpt2(dropout: float) -> Contestant:
     """Build GPT-2 and a batch of tokens."""
     shape = f"2 x {WIDTH}, vocabulary {WORDS}, dropout {dropout:g}; {ROWS} rows of {LENGTH} tokens"
@@ -92,6 +122,19 @@ def resnet() -> Contestant:
         description=f"ResNet in plain torch, 2 basic blocks of {CHANNELS} channels; {IMAGES} images of {SIDE} x {SIDE}",
         model=ResNet(),
         batch={"images": torch.randn(IMAGES, 3, SIDE, SIDE), "labels": torch.randint(10, (IMAGES,))},
+    )
+
+
+def staged_resnet() -> Contestant:
+    """Build a ResNet of four stages and a batch of images."""
+    shape = f"4 stages of 2 basic blocks, {FIRST} to {8 * FIRST} channels; {FEW_IMAGES} images of {LARGE_SIDE} x"
+    return Contestant(
+        description=f"ResNet in plain torch, {shape} {LARGE_SIDE}",
+        model=StagedResNet(),
+        batch={
+            "images": torch.randn(FEW_IMAGES, 3, LARGE_SIDE, LARGE_SIDE),
+            "labels": torch.randint(10, (FEW_IMAGES,)),
+        },
     )
 
 
