@@ -26,10 +26,10 @@ class Region(Protocol):
     """Observer of one checkpointed call, returned by the function that is passed to `observe_checkpoints`."""
 
     def forward(self) -> AbstractContextManager[None]:
-        """Return a context in which the function runs in forward."""
+        """Return the context manager inside which the function runs in forward."""
 
     def recompute(self) -> AbstractContextManager[None]:
-        """Return a context in which the function runs again in backward."""
+        """Return the context manager inside which the function runs again in backward."""
 
 
 def observe_checkpoints(observe: Callable[[Any, tuple[Any, ...], bool], Region | None]) -> Callable[[], None]:

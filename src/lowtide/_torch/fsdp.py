@@ -272,7 +272,7 @@ class _Gathered:
     """Result of `unshard(async_op=True)` if there is nothing to wait for."""
 
     def wait(self) -> None:
-        """Do nothing."""
+        """Return at once, because the parameters are gathered already."""
 
 
 @contextlib.contextmanager

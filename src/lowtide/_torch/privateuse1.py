@@ -140,8 +140,8 @@ class Gate:
 
 
 class OverrideKernel:
-    """A kernel that replaces the operator `aten.<name>` inside `with_overrides` blocks, for first arguments of at least
-    `least` bytes. Relies on internals of torch 2.13, present since 2.10.
+    """A kernel that replaces the operator `aten.<name>` inside `with_overrides` blocks, if its first argument takes at
+    least `least` bytes. Relies on internals of torch 2.13, present since 2.10.
 
     The kernel is called with two functions, the operator's arguments, and a new object. The first function calls
     torch's own kernel, the second one calls it without autograd. The new object has no other references, for the

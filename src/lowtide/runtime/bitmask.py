@@ -171,7 +171,10 @@ def _fill_from_table(bits: Tensor, flat: Tensor, number: int | None) -> None:
 
 @lru_cache(maxsize=64)
 def _make_byte_table(size: int, number: int) -> NDArray[np.uint8]:
-    """Make a table [256, 8 * size]: the eight bits of each byte value as elements of `size` bytes, `number` or 0."""
+    """Make a table of 256 rows: for each byte value, one element of `size` bytes per bit, lowest bit first.
+
+    The element is `number` where the bit is 1, else 0. The table is returned as bytes, in shape [256, 8 * size].
+    """
     bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
     elements: NDArray[np.uint8] = (bits.astype(f"i{size}") * np.array(number, dtype=f"i{size}")).view(np.uint8)
     return elements
@@ -196,7 +199,7 @@ def _pack_booleans(stays: Tensor, bits: Tensor) -> None:
 
 
 def _make_boolean_table(device: torch.device) -> Tensor:
-    """Make a boolean table [256, 8]: the bits of each byte value, the lowest first."""
+    """Make a boolean table of shape [256, 8]: for each byte value its eight bits, the lowest first."""
     every = torch.arange(256, dtype=torch.uint8, device=device)
     bit = torch.arange(8, dtype=torch.uint8, device=device)
     return ((every[:, None] >> bit) & 1).view(torch.bool)

@@ -181,7 +181,7 @@ class CallContext:
             self.uncopied = UncopiedTensors([*self._places()])
 
     def _places(self) -> Iterator[Place]:
-        """Yield the parameters and the uncopied buffers of the modules, each as a Place."""
+        """Yield where the modules store each of their parameters, and each buffer that is not copied."""
         return find_places(self.mutable_state.modules, self.buffers, only_plain=bool(self.mutable_state.units))
 
     def learn(self) -> None:

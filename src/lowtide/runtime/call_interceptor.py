@@ -97,7 +97,7 @@ class CallInterceptor:
         self.installed = True
 
     def remove(self) -> None:
-        """Remove this interceptor from CALL, even if another interceptor is in front of it."""
+        """Take this interceptor out of its module, even if another interceptor is in front of it."""
         self.installed = False
         _remove_from_chain(self)
 

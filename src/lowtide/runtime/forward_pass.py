@@ -286,8 +286,10 @@ class ForwardPass:
             observer.on_sized_by_contents(operator)
 
     def run_replayable(self, interceptor: CallInterceptor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a module call that the plan may run again in backward: a replay restores its saved tensors, an advance
-        its result.
+        """Run a call of the interceptor's module, and record it if the plan runs it again in backward.
+
+        It runs again either as a replay, which restores its saved tensors, or as an advance, which restores only its
+        result.
         """
         scope, outer, known = self.scope, self.frame, None
         assert scope is not None
@@ -371,7 +373,9 @@ class ForwardPass:
 
 
 class _Paused(threading.local):
-    """Thread-local pack hook of the run in progress, while its hooks are popped; None while they are pushed."""
+    """Per thread, the pack hook of a planned forward while its saved-tensor hooks are switched off for a moment; else
+    None.
+    """
 
     pack: Callable[[Tensor], Any] | None = None
 

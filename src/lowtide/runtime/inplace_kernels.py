@@ -80,7 +80,8 @@ def _divide_channels(gradient: Tensor, n_groups: int) -> list[slice]:
 
 
 def has_pieces(args: Sequence[Any], groups: int) -> bool:
-    """Return True if the operator needs less memory in pieces than at once: three copies of a piece exist at a time.
+    """Return True if the operator can run in more than three pieces. With fewer it would need as much memory as at
+    once, because three copies of a piece exist at a time.
 
     `args` are the operator's arguments; the last one selects the outputs. Returns False if the input's gradient is not
     selected, because nothing upstream is trained.

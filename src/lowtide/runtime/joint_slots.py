@@ -200,7 +200,7 @@ class JointSlots:
         return source
 
     def _find_smaller_sources(self, slots: Collection[int]) -> set[int]:
-        """Return the 16-bit results of extern kernels that are smaller than a slot that is computed from them.
+        """Return the 16-bit results of extern kernels from which one of `slots` is computed that takes more memory.
 
         Under autocast a normalised tensor of 32 bits is computed from products of 16 bits. Small 32-bit products, such
         as the keys that several heads share, are left out: the kernels that inductor makes of them are not forecast.
@@ -228,8 +228,9 @@ class JointSlots:
         return nodes[node].target in APPROXIMATED and any(nodes[arg].kind == "reduction" for arg in nodes[node].args)
 
     def _find_fused_values(self, slot: int) -> set[int]:
-        """Return `slot` and the values from which fused arithmetic computes it, back to the values that every plan
-        keeps or that other kernels compute (both included).
+        """Return `slot` and the values from which one fused kernel of elementwise operators and views computes it.
+
+        Among them are the values that the kernel reads: those that every plan keeps, and results of other kernels.
         """
         nodes, pending, fused = self.joint.nodes, [slot], set[int]()
         while pending:

@@ -84,10 +84,11 @@ class KnownCalls:
         self.n_planned = max(self.n_planned, self.n)
 
     def detach(self, *, shows_ends: bool) -> None:
-        """Record that steps are no longer detected, so that no further call is learnt.
+        """Record that steps are no longer measured: their calls are compared with the known ones, but not added to
+        them.
 
-        With `shows_ends`, updates still show where steps end. Otherwise no later call or backward pass is compared with
-        the rehearsed ones, because the calls of a step can't be counted.
+        `shows_ends` is True if it is still known where each step ends. Otherwise the calls of a step can't be counted,
+        so no later call or backward pass is compared with the rehearsed ones.
         """
         self.n_seen, self.are_detected = 0, False
         if not shows_ends:

@@ -107,7 +107,7 @@ def can_be_known(modules: tuple[nn.Module, ...], attributes: Attributes) -> bool
 
 
 def bindings(modules: Iterable[nn.Module]) -> Bindings:
-    """Return the dicts of the modules' attributes, buffers and parameters, each with a copy of its contents."""
+    """Return each module's dicts of attributes, buffers and parameters, paired with shallow copies for `rebind`."""
     tables = (table for module in modules for table in (vars(module), module._buffers, module._parameters))
     # a scripted module's tables are no dicts and can't be rebound
     return [(table, dict(table)) for table in tables if table and isinstance(table, dict)]

@@ -165,7 +165,9 @@ _ATOMS: Final = frozenset(map(id, ATOMS))  # by id: a metaclass may make its cla
 
 
 def _add_tensors(value: Any, tensors: list[Tensor], depth: int = 0) -> bool:
-    """Append the tensors in `value` to `tensors`; return True for plain data, tensors, and containers of these."""
+    """Append the tensors in `value` to `tensors`. Return True if `value` consists only of tensors, plain data such as
+    numbers and strings, and containers of them.
+    """
     if id(type(value)) in _ATOMS or isinstance(value, Enum):
         return True
     if isinstance(value, Tensor):

@@ -41,10 +41,12 @@ class Copier(Protocol):
     """Copier of bytes between one device and the host, in both directions. Each copy returns a token for `wait`."""
 
     def out(self, data: Tensor) -> tuple[Tensor, object]:
-        """Start a copy of `data` to the host; return the host tensor and a token."""
+        """Start a copy of `data` to the host; return the host tensor and a token, with which `wait` awaits the copy."""
 
     def back(self, host: Tensor) -> tuple[Tensor, object]:
-        """Start a copy of `host` to the device; return the device tensor and a token."""
+        """Start a copy of `host` to the device; return the device tensor and a token, with which `wait` awaits the
+        copy.
+        """
 
     def wait(self, token: object, data: Tensor) -> None:
         """Make later work in this thread's computing stream wait for the copy from or to `data`."""

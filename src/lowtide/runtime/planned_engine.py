@@ -125,7 +125,9 @@ class PlannedEngine(Engine):
         return True
 
     def growth(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
-        """Return the ratio of a call's elements to those of the largest planned call; 1 if the call is not larger."""
+        """Return how many times as many elements a call's arguments have as those of the largest planned call; at least
+        1.
+        """
         most = self._most[-1] if self._most else 0
         return max(1.0, count_elements_in(args, kwargs) / most) if 0 < most < inf else 1.0
 

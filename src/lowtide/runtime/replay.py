@@ -84,7 +84,7 @@ class ReplayFrame:
         """Record the beginning of a call of the interceptor's module.
 
         `hold` returns a handle on a tensor among the arguments; `outer` is the frame of a replayed call around this
-        one. Pass `mutable_state` only right after its `as_known`: state found unchanged is not captured again.
+        one. `mutable_state` is the module's state if its method `as_known` has just been called; None otherwise.
         """
         self.interceptor = interceptor
         self.around: tuple[weakref.ref[ReplayFrame], ...] = () if outer is None else (weakref.ref(outer), *outer.around)
@@ -121,7 +121,10 @@ class ReplayFrame:
         context.random.end_call()
 
     def check_buffers(self) -> None:
-        """Raise ReplayMismatch if the call, unlike all earlier ones, wrote to a large buffer: it can't be replayed."""
+        """Raise ReplayMismatch if the call wrote to a large buffer that no earlier call of the module wrote to.
+
+        Large buffers that earlier calls did not write to are not copied, so a replay would read the new contents.
+        """
         if (name := self.call_context.written_late) is not None:
             raise ReplayMismatch(
                 f"{self.interceptor} wrote to its buffer {name!r} for the first time since the plan was made. The plan "

@@ -67,8 +67,8 @@ class ValueFields:
 
 
 class HandleFields:
-    """Base class of `Handle`, with its fields and `get`, if the compiled hooks are not loaded. The unpack hook calls
-    `get`.
+    """Base class of `Handle` if the compiled hooks are not loaded: its fields, and the method `get`, which the unpack
+    hook calls.
     """
 
     __slots__ = ("last_backward", "value", "view")

@@ -70,7 +70,11 @@ def static_bytes(
 
 
 def _count_bucket_bytes(wrapper: DistributedDataParallel) -> int:
-    """Return the bytes of the buckets in which DDP sends gradients, except buckets whose views are the gradients."""
+    """Return the bytes of the buckets in which DDP sends gradients.
+
+    Gradients that are views of a bucket (`gradient_as_bucket_view=True`) take no memory of their own and are not
+    counted here.
+    """
     model: nn.Module = wrapper.module
     sent = (p for name, p in model.named_parameters() if p.requires_grad and name not in wrapper.parameters_to_ignore)
     return sum(p.nbytes for p in sent if p.grad is None or not wrapper.gradient_as_bucket_view)

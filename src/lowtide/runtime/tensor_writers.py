@@ -454,8 +454,10 @@ def _renormalise(
 
 
 def _find_plans_in_force() -> list[ReliedOn]:
-    """Return the records of plans that will read tensors again; none in backward, where optimizers update only tensors
-    that have been read.
+    """Return the `ReliedOn` of each plan that still has to read some tensors for recomputes or replays.
+
+    Returns none while backward runs: an optimizer that steps inside backward updates only parameters that have been
+    read.
     """
     return [] if in_backward() else [relied_on for relied_on in _alive(_watching) if relied_on]
 

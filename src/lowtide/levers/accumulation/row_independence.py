@@ -143,7 +143,10 @@ def _is_empty(cell: Any) -> bool:
 
 
 def check_no_product_of_rows(loss: Tensor, n_rows: int) -> None:
-    """Raise LowtideError if the graph of `loss` has a matrix product of all rows of a piece with all its rows."""
+    """Raise LowtideError if the loss multiplies all rows of a piece with each other, as a contrastive loss does.
+
+    The graph of `loss` is searched for a matrix product of shape [n_rows, n_rows] without a parameter as a factor.
+    """
     if n_rows < 2:
         return
     for node in find_nodes_behind([loss]):

@@ -94,7 +94,7 @@ def mul(self: Tensor, other: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 @recipe("MulBackward1", edges={"self": 0})
 def mul_scalar(self: Tensor, *, other: float, out: Tensor | None = None) -> Tensor:
-    """Recompute a product with a number. Only torch's own code makes this node."""
+    """Recompute a product with a number. User code can't make this node: it is made only by operators inside torch."""
     return torch.mul(self, other, out=out)
 
 
