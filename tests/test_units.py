@@ -84,7 +84,8 @@ def test_numpy_integers_are_bytes() -> None:
         ("1,000 MB", "not a number with a unit"),
         ("8 GiB 2", "not a number with a unit"),
         ("٨GiB", "not a number with a unit"),
-        ("9" * 5000 + "B", "not a number with a unit"),
+        ("9" * 30 + "B", "not a number with a unit"),
+        ("9999999999999999999 PB", "no computer can address that much"),
     ],
 )
 def test_a_budget_that_is_no_amount_is_refused_and_says_what_is_understood(budget: Any, why: str) -> None:
@@ -95,6 +96,18 @@ def test_a_budget_that_is_no_amount_is_refused_and_says_what_is_understood(budge
     assert why in message
     assert '"8GiB"' in message
     assert '"60%"' in message
+
+
+@pytest.mark.parametrize(
+    "budget",
+    ["9" * 5000 + "GiB", "8 " + "x" * 5000, -(10**5000), 10**5000, [0] * 5000],
+    ids=["number", "unit", "negative int", "int", "list"],
+)
+def test_a_long_budget_is_not_repeated_in_full(budget: Any) -> None:
+    with pytest.raises(BudgetError) as caught:
+        parse_budget(budget, plain_peak_bytes=2**30)
+    assert len(str(caught.value)) < 320
+    assert "is not an amount of memory" in str(caught.value)
 
 
 def test_a_percentage_is_of_the_plain_peak() -> None:

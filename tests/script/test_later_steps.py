@@ -1,6 +1,7 @@
 """Loops that need more memory later than their rehearsed steps did: in a later step each gets another plan."""
 
 import gc
+import re
 from pathlib import Path
 
 import pytest
@@ -8,11 +9,13 @@ import torch
 from torch import nn
 
 import lowtide
+from lowtide.errors import Infeasible
 from lowtide.script import later_steps
 from lowtide.script.fit_steps import StepFitter
 from lowtide.script.later_steps import LaterSteps
 from lowtide.script.run_listened import run_watched
 from lowtide.script.runner import Script
+from lowtide.utils.amounts import parse_bytes
 
 BEGIN = """
 import torch
@@ -479,6 +482,14 @@ def test_a_history_that_a_short_run_never_fills_is_no_reason_to_refuse_a_budget(
     fitting, said = trained(tmp_path, LBFGS, "3MiB")
     assert any("until the history of L-BFGS has grown by" in line for line in said)
     assert fitting.plans.plan is not None
+    with pytest.raises(Infeasible) as refused:
+        trained(tmp_path, LBFGS, "100kB")
+    (offered,) = re.findall(r"or (\S+ MiB) and what L-BFGS adds to its history in this run", str(refused.value))
+    del refused  # its traceback holds the script's tensors
+    gc.collect()
+    pair_bytes = 2 * 2 * (32 * 128 + 128 + 128 * 32 + 32 + 2 * 32) * 4
+    _, said = trained(tmp_path, LBFGS, str(parse_bytes(offered) + 12 * pair_bytes) + "B")
+    assert any("until the history of L-BFGS has grown by" in line for line in said)
 
 
 def test_memory_that_a_rollout_holds_between_steps_is_said_if_it_is_over_the_budget(tmp_path: Path) -> None:

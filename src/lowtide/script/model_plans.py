@@ -160,7 +160,7 @@ class ModelPlans:
                     f"{format_first_line(why)} The plan with the smallest peak is in force: it keeps the budget until "
                     f"the history of L-BFGS has grown by {format_bytes(room_bytes)} of {format_bytes(history_bytes)}"
                 )
-            elif not self._react_to_infeasible(why, model):
+            elif not self._react_to_infeasible(_offer_short_history(why, history_bytes), model):
                 return
         self.plan = replace(first, budget_for=self._request.budget_for)
         self.announce(self.plan)
@@ -519,6 +519,21 @@ class ModelPlans:
         if kind == "model":
             self._say(f"{self.name} {what}: the peak may be above the budget until it is rehearsed again")
         return True
+
+
+def _offer_short_history(why: Infeasible, history_bytes: int) -> Infeasible:
+    """Return `why`, offering also the budget without the `history_bytes` that L-BFGS does not hold yet."""
+    if not history_bytes:
+        return why
+    short = format_bytes(why.smallest_peak_bytes - history_bytes, round_up=True)
+    return Infeasible(
+        budget_bytes=why.budget_bytes,
+        smallest_peak_bytes=why.smallest_peak_bytes,
+        parts=why.parts,
+        extra_ratio=why.extra_ratio,
+        nearest=(f"{short} and what L-BFGS adds to its history in this run (up to {format_bytes(history_bytes)})",),
+        notes=why.notes,
+    )
 
 
 def format_first_line(why: LowtideError) -> str:

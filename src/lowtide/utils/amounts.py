@@ -5,6 +5,7 @@ Both decimal and binary units are read, and never mixed up: 1 GB is 10^9 bytes, 
 
 import operator
 import re
+import reprlib
 from collections.abc import Mapping
 from fractions import Fraction
 from typing import Literal, SupportsIndex
@@ -27,6 +28,7 @@ _REFUSED_UNITS = {
     },
 }
 _AMOUNT = re.compile(r"\s*(-?[0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([a-z]*|%)\s*", re.IGNORECASE | re.ASCII)
+_ADDRESSABLE = 2**64
 _ACCEPTED = 'a number with a unit, as in "8GiB", "1.5 GB" or "500MB"; in Python an int, which is bytes'
 
 
@@ -34,7 +36,7 @@ def parse_bytes(amount: str | SupportsIndex) -> int:
     """Return the bytes in `amount`: text with a unit ("8GiB", "500 MB", "1.5gb"), or an int, which is bytes already.
 
     Case does not matter, and a fraction of a byte is cut off. "8G" is refused, because it can mean 8 GB or 8 GiB.
-    Raises BudgetError for anything but a positive amount: no unit, zero, negatives, floats, bools.
+    Raises BudgetError for anything but a positive amount below 2^64: no unit, zero, negatives, floats, bools.
     """
     return _parse(amount, _BYTES_PER_UNIT, _ACCEPTED)
 
@@ -67,7 +69,7 @@ def parse_gpu_share(budget: str) -> Fraction | None:
         return None
     share = Fraction(match[1]) / 100
     if not 0 < share <= 1:
-        raise BudgetError(f"{budget!r} is not a part of a GPU's memory.\n  Understood: more than 0%, and up to 100%.")
+        raise BudgetError(f"{_quoting.repr(budget)} is not a part of a GPU's memory.\n  Understood: more than 0%, and up to 100%.")
     return share
 
 
@@ -89,9 +91,15 @@ def check_budget(budget: str | SupportsIndex, *, of_gpu: bool = False) -> None:
         parse_budget(budget, plain_peak_bytes=2**40)
 
 
+_quoting = reprlib.Repr()
+_quoting.maxstring = _quoting.maxother = _quoting.maxlong = 60
+
+
 def _parse(amount: object, bytes_per_unit: Mapping[str, Fraction], understood: str) -> int:
     def build_error(why: str) -> BudgetError:
-        return BudgetError(f"{amount!r} is not an amount of memory: {why}.\n  Understood: {understood}.")
+        is_huge = isinstance(amount, int) and abs(amount) >= _ADDRESSABLE  # Python may refuse to print it
+        quoted = "an int of more than 64 bits" if is_huge else _quoting.repr(amount)
+        return BudgetError(f"{quoted} is not an amount of memory: {why}.\n  Understood: {understood}.")
 
     if is_of_gpu(amount):
         raise build_error("it depends on a GPU and what is on it, which fit, within and `lowtide run` look up")
@@ -103,7 +111,7 @@ def _parse(amount: object, bytes_per_unit: Mapping[str, Fraction], understood: s
         if number.startswith("-"):  # before its unit: a unit would not help
             raise build_error("it is negative")
         if unit.lower() not in bytes_per_unit:
-            raise build_error(_REFUSED_UNITS.get(unit.lower(), f"{unit} is not a unit of memory").format(number))
+            raise build_error(_REFUSED_UNITS.get(unit.lower(), f"{unit[:20]} is not a unit of memory").format(number))
         n_bytes = int(Fraction(number) * bytes_per_unit[unit.lower()])
     elif isinstance(amount, SupportsIndex) and not isinstance(amount, bool):
         n_bytes = operator.index(amount)
@@ -111,4 +119,6 @@ def _parse(amount: object, bytes_per_unit: Mapping[str, Fraction], understood: s
         raise build_error(f"a {type(amount).__name__} has no unit")
     if n_bytes < 1:
         raise build_error("it is negative" if n_bytes < 0 else "it is less than one byte")
+    if n_bytes >= _ADDRESSABLE:
+        raise build_error("no computer can address that much")
     return n_bytes
