@@ -91,7 +91,7 @@ class StepInBackward(Lever):
         return settings
 
     def is_free(self, settings: Settings) -> bool:
-        """Return True unless gradients are computed twice."""
+        """Return True unless the settings make backward compute the gradients twice, for clipping by a common norm."""
         return BY_COMMON_NORM not in settings
 
     def put_in_words(self, settings: Settings) -> str:

@@ -151,7 +151,9 @@ class CommonNorm:
         return True
 
     def _take_gathered(self, gathered: Gathered) -> None:
-        """Take the norms of gradients summed over micro-batches: all exist at once, so no first pass is needed."""
+        """Compute the norms of gradients summed over micro-batches. These gradients all exist at the same time, so no
+        first backward pass is needed for their norms.
+        """
         own = [(parameter, gradient) for parameter, gradient in gathered if parameter in self._trained]
         if own:
             self._check_parameters()

@@ -93,7 +93,7 @@ def _write_batch_norm(own: Any, gradient: Tensor, saved: Tensor, *args: Any) -> 
     """Run `native_batch_norm_backward` (`own`) for some channels at a time, and write the input's gradient over
     `gradient`.
 
-    Returns the operator's results. The pieces are exact, because channels are independent.
+    Returns the operator's results. In pieces the results have the same bits, because channels are independent.
     """
     by_channel, rest = args[:5], args[5:]  # weight, running mean and variance, mean and deviation of this batch
     parts: list[tuple[Tensor | None, ...]] = []
@@ -121,7 +121,8 @@ def _write_group_norm(
     """Run `native_group_norm_backward` (`own`) for some groups of channels at a time, and write the input's gradient
     over `gradient`.
 
-    Returns the operator's results. The pieces are exact, because groups of channels are independent.
+    Returns the operator's results. In pieces the results have the same bits, because groups of channels are
+    independent.
     """
     width = channels // groups
     parts: list[tuple[Tensor | None, ...]] = []

@@ -376,13 +376,15 @@ def check_operands(values: Iterable[Value], reader: str) -> None:
 
 
 def mark(tensor: Tensor) -> None:
-    """Exclude `tensor` from recomputes from now on."""
+    """Exclude `tensor` from all later recomputes, because some code writes to it between forward and backward."""
     key = id(tensor)
     _overwritten[key] = weakref.ref(tensor, lambda _: _overwritten.pop(key, None))
 
 
 def is_overwritten(tensor: Tensor) -> bool:
-    """Return True if recomputes must not use `tensor`, or the tensor that it shares memory with."""
+    """Return True if recomputes must not use `tensor`, because `mark` was called for it or for a tensor in the same
+    memory.
+    """
     overwritten = [own for reference in _overwritten.values() if (own := reference()) is not None]
     return id(tensor) in _overwritten or any(is_same_memory(own, tensor) for own in overwritten)
 
