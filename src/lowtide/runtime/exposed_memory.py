@@ -79,8 +79,8 @@ def note_array() -> None:
 def is_exposed(tensor: Tensor) -> bool:
     """Return True if code may write to the tensor through a NumPy array, or through a tensor that `.data` returned.
 
-    Arrays are recognized by a storage that can't be resized: in torch 2.13, that is so once an array of the storage was
-    made, or if the storage was made from one.
+    The check for arrays is whether the storage can be resized: in torch 2.13 a storage that shares its memory with a
+    NumPy array can't be.
     """
     try:
         storage = tensor.untyped_storage()

@@ -238,7 +238,8 @@ _unwrap_engine: Callable[[], None] | None = None
 def _wrap_engine() -> None:
     """Wrap the function that begins a backward pass, to check if gradients may be written in place in that pass.
 
-    The first backward pass in which they may not removes the wrapper, so that other code does not run it.
+    A backward pass in which gradients may not be written in place removes the wrapper, so that training without a plan
+    does not run it.
     """
     global _unwrap_engine
     with _LOCK:

@@ -69,7 +69,9 @@ def parse_gpu_share(budget: str) -> Fraction | None:
         return None
     share = Fraction(match[1]) / 100
     if not 0 < share <= 1:
-        raise BudgetError(f"{_quoting.repr(budget)} is not a part of a GPU's memory.\n  Understood: more than 0%, and up to 100%.")
+        raise BudgetError(
+            f"{_quoting.repr(budget)} is not a part of a GPU's memory.\n  Understood: more than 0%, and up to 100%."
+        )
     return share
 
 
