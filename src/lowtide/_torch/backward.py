@@ -23,11 +23,18 @@ def in_forward_mode() -> bool:
     return torch.autograd.forward_ad._current_level >= 0
 
 
+_TRANSFORMS = torch._C.DispatchKey.FuncTorchDynamicLayerFrontMode
+
+
 def in_transform() -> bool:
     """Return True if a transform of torch.func (grad, vmap, jvp) runs in this thread; its tensors may have no memory.
 
-    Relies on internals of torch 2.13, present since 2.1.
+    The stack of transforms is read only if their dispatch key is in force: torch creates the stack when it is first
+    read, and from then on copies it for each node of each backward pass. Relies on internals of torch 2.13, present
+    since 2.1.
     """
+    if not torch._C._dispatch_tls_is_dispatch_key_included(_TRANSFORMS):
+        return False
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
