@@ -9,6 +9,13 @@ from lowtide.runtime.fingerprint import check_made_for, device_of, find_device, 
 from lowtide.runtime.static_memory import static_bytes
 
 
+def test_builds_of_the_same_torch_version_are_the_same() -> None:
+    made_with = fingerprint(nn.Linear(2, 2), torch.ones(1, 2)).torch
+    assert torch.__version__.startswith(made_with)
+    assert made_with.count(".") >= 2
+    assert "+" not in made_with
+
+
 def test_only_what_is_on_the_models_device_counts() -> None:
     """A batch that the step itself moves to the device is not there yet. Here "meta" is the host."""
     model = nn.Linear(4, 4)

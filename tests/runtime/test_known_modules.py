@@ -16,7 +16,7 @@ from torch import nn
 from lowtide.errors import ReplayMismatch
 from lowtide.runtime.call_context import MOST_KNOWN
 from lowtide.runtime.engine import Engine
-from lowtide.runtime.known_modules import KnownModules
+from lowtide.runtime.known_modules import KnownModules, bindings, rebind
 from lowtide.runtime.module_attributes import Attributes
 from lowtide.runtime.plan_table import parse_actions
 from lowtide.runtime.tensor_writers import Overwritten
@@ -229,6 +229,15 @@ def test_a_number_at_the_address_of_a_freed_object_is_captured() -> None:
     reuse_address(model)
     assert (compared := known(engine)) is not None
     assert compared.current() is None
+
+
+def test_bindings_are_restored_with_no_name_more() -> None:
+    module = nn.Linear(2, 2)
+    before, bound = dict(vars(module)), bindings([module, torch.jit.script(nn.Linear(2, 2))])
+    module.extra, module.training = 1, False
+    rebind(bound)
+    assert vars(module) == before
+    assert all(isinstance(table, dict) and table for table, _ in bound)
 
 
 def test_what_the_replay_binds_is_undone() -> None:

@@ -53,6 +53,17 @@ def test_each_size_has_the_smallest_plan_that_it_fits() -> None:
     assert chosen(for_rows(4), rows=[5]) == [0]
 
 
+def test_the_last_call_is_known_to_have_had_the_smallest_peak() -> None:
+    model = nn.Sequential(nn.Linear(6, 6))
+    engine = PlannedEngine(model, for_rows(2), for_rows(4, fallback=FALLBACK))
+    had_smallest = list[bool]()
+    with installed(engine):
+        for n_rows in (1, 5, 3):
+            model(torch.ones(n_rows, 6))
+            had_smallest.append(engine.saves_most)
+    assert had_smallest == [False, True, False]
+
+
 def test_from_a_size_that_ran_out_of_memory_the_smallest_peak_is_used() -> None:
     plans = for_rows(2), for_rows(4, fallback=FALLBACK)
     assert chosen(*plans, rows=[1, 2, 3, 4], save_most=3) == [0, 0, 2, 2]

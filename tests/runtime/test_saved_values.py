@@ -28,6 +28,17 @@ def test_a_kept_value_that_was_written_to_is_not_read() -> None:
         value.get()
 
 
+def test_a_kept_value_whose_memory_is_exposed_is_compared_before_it_is_read() -> None:
+    tensor = torch.tensor([1.0, 2.0])
+    array, value = tensor.numpy(), Value(tensor)
+    value.expose()
+    assert not value.is_changed
+    array[:] = array[::-1].copy()  # the same bytes in another order, unseen by autograd
+    assert value.is_changed
+    array[:] = array[::-1].copy()
+    assert not value.is_changed
+
+
 def test_each_output_of_a_node_has_its_value() -> None:
     x = torch.ones(10, requires_grad=True)
     outputs = (x * 2).chunk(10)

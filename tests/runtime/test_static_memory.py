@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from lowtide._torch.optim import list_parameters
-from lowtide.runtime.live_optimizers import find_optimizers, is_of, listed, state_bytes
+from lowtide.runtime.live_optimizers import count_missing_state, find_optimizers, is_of, listed, state_bytes
 from lowtide.runtime.static_memory import _count_bucket_bytes, static_bytes
 
 
@@ -69,6 +69,17 @@ def test_optimizers_are_found_by_the_parameters_that_they_update() -> None:
     assert (listed(None), listed(mine), listed((mine, others))) == ([], [mine], [mine, others])
     assert [id(p) for p in list_parameters(mine)] == [id(model.one.bias)]
     assert list_parameters(torch.optim.Optimizer.__new__(torch.optim.Optimizer)) == []
+
+
+def test_state_is_missing_of_trained_parameters_that_got_no_update() -> None:
+    layers = nn.ModuleList(nn.Linear(4, n) for n in (2, 3, 5, 7))
+    layers[3].requires_grad_(False)
+    optimizer = torch.optim.Adam(layers.parameters())
+    layers[0](torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    n_numbers = 3 * 4 + 3 + 5 * 4 + 5
+    assert count_missing_state([optimizer], torch.device("cpu")) == (4, 4 * (2 * n_numbers + 4))
+    assert count_missing_state([torch.optim.Adam(layers.parameters())], torch.device("cpu")) == (0, 0)
 
 
 def test_garbage_is_collected_only_if_an_unknown_optimizer_is_found() -> None:
