@@ -87,6 +87,6 @@ def test_smaller_blocks_can_need_more_reserved_memory() -> None:
             bounds[block] = ScratchBlock(size, size, size + draw.choice([1, 2, 4, 10]) * MIB)
     found = Outcome(EventStream(tuple(events), "cuda"), bounds, AllocatorConfig(), is_bounded=True)
     stream = found._streams["most"]
-    most = max(found._without_end(stream, order).peak_reserved_bytes for order in range(len(found._orders)))
+    most = max(found._simulate_unlimited(stream, order).peak_reserved_bytes for order in range(len(found._orders)))
     assert most < found.needs()[1][1]
     assert found.on(gpu(most + CONTEXT_BYTES[1])) == "unknown"

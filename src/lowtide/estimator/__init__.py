@@ -1,1 +1,1 @@
-"""Estimate a training step's memory before it runs: the real step on fake tensors, which have a shape and no memory."""
+"""Estimate a training step's memory before it runs: the step runs on fake tensors, which have a shape but no memory."""

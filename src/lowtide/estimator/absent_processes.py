@@ -1,4 +1,4 @@
-"""Simulate a process group: this process is one of several, the others do not exist, and collectives return at once."""
+"""Simulate a process group of which only this process exists. Collectives return at once and send nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lowtide._torch.distributed import simulated_collectives_counted, start_abse
 from lowtide.errors import RehearsalError
 
 gpus_per_node = [1]
-"""Numbers of GPUs that a script sees on its machine, as a stack: the last one is in force."""
+"""Stack of the number of GPUs that a script sees on its machine. The last entry applies."""
 
 GPUS_PER_NODE = 8
 """Number of GPUs per machine; fewer if there are fewer processes."""
@@ -42,7 +42,7 @@ class AbsentProcesses:
         return min(self.size, GPUS_PER_NODE)
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that torchrun sets. LOCAL_RANK is 0 for every rank, as the estimated GPU is `cuda:0`."""
+        """Return the variables that torchrun sets. LOCAL_RANK is always 0, because the estimated GPU is `cuda:0`."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.size),
@@ -68,7 +68,7 @@ class AbsentProcesses:
                 "Estimate in a process without a process group."
             )
         gpus_per_node.append(self.per_node)
-        with patch.dict(os.environ, self.environment()), _meshes_anywhere(), simulated_collectives_counted():
+        with patch.dict(os.environ, self.environment()), _cuda_meshes_on_cpu(), simulated_collectives_counted():
             try:
                 yield
             finally:
@@ -77,13 +77,13 @@ class AbsentProcesses:
                     torch.distributed.destroy_process_group()
 
     def start(self, start: Callable[..., None]) -> None:
-        """Start the simulated process group; `start` is `torch.distributed.init_process_group`."""
+        """Start the simulated process group by calling `start`, which is `torch.distributed.init_process_group`."""
         start_absent_processes(start, self.rank, self.size)
 
 
 @contextlib.contextmanager
 def absent_processes(size: int, rank: int = 0) -> Iterator[None]:
-    """Make this process rank `rank` of a simulated group of `size` in this block; the other processes do not exist.
+    """Simulate a group of `size` processes in this block. This process has the rank `rank`; the others do not exist.
 
     Models can be sharded and wrapped as under torchrun, on the CPU or on the meta device, and their steps estimated:
     `lowtide.estimate(..., device="8 x h100-80")`. With real parameters, `lowtide.rehearse` and `lowtide.plan` make the
@@ -126,8 +126,8 @@ def read_process_group(n_gpus: int) -> AbsentProcesses | None:
 
 
 @contextlib.contextmanager
-def _meshes_anywhere() -> Iterator[None]:
-    """Create CUDA device meshes on the CPU in this block if there is no GPU: tensors stay there until an estimate."""
+def _cuda_meshes_on_cpu() -> Iterator[None]:
+    """Create CUDA device meshes on the CPU in this block if there is no GPU, because tensors are on the CPU, too."""
     if torch.cuda.is_available() or not torch.distributed.is_available():
         yield
         return

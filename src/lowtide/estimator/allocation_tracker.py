@@ -1,11 +1,10 @@
-"""Run the operators of a step on fake tensors, and record what they would allocate.
+"""Run the operators of a step on fake tensors, and record the memory that they would allocate.
 
 Views, in-place operators and results that alias an argument allocate nothing. Memory that operators allocate and free
-internally is computed in `cpu/scratch.py`; the ends of storages are recorded by `storage_ledger.py`.
+internally is computed in `cpu/scratch.py`. `storage_ledger.py` records when storages are freed.
 
-Under a dispatch mode autograd does not write in place to the tensors that it accumulates, because it can't know what
-the mode does. Where autograd would write in place without a mode, the tracker gives the old memory to the result
-(`INPLACE_OTHERWISE`).
+Under a dispatch mode, autograd does not accumulate tensors in place, because it can't know the mode's effects. If
+autograd would write in place without a mode, the tracker assigns the old memory to the result (`INPLACE_OTHERWISE`).
 """
 
 from __future__ import annotations
@@ -75,10 +74,10 @@ _ASKED_OF_RESULTS = torch.ops.prim.device.default
 
 
 class AllocationTracker(TorchDispatchMode):
-    """Dispatch mode that runs every operator on fake tensors and records what they would allocate on `device`.
+    """Dispatch mode that runs every operator on fake tensors and records the memory that it would allocate on `device`.
 
-    Real tensors are replaced by their fake counterparts. `answers` holds the known contents, `scratch` the memory that
-    operators allocate internally.
+    Real tensors are replaced by fake counterparts. `answers` holds the contents of tensors that are known. `scratch`
+    computes the memory that operators allocate internally.
     """
 
     def __init__(
@@ -99,13 +98,13 @@ class AllocationTracker(TorchDispatchMode):
         since.
         """
         self.in_place: set[int] = set()
-        """Numbers of storages whose gradients are views (buckets of DDP), which autograd adds to in place."""
+        """Numbers of storages whose gradients are views (buckets of DDP). Autograd adds to these views in place."""
         self._asked: set[int] = set()
         """Ids of tensors whose device autograd has just queried: a node's results, which it adds to other gradients
         next.
         """
         self.n_flops = 0
-        """Floating-point operations since the last `begin`, of operators that torch has a formula for."""
+        """FLOPs since the last `begin`, of operators for which torch has a formula."""
         self.meter: Callable[[Any, Sequence[Tensor], Sequence[Tensor], int], None] | None = None
         """Function called with each operator, its arguments, its results and its FLOPs; None if no function is set."""
 
@@ -123,15 +122,15 @@ class AllocationTracker(TorchDispatchMode):
         super().__exit__(kind, error, traceback)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        """Begin a new stream of events; storages that are alive now count as existing at its beginning."""
+        """Begin a new stream of events. Storages that are alive now count as existing at its beginning."""
         self.ledger.begin()
         self.n_flops = 0
 
     def adopt(self, tensor: Tensor) -> Tensor:
-        """Track a tensor that exists before the step, without an allocation event; return its fake counterpart.
+        """Track a tensor that exists before the step, without an allocation event. Return its fake counterpart.
 
-        A fake tensor is its own counterpart. Of a distributed tensor the local shard is tracked, and the tensor is
-        returned.
+        A fake tensor is its own counterpart. For a distributed tensor, the local shard is tracked and the tensor itself
+        is returned.
         """
         if is_wrapping(type(tensor)):
             for part in find_parts(tensor):
@@ -146,7 +145,7 @@ class AllocationTracker(TorchDispatchMode):
         return fake
 
     def follow_new(self, tensor: Tensor) -> None:
-        """Track a real tensor that torch has just allocated without an operator."""
+        """Track a real tensor that torch has just allocated without calling an operator."""
         self._follow(tensor, "aten::empty", n_bytes=tensor.nbytes)
 
     @contextlib.contextmanager
@@ -190,7 +189,7 @@ class AllocationTracker(TorchDispatchMode):
                 return detached
             if changes_geometry(func):
                 raise self._answers.refusal(f"{op_name(func)} changes the geometry of a tensor that exists already")
-            args, kwargs = tree_map(lambda leaf: self._real(leaf, func) if is_real(leaf) else leaf, (args, kwargs))
+            args, kwargs = tree_map(lambda leaf: self._make_fake(leaf, func) if is_real(leaf) else leaf, (args, kwargs))
             tensors, _ = list_tensors(args, kwargs)
         if len(tensors) > 1:
             args, kwargs, tensors = self._move_to_one_device(func, args, kwargs, tensors)
@@ -208,7 +207,9 @@ class AllocationTracker(TorchDispatchMode):
             ):  # torch's formula does not handle these shapes: count nothing
                 n_flops = int(formula(*args, **kwargs, out_val=out))
                 self.n_flops += n_flops
-        results = [out] if isinstance(out, torch.Tensor) else [t for t in _leaves(out) if isinstance(t, torch.Tensor)]
+        results = (
+            [out] if isinstance(out, torch.Tensor) else [t for t in _list_leaves(out) if isinstance(t, torch.Tensor)]
+        )
         self._record(func, args, kwargs, tensors, sparse.parts(results))
         if self.meter is not None:
             self.meter(func, tensors, results, n_flops)
@@ -216,7 +217,7 @@ class AllocationTracker(TorchDispatchMode):
         self._answers.after(func, args, kwargs, tensors, results)
         return out
 
-    def _real(self, tensor: Tensor, func: Any) -> Tensor:
+    def _make_fake(self, tensor: Tensor, func: Any) -> Tensor:
         if func is aten.lift_fresh.default:  # `torch.tensor(...)`: newly allocated
             is_torchs = not is_strided(tensor) or tensor.untyped_storage().resizable()
             fake = self._fake_tensors.of_new(tensor)
@@ -228,9 +229,9 @@ class AllocationTracker(TorchDispatchMode):
     def _move_to_one_device(
         self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]
     ) -> tuple[Any, Any, list[Tensor]]:
-        """Return args, kwargs and the tensors in them, unchanged here.
+        """Return args, kwargs and the tensors in them unchanged.
 
-        Subclasses move CPU tensors to the GPU if an operator mixes both.
+        A subclass moves CPU tensors to the GPU if an operator mixes both.
         """
         return args, kwargs, tensors
 
@@ -238,14 +239,14 @@ class AllocationTracker(TorchDispatchMode):
         if func.name() == WRAPPING_OPERATOR:
             return self._fakes.dispatch(aten.alias.default, (), args)
         if func is GROUPED:
-            return self._grouped(*args, **kwargs)
+            return self._multiply_groups(*args, **kwargs)
         if func in PRODUCTS and len(dtypes := dict.fromkeys(tensor.dtype for tensor in args)) > 1:
             raise RuntimeError(
                 f"expected mat1 and mat2 to have the same dtype, but got: {' and '.join(map(str, dtypes))}"
             )
         if (assumed := sparse.assumed(func, args)) is not None:
             self._answers.note(assumed)
-        if (kernel := sparse.kernel(func, args, self._answers, by_autograd=_taken_over)) is not None:
+        if (kernel := sparse.kernel(func, args, self._answers, by_autograd=_is_called_in_backward)) is not None:
             return kernel(*args, **kwargs)
         try:
             out: Any = self._fakes.dispatch(func, (), args, kwargs)
@@ -254,13 +255,13 @@ class AllocationTracker(TorchDispatchMode):
         if func in CONTIGUOUS and self.device == "cpu":
             return tuple(None if t is None else _lay_out(t) for t in out)
         if func in BATCH_NORMED and self.device == "cpu" and out[0] is not None:
-            return _lay_out(out[0], _format(args[BATCH_NORMED[func]])), *out[1:]
+            return _lay_out(out[0], _choose_format(args[BATCH_NORMED[func]])), *out[1:]
         return out
 
-    def _grouped(
+    def _multiply_groups(
         self, one: Tensor, other: Tensor, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
     ) -> Tensor:
-        """Return the result of grouped matrix products; the kernels align its rows to 16 bytes."""
+        """Return a fake result of a grouped matrix product. Like the real kernels, align its rows to 16 bytes."""
         dtype = out_dtype or one.dtype
         rows, columns = one.shape[-2], other.shape[-1]
         padded = -(-columns * dtype.itemsize // 16) * 16 // dtype.itemsize
@@ -297,7 +298,7 @@ class AllocationTracker(TorchDispatchMode):
     def _writes_otherwise(self, func: Any, args: Any) -> bool:
         """Return True if autograd would run this operator in place if no dispatch mode were active.
 
-        Of sums, only those that add up gradients count, not those inside a node's backward formula.
+        A sum counts only if it adds up gradients, not if it is part of a node's backward formula.
         """
         if func is not aten.add.Tensor or get_running_node_name() == ACCUMULATE_GRAD:
             return func in INPLACE_OTHERWISE
@@ -306,7 +307,7 @@ class AllocationTracker(TorchDispatchMode):
     def _is_written_over(self, func: Any, args: Any, new: Tensor) -> bool:
         """Return True if the node's backward formula, without a dispatch mode, would write the result over `args[0]`.
 
-        The formula does so only to tensors that it has computed itself.
+        A formula overwrites only tensors that it has computed itself.
         """
         if (writes := IN_FORMULA.get(get_running_node_name())) is None:
             return False
@@ -317,21 +318,21 @@ class AllocationTracker(TorchDispatchMode):
     def _follow(self, tensor: Tensor, op: str = "", *, entry: bool = False, n_bytes: int | None = None) -> None:
         """Track a tensor's storage from now until it is freed.
 
-        With `entry` the storage exists before the step. Its allocation is recorded with `n_bytes`, by default the
-        storage's size; none is recorded for 0.
+        With `entry`, the storage exists before the step. The recorded allocation has `n_bytes` bytes, by default the
+        storage's size; no allocation is recorded for 0.
         """
         self.ledger.follow(tensor, op, entry=entry, n_bytes=n_bytes)
 
     def _reuse_memory(self, old: Any, new: Tensor) -> bool:
-        """Give `new` the memory of `old` if autograd, without this mode, would write to `old`; return True if given.
+        """Assign the memory of `old` to `new` if autograd, without this mode, would write in place. Return True if so.
 
-        Autograd does so only for its own sums and gradients, not for those that Python code computes in a backward
-        pass, and only if `old` has no other holder. A view, such as the gradient of a transposed weight, keeps its base
-        alive and is excluded.
+        Autograd does that only for its own sums and gradients, not for those that Python code computes in a backward
+        pass, and only if nothing else refers to `old`. A view, such as the gradient of a transposed weight, keeps its
+        base alive and is excluded.
         """
         if not in_backward() or not isinstance(old, torch.Tensor) or base_of(old) is not None:
             return False
-        return _called_by_autograd() and self.ledger.reuse_memory(old, new)
+        return _is_called_by_autograd() and self.ledger.reuse_memory(old, new)
 
 
 def _lay_out(tensor: Tensor, form: torch.memory_format = torch.contiguous_format) -> Tensor:
@@ -340,8 +341,8 @@ def _lay_out(tensor: Tensor, form: torch.memory_format = torch.contiguous_format
     return torch.empty_like(tensor, memory_format=form)
 
 
-def _format(tensor: Tensor) -> torch.memory_format:
-    """Return the channels-last format if the tensor has it, else the contiguous format."""
+def _choose_format(tensor: Tensor) -> torch.memory_format:
+    """Return the channels-last memory format if the tensor has it, else the contiguous format."""
     last = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensor.dim())
     if last is None or tensor.is_contiguous() or not tensor.is_contiguous(memory_format=last):
         return torch.contiguous_format
@@ -349,7 +350,10 @@ def _format(tensor: Tensor) -> torch.memory_format:
 
 
 def list_tensors(args: Any, kwargs: Any) -> tuple[list[Tensor], bool]:
-    """Return the tensors among an operator's arguments, and True if any is not fake. Faster than torch's pytrees."""
+    """Return the tensors among an operator's arguments, and True if any of them is real.
+
+    It is faster than flattening the arguments by torch's pytree functions.
+    """
     tensors: list[Tensor] = []
     for arg in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(arg, torch.Tensor):
@@ -359,10 +363,10 @@ def list_tensors(args: Any, kwargs: Any) -> tuple[list[Tensor], bool]:
     return tensors, any(is_real(tensor) for tensor in tensors)
 
 
-def _leaves(out: Any) -> Iterator[Any]:
+def _list_leaves(out: Any) -> Iterator[Any]:
     if isinstance(out, tuple | list):
         for item in out:
-            yield from _leaves(item)
+            yield from _list_leaves(item)
     else:
         yield out
 
@@ -377,11 +381,11 @@ def _build_no_kernel_error(func: Any) -> RehearsalError:
     )
 
 
-def _taken_over() -> bool:
-    return in_backward() and _called_by_autograd()
+def _is_called_in_backward() -> bool:
+    return in_backward() and _is_called_by_autograd()
 
 
-def _called_by_autograd() -> bool:
+def _is_called_by_autograd() -> bool:
     """Return True if autograd's C++ code called the operator, with no user Python code in between."""
     frame = sys._getframe(3)  # a frame of the tracker, from which the loop goes on to the tracker's caller
     while frame.f_code.co_filename.endswith(_WRAPPERS):

@@ -77,8 +77,8 @@ def largest_batch(
 ) -> LargestBatch:
     """Find the largest size of `batch` along `batch_dim` at which the step's predicted peak is within `budget` bytes.
 
-    The peak is assumed to grow with the size. Each size tried costs one `estimate`; a handful suffice, because peaks
-    are nearly linear.
+    The peak is assumed to grow with the size. Each size that is tried costs one `estimate`. A handful suffice, because
+    peaks are nearly linear.
 
     Args:
         model: The model that `step` trains.
@@ -116,7 +116,7 @@ def largest_batch(
     if most < 1:
         raise LowtideError(f"most, the largest size to try, must be at least 1; found {most}.")
     gpu = None if device is None else parse_gpu(device)
-    budget_bytes = _limit(budget, gpu)
+    budget_bytes = _compute_budget(budget, gpu)
     given = measure_size(batch, batch_dim)
     tried: dict[int, MemoryEstimate] = {}
     peaks: dict[int, int] = {}
@@ -147,9 +147,9 @@ def largest_batch(
 
 @contextlib.contextmanager
 def _at(size: int, peaks: Mapping[int, int], budget: int) -> Iterator[None]:
-    """Turn an error of the step in this block into a RehearsalError that says why so small a `size` was tried.
+    """Convert an error of the step in this block to a RehearsalError that explains why so small a `size` was tried.
 
-    Batch norm, for example, fails with one row. If no larger size was tried, the error stays as it is.
+    For example, batch norm fails with one row. If no larger size was tried, the error is not changed.
     """
     try:
         yield
@@ -163,7 +163,7 @@ def _at(size: int, peaks: Mapping[int, int], budget: int) -> Iterator[None]:
         ) from error
 
 
-def _limit(budget: int | str | None, gpu: GpuSpec | None) -> int:
+def _compute_budget(budget: int | str | None, gpu: GpuSpec | None) -> int:
     if budget is not None:
         return parse_bytes(budget)
     if gpu is None:
@@ -173,10 +173,10 @@ def _limit(budget: int | str | None, gpu: GpuSpec | None) -> int:
 
 
 def _find_largest_within(peak: Callable[[int], int], budget: int, *, start: int, most: int) -> int:
-    """Return the largest n in 1..most with peak(n) <= budget, or 0 if none, for a peak that grows with n.
+    """Return the largest n in 1..most with peak(n) <= budget, or 0 if there is none. The peak must grow with n.
 
-    Each guess is where the line through the last two peaks meets the budget, which is exact for a linear peak; every
-    third guess halves or doubles instead, so that any other peak takes a logarithmic number of guesses.
+    Each guess is the size at which the line through the last two peaks reaches the budget, which is exact for a linear
+    peak. Every third guess halves or doubles instead, so that the number of guesses is logarithmic for any other peak.
     """
     fits, too_large = 0, most + 1
     last, guess = 0, start
@@ -200,9 +200,9 @@ def _find_largest_within(peak: Callable[[int], int], budget: int, *, start: int,
 def measure_size(batch: Any, dim: int) -> int:
     """Return the size along `dim` of the batch's first tensor or array that has this dimension.
 
-    Raises RehearsalError without such a tensor or array.
+    Raises RehearsalError if there is no such tensor or array.
     """
-    for obj in collect_tensors(tree_map(_tensor, batch)):
+    for obj in collect_tensors(tree_map(_to_meta, batch)):
         if obj.is_nested:
             raise RehearsalError("the batch has a nested tensor (torch.nested), which can't be resized: pad it.")
         if obj.dim() > dim:
@@ -213,8 +213,8 @@ def measure_size(batch: Any, dim: int) -> int:
     )
 
 
-def _tensor(leaf: Any) -> Any:
-    """Return an array as a meta tensor; any other leaf unchanged."""
+def _to_meta(leaf: Any) -> Any:
+    """Convert an array to a meta tensor. Return any other leaf unchanged."""
     return torch.empty(leaf.shape, device="meta") if isinstance(leaf, np.ndarray) else leaf
 
 
@@ -247,7 +247,7 @@ def _is_long(obj: Any, given: int) -> bool:
 
 
 def resized(tensor: Tensor, dim: int, given: int, size: int) -> Tensor:
-    """Return a tensor of size `size` along `dim` if its size there is `given`; return any other tensor unchanged."""
+    """Resize a tensor along `dim` from `given` to `size`. Return a tensor with another size there unchanged."""
     if tensor.dim() <= dim or tensor.shape[dim] != given or given == size:
         return tensor
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:

@@ -1,8 +1,8 @@
-"""Collective operations in estimated steps: on fake tensors they return at once and send nothing.
+"""Collective operations in estimated steps. On fake tensors, they return at once and send nothing.
 
-Sums keep this process's own contents, and a note says so if these are queried. Tensors that other processes would fill
-have no known contents, so a size that depends on them is refused. SyncBatchNorm leaves out the statistics of processes
-without rows: all processes are assumed to have rows.
+Sums keep this process's own contents, and a note says so if these are read. The contents of tensors that other
+processes would fill are unknown, so a size that depends on them raises an error. SyncBatchNorm leaves out the
+statistics of processes without rows, so all processes are assumed to have rows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SENDING = (
     *("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"),
     *("all_gather_single", "reduce_scatter_single", "all_reduce_coalesced", "all_gather_coalesced"),
 )
-"""Functions of `torch.distributed` that send tensors, if this torch has them."""
+"""Functions of `torch.distributed` that send tensors. Not every version of torch has all of them."""
 
 RECEIVED = {
     "all_gather": (0, "tensor_list"),
@@ -44,7 +44,7 @@ RECEIVED = {
     "gather": (1, "gather_list"),
     "scatter": (0, "tensor"),
 }
-"""For functions of `SENDING`, the argument that other processes fill: its position and its name."""
+"""Functions of `SENDING` -> position and name of the argument that other processes fill."""
 
 n_sent = [0]
 """Number of collectives on fake tensors so far, except those of FSDP2; waits count, too."""
@@ -54,7 +54,7 @@ OWN = "what all processes add up or one sends to all (torch.distributed.{}) is t
 
 
 class Done:
-    """Handle of a collective operation on `tensors` that has already finished."""
+    """Work handle of a collective operation on `tensors` that has already finished."""
 
     def __init__(self, tensors: Sequence[Tensor] = ()) -> None:
         self._tensors = [*tensors]
@@ -77,7 +77,7 @@ class Done:
 
 
 def replacements() -> Iterator[tuple[Any, str, Any]]:
-    """Yield stand-ins for torch's collectives, which send nothing, as (owner, name, function)."""
+    """Yield replacements of torch's collectives that send nothing, as (owner, name, function)."""
     senders.clear()
     for owner in (torch.distributed, torch.distributed.distributed_c10d):
         yield from ((owner, name, unsent(getattr(owner, name))) for name in SENDING if hasattr(owner, name))
@@ -86,7 +86,7 @@ def replacements() -> Iterator[tuple[Any, str, Any]]:
 
 
 def _refuse_unknown_sizes(send: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a version of `send` that refuses unknown split sizes; torch checks only that these are integers."""
+    """Wrap `send` so that unknown split sizes raise an error. torch checks only that they are integers."""
 
     @functools.wraps(send)
     def sent(tensor: Tensor, *sizes_and_group: Any, **kwargs: Any) -> Any:
@@ -99,7 +99,7 @@ def _refuse_unknown_sizes(send: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def unsent(send: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a version of `send` that does nothing for fake tensors."""
+    """Wrap the collective `send` so that it does nothing for fake tensors."""
     names = [*inspect.signature(send).parameters]
     place_of_async = names.index("async_op") if "async_op" in names else len(names)
 

@@ -27,7 +27,7 @@ def remember_compiled(compiled: Any) -> None:
 
 
 def refuse_in_compiled_code(name: str) -> None:
-    """Raise RehearsalError if the running collective, an operator with this name, is called by compiled code."""
+    """Raise RehearsalError if compiled code has called the collective `name`, which is running now."""
     for frame in walk_frames(sys._getframe(2)):
         module = frame.f_locals.get("self") if frame.f_code.co_name == "_call_impl" else None
         is_module = isinstance(module, nn.Module) and (module in _modules or is_compiled(module))

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 
 class Reducers:
-    """Context in which each DDP wrapper among `modules` has a reducer that sends nothing."""
+    """Context manager that replaces the reducer of each DDP wrapper among `modules` by one that sends nothing."""
 
     def __init__(self, modules: Iterable[Any], tracker: AllocationTracker) -> None:
         self._reducers = [_Reducer(wrapper, tracker) for wrapper in find_ddp_wrappers(modules)]
@@ -54,7 +54,7 @@ class Reducers:
 
     @property
     def unknown(self) -> list[str]:
-        """A line on unknown memory for each communication hook (`register_comm_hook`): an estimate does not call it."""
+        """Notes on communication hooks (`register_comm_hook`). Their memory is unknown, because they are not called."""
         return [
             f"{hook}, which sends gradients of DistributedDataParallel (register_comm_hook): the memory that it takes"
             for hook in dict.fromkeys(hook for reducer in self._reducers for hook in reducer.hooks)
@@ -72,7 +72,7 @@ class Reducers:
 
 
 class _Reducer:
-    """Stand-in for the reducer and the logger of one DDP wrapper; calls unrelated to memory do nothing."""
+    """Replacement of the reducer and the logger of one DDP wrapper. Calls unrelated to memory do nothing."""
 
     def __init__(self, wrapper: DistributedDataParallel, tracker: AllocationTracker) -> None:
         self._wrapper, self._tracker = wrapper, tracker
@@ -81,20 +81,20 @@ class _Reducer:
         self._is_new = has_new_buckets(wrapper)
         self._rebuilds = wrapper.static_graph or not wrapper.find_unused_parameters
         self._delays = awaits_first_backward(wrapper)
-        """True if gradients are copied after backward, rather than as they arrive."""
+        """True if gradients are copied to buckets after backward, not as they arrive."""
         self._expects = False
         """True if the backward pass of the last forward reduces gradients."""
         self._order: dict[int, None] = {}
         """Numbers of the parameters, in the order in which their gradients first arrived."""
         self.buckets: list[Tensor] = []
         self.maps: list[Tensor] = []
-        """DDP's maps of the parameters that took part: one element per parameter."""
+        """DDP's maps of the parameters that were used: one element per parameter."""
         self._views: dict[int, Tensor] = {}
         self.hooks, self._sent_as = find_communication_hooks(wrapper)
         self._awaited: dict[int, set[int]] = {}
         """Numbers of the parameters whose gradients are missing in each bucket, by the bucket's storage."""
         self._sent: list[Tensor] = []
-        """Copies of buckets in a smaller dtype, which torch's hooks send; processes may wait for them until the end."""
+        """Copies of buckets in a smaller dtype, which torch's hooks send. They may be needed until backward ends."""
 
     def begin(self, stack: contextlib.ExitStack) -> None:
         """Replace the wrapper's reducer until `stack` is closed."""
@@ -105,7 +105,7 @@ class _Reducer:
             self._tracker.in_place.update(map(get_storage_id, self.buckets))
         else:
             with self._tracker.unrecorded():
-                self._make([*reversed(numbers)] if self._is_new else [*numbers])
+                self._allocate_buckets([*reversed(numbers)] if self._is_new else [*numbers])
         if self._wrapper.static_graph or self._wrapper.find_unused_parameters:
             n_maps = 2 if self._tracker.device == "cpu" else 1  # one map is on the host
             with self._tracker.unrecorded():
@@ -114,11 +114,11 @@ class _Reducer:
         for tensor in (*self.buckets, *self.maps):
             self._tracker.adopt(tensor)
         for number, parameter in enumerate(self._parameters):
-            came = functools.partial(self._came, number)
+            came = functools.partial(self._handle_gradient, number)
             hook = parameter.register_post_accumulate_grad_hook(came)  # type: ignore[no-untyped-call]
             stack.callback(hook.remove)
         stack.callback(self._tracker.in_place.clear)
-        for name, obj in (("reducer", self), ("logger", self), (SYNC_BUFFERS, _as_one)):
+        for name, obj in (("reducer", self), ("logger", self), (SYNC_BUFFERS, _broadcast_buffers)):
             stack.enter_context(patch.object(self._wrapper, name, obj))
 
     def __getattr__(self, name: str) -> Callable[..., None]:
@@ -133,17 +133,17 @@ class _Reducer:
         self._is_new = True
         self.buckets.clear()
         self._views.clear()
-        self._make([*self._order])
+        self._allocate_buckets([*self._order])
         for number in self._order:
-            self._copy(number)
+            self._move_into_bucket(number)
         return True
 
     def _delay_all_reduce(self) -> None:
         self._delays = False
         for number in range(len(self._parameters)):
-            self._copy(number)
+            self._move_into_bucket(number)
 
-    def _make(self, order: Sequence[int]) -> None:
+    def _allocate_buckets(self, order: Sequence[int]) -> None:
         """Allocate a bucket for each group of parameters; `order` lists the parameters' numbers."""
         groups = assign_buckets(
             [self._parameters[number] for number in order],
@@ -165,20 +165,20 @@ class _Reducer:
                     self._views[number] = bucket.as_strided(parameter.size(), parameter.stride(), place)
                     place += parameter.numel()
 
-    def _came(self, number: int, parameter: Tensor) -> None:
+    def _handle_gradient(self, number: int, parameter: Tensor) -> None:
         """Handle the arrival of the complete gradient of parameter `number`."""
         if self._expects:
-            after_backward(self._is_over)
+            after_backward(self._end_backward)
             self._order[number] = None
             if not self._delays:
-                self._copy(number)
+                self._move_into_bucket(number)
             if self._sent_as and number in self._views:
-                self._send(number)
+                self._record_arrival(number)
 
-    def _send(self, number: int) -> None:
-        """Note that the gradient of parameter `number` has arrived in its bucket.
+    def _record_arrival(self, number: int) -> None:
+        """Record that the gradient of parameter `number` has arrived in its bucket.
 
-        If it is the bucket's last one, allocate the copies in other dtypes that communication hooks send.
+        If it is the bucket's last gradient, allocate the copies in other dtypes that communication hooks send.
         """
         if not self._awaited:
             for index, bucket_view in self._views.items():
@@ -192,12 +192,12 @@ class _Reducer:
                     torch.empty(n_elements, dtype=dtype, device=self._tracker.device) for dtype in self._sent_as
                 ]
 
-    def _is_over(self) -> None:
+    def _end_backward(self) -> None:
         self._expects = False
         self._sent.clear()
         self._awaited.clear()
 
-    def _copy(self, number: int) -> None:
+    def _move_into_bucket(self, number: int) -> None:
         """Make the gradient of parameter `number` a view of its bucket, if DDP is set to `gradient_as_bucket_view`."""
         view = self._views.get(number)
         if view is None or not self._wrapper.gradient_as_bucket_view or self._parameters[number].grad is None:
@@ -213,7 +213,7 @@ class _Reducer:
         return gradient
 
 
-def _as_one(tensors: Sequence[Tensor], *_: Any) -> None:
+def _broadcast_buffers(tensors: Sequence[Tensor], *_: Any) -> None:
     """Allocate and free one concatenated tensor for each dtype of `tensors`, as DDP does to broadcast buffers."""
     sent = [torch.cat([t.reshape(-1) for t in tensors if t.dtype is dtype]) for dtype in {t.dtype for t in tensors}]
     del sent

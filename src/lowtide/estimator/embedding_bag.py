@@ -1,7 +1,7 @@
 """CPU scratch memory of embedding bags: the forward sums over table rows, and the gradient of the table.
 
-Read in aten/src/ATen/native/EmbeddingBag.cpp, measured with torch 2.13. A bag that is skipped because it is empty or
-all padding is counted as present.
+Read in aten/src/ATen/native/EmbeddingBag.cpp, measured with torch 2.13. Bags that are empty or all padding, which torch
+skips, are counted, too.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _SUM, _MEAN, _MAX = range(3)
 def forward(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
     """Return the scratch bytes at the peak of an embedding bag's forward.
 
-    An array as large as the result of bag numbers is freed before the later results are allocated, so it counts only as
-    far as it is larger than these. A mean's counts of rows for each bag count instead if they need more.
+    The kernel frees a temporary as large as `results[1]` (the bag of each index) before it allocates `results[2:]`, so
+    only the excess counts. With `mode="mean"`, the row counts of the bags count instead if they are larger.
     """
     if len(results) < 4 or not results[1].numel():  # plain sums need no counts
         return []
@@ -37,8 +37,8 @@ def forward(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
 def backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
     """Return the scratch bytes of an embedding bag's backward.
 
-    These are bag numbers, unless forward saved them, and scratch memory for the table's gradient: for a dense one,
-    sorted indices, and a copy of the result's gradient if that is not contiguous.
+    They consist of the bag of each index, unless forward saved it, and of scratch memory for the table's gradient. For
+    a dense gradient, these are sorted indices, and a copy of the incoming gradient if it is not contiguous.
     """
     grad, indices, offsets, bag_of, bag_size = args[:5]
     mode, is_sparse, weights = args[8:11]
@@ -74,7 +74,10 @@ def _sparse(grad: Tensor, indices: Tensor, bag_size: Tensor, mode: int, padded: 
 
 
 def weights_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
-    """Return the scratch bytes of the per-sample weights' gradient: two arrays of bag numbers if forward saved none."""
+    """Return the scratch bytes of the per-sample weights' gradient.
+
+    They are two arrays with the bag of each index, or none if forward has saved such an array.
+    """
     indices, bag_of = args[2], args[4]
     return [] if bag_of.numel() else [2 * (indices.numel() + 1) * bag_of.element_size()]
 

@@ -1,4 +1,4 @@
-"""Labels for the blocks of an estimated step, made like those of a measured step."""
+"""Labels for the memory blocks of an estimated step, like those of a measured step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["EstimateTrace", "labels"]
 
 
 class EstimateTrace(LabelledTrace):
-    """Trace of a step on fake tensors, whose storages are identified by number: they have no address."""
+    """Trace of a step on fake tensors. Their storages are identified by number, because they have no address."""
 
     def _address(self, tensor: Tensor) -> int:
         return get_storage_id(tensor)
@@ -37,5 +37,5 @@ class EstimateTrace(LabelledTrace):
         self.mark(Packed(slot, self._address(tensor)))
 
     def state(self, optimizers: Iterable[Optimizer]) -> None:
-        """Record, after the step, which blocks are optimizer state."""
+        """Record the memory blocks of optimizer state after the step."""
         self.mark(OptimizerState(tuple(map(self._address, list_optimizer_state(optimizers)))))

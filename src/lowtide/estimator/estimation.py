@@ -61,7 +61,7 @@ def estimate(
     """Estimate the memory of `step(batch)` without allocating it: the peak, and the tensors alive at each moment.
 
     `step` runs twice on fake tensors; the second run counts, because the optimizer has its state by then. Parameters
-    may be real or on the meta device (the step is then one on the CPU). Afterwards everything is restored, even if the
+    may be real or on the meta device (the step then runs as on the CPU). Afterwards everything is restored, even if the
     step raises: no real tensor is ever written to, and Python objects hold the same objects as before.
 
     Contents that follow from integer and boolean batches, small tensors and buffers are known, so masks and lengths are

@@ -1,8 +1,9 @@
 """Rehearse a step on fake tensors, for plans of a model on an absent GPU.
 
-Two steps, as in `profiler/online.py`: the first one is audited, the second one is traced under the decisions that free
-the most memory. Without contents nothing can be compared: recomputes and replays are taken to be exact, and `lowtide
-run --plan` compares them in its first steps. Times are computed from FLOPs and bytes. No gradient is written in place.
+Two steps run, as in `profiler/online.py`: the first one is audited, the second one is traced under the decisions that
+free the most memory. Fake tensors have no contents to compare, so recomputes and replays are assumed to be exact;
+`lowtide run --plan` compares them in its first steps. Times are computed from FLOPs and bytes. No gradient is written
+in place.
 """
 
 from __future__ import annotations
@@ -48,20 +49,20 @@ NOT_COMPARED: Final = (
 )
 
 BYTES_PER_MS: Final = 2.5e9
-"""Bytes that a GPU is taken to read and write in a millisecond, about an H100's 3.35 TB/s in practice."""
+"""Bytes that a GPU is assumed to read and write in a millisecond, about an H100's 3.35 TB/s in practice."""
 
 FLOPS_PER_MS: Final = {2: 5e11, 4: 4e10, 8: 2e10}
-"""FLOPs that a GPU is taken to do in a millisecond, by the bytes of an element. Only ratios matter to a plan."""
+"""FLOPs that a GPU is assumed to do in a millisecond, by the bytes of an element. Only ratios matter to a plan."""
 
 
 class Clock:
-    """Simulated time: the milliseconds that the operators so far would take on a GPU."""
+    """Simulated clock: the milliseconds that the operators so far would take on a GPU."""
 
     def __init__(self) -> None:
         self.ms = 0.0
 
-    def takes(self, func: Any, arguments: Sequence[Tensor], results: Sequence[Tensor], n_flops: int) -> None:
-        """Advance by the time of an operator, computed from its FLOPs, or from its bytes if that is longer."""
+    def advance(self, func: Any, arguments: Sequence[Tensor], results: Sequence[Tensor], n_flops: int) -> None:
+        """Advance by the time of an operator, computed from its FLOPs or its bytes, whichever takes longer."""
         if func.is_view:
             return
         n_bytes = sum(tensor.nbytes for tensor in (*arguments, *results))
@@ -70,7 +71,7 @@ class Clock:
 
 
 class FakeAudit(Audit):
-    """An audit of a step on fake tensors: without contents, no recompute or replay can be compared."""
+    """Audit of a step on fake tensors. It compares no recompute or replay, because fake tensors have no contents."""
 
     has_contents = False
 
@@ -79,7 +80,7 @@ class FakeAudit(Audit):
 
 
 class FakeRehearsal(TwoStepRun):
-    """A rehearsal of two steps on fake tensors on any device: the first step is audited, the second is traced."""
+    """Rehearsal of two steps on fake tensors on any device. The first step is audited, the second is traced."""
 
     _first_batch: Sequence[weakref.ref[Tensor]] = ()
     _trace: Trace | None = None
@@ -94,17 +95,19 @@ class FakeRehearsal(TwoStepRun):
         check_one_device(model)
         check_sharding(model.modules())
         clock = Clock()
-        self._tracker.meter = clock.takes
+        self._tracker.meter = clock.advance
         batch = [tensor for reference in self._first_batch if (tensor := reference()) is not None]
         with contextlib.ExitStack() as stack:
             stack.enter_context(simulated_clock(self._tracker.device, lambda: clock.ms))
             stack.enter_context(fakes_have_addresses())
-            self._audit = FakeAudit(model, self._now(batch), self._tracker.ledger.mark, frugal=False, in_place=False)
+            self._audit = FakeAudit(
+                model, self._record_entry(batch), self._tracker.ledger.mark, frugal=False, in_place=False
+            )
             with self._audit.running():
                 yield
 
-    def _now(self, batch: Any) -> frozenset[int]:
-        """Record the memory that exists now as that before the step; return its addresses, also of real tensors."""
+    def _record_entry(self, batch: Any) -> frozenset[int]:
+        """Record the current memory as the memory before the step. Return its addresses, including real tensors'."""
         with without_function_modes(), fakes_have_addresses():
             self._static, self._blocks = measure_static(
                 self._tracker, self._model, batch, self._state, self._reducers.buckets
@@ -120,7 +123,7 @@ class FakeRehearsal(TwoStepRun):
         )
 
     def second(self, batch: Any = None) -> None:
-        """End the audited step, or a traced step, and begin to trace the next step."""
+        """End the audited step or the last traced step, and begin to trace the next step."""
         self._running.close()
         audit, batch = self._audit, self._batch if batch is None else batch
         if self._trace is None:
@@ -130,7 +133,7 @@ class FakeRehearsal(TwoStepRun):
                     "no backward ran through the model in its first step: the loss must depend on its outputs."
                 )
             audit.complete_drafts(self._tracker.ledger.so_far)
-        self._now(batch)
+        self._record_entry(batch)
         made_for = fingerprint(self._model, batch)
         is_gpu = made_for.device == self._tracker.device != "cpu"
         self._made_for = replace(made_for, device="cuda") if is_gpu else made_for
@@ -145,7 +148,7 @@ class FakeRehearsal(TwoStepRun):
         self._running.close()
 
     def to_profile(self) -> Profile:
-        """Return the profile, after the block has ended."""
+        """Return the profile. Call this after the `with` block has ended."""
         audit, trace = self._audit, self._trace
         assert trace is not None
         if find_differing_modules(audit.shapes, trace.calls) or trace.inputs != audit.inputs:
@@ -175,13 +178,13 @@ class FakeRehearsal(TwoStepRun):
 
 
 class AbsentGpuRehearsal(FakeRehearsal, AbsentGpuRun):
-    """A rehearsal on fake tensors of a GPU that the machine does not have."""
+    """Rehearsal on fake tensors for a GPU that the machine does not have."""
 
 
 def rehearse_on(
     device: str | GpuSpec, model: nn.Module, step: Callable[[Any], Any], batch: Any, *, optimizer: Any = None
 ) -> Profile:
-    """Return the profile of `step(batch)` on `device`, one or several GPUs that the machine need not have.
+    """Rehearse `step(batch)` on `device`, one or several GPUs that the machine need not have. Return the profile.
 
     Raises RehearsalError for a step that can't be rehearsed.
     """

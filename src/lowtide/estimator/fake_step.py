@@ -59,9 +59,10 @@ def compiled(model: nn.Module) -> tuple[str, ...]:
 
 @contextlib.contextmanager
 def rng_states_counted(tracker: AllocationTracker) -> Iterator[None]:
-    """Count the memory of RNG states that `torch.get_rng_state` returns in this block, such as those of checkpoints.
+    """Count the memory of RNG states that `torch.get_rng_state` returns in this block, for example in a checkpoint.
 
-    The CPU's generator allocates the states without an operator. An estimate for a GPU does not count CPU tensors.
+    The CPU's generator allocates these states without calling an operator. An estimate for a GPU does not count CPU
+    tensors.
     """
     true = torch.get_rng_state
 
@@ -84,8 +85,7 @@ _one_at_a_time = threading.RLock()
 def exclusive(fakes: FakeTensorMode) -> Iterator[None]:
     """Make rehearsals in other threads wait until this block ends, and make leftover fake tensors raise afterwards.
 
-    A fake tensor that the cleanup missed raises on later use; otherwise a training step that used it would silently
-    learn nothing.
+    A training step that used a leftover fake tensor would silently learn nothing, so any later use of it raises.
     """
     with _one_at_a_time:
         try:
@@ -101,7 +101,7 @@ def unpatched() -> Iterator[None]:
     Compiled code runs eagerly, because the compiler ends the process under a fake tensor mode.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_transformers_unaware())
+        stack.enter_context(_fake_tensors_hidden_from_transformers())
         stack.enter_context(workers_without_modes())
         stack.enter_context(function_modes_in_backward())
         stack.enter_context(patch.object(torch.utils, "swap_tensors", exchange))  # `Module.to` asks for it
@@ -111,10 +111,10 @@ def unpatched() -> Iterator[None]:
 
 
 def planned(model: nn.Module, plan: Plan | None, device: str | None = None) -> PlannedEngine:
-    """Return the engine that applies `plan`, or that recomputes nothing without a plan.
+    """Return the engine that applies `plan`. If `plan` is None, it recomputes nothing.
 
-    Raises StalePlan for a plan of another model or, if `device` is given, of another device; RehearsalError for tensors
-    of custom classes, and for plans of compiled code.
+    Raises StalePlan for a plan of another model or, if `device` is given, of another device. Raises RehearsalError for
+    tensors of custom classes, and for plans of compiled code.
     """
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         kind = type(tensor)
@@ -146,9 +146,9 @@ def adopt(tracker: AllocationTracker, tensors: Iterable[Tensor]) -> None:
 def measure_static(
     tracker: AllocationTracker, model: nn.Module, batch: Any, state: FakeStepState, buckets: Iterable[Tensor]
 ) -> tuple[Static, frozenset[int]]:
-    """Return the bytes that exist when the step begins, counting each storage once, and the numbers of their blocks.
+    """Return the bytes in memory when the step begins, counting each storage once, and the numbers of their blocks.
 
-    Included are other models that the step reaches, such as a teacher, and all tensors that its optimizers update.
+    Other models that the step reaches, such as a teacher, and all tensors that its optimizers update are included.
     `buckets` count as gradients.
     """
     modules = [*model.modules(), *(obj for obj in state.reached if isinstance(obj, torch.nn.Module))]
@@ -160,7 +160,7 @@ def measure_static(
     def add(tensors: Iterable[Tensor | None]) -> int:
         total = 0
         for tensor in tensors:
-            for storage in () if tensor is None else _storages(tensor, tracker):
+            for storage in () if tensor is None else _list_storages(tensor, tracker):
                 if (number := get_storage_number(storage)) not in numbers:
                     numbers.add(number)
                     total += storage.nbytes()
@@ -176,8 +176,8 @@ def measure_static(
     return static, frozenset(block for number in numbers if (block := tracker.ledger.block(number)) is not None)
 
 
-def _storages(tensor: Tensor, tracker: AllocationTracker) -> list[torch.UntypedStorage]:
-    """Return a tensor's storages on the tracker's device; for compressed layouts, such as CSR, the real tensor's."""
+def _list_storages(tensor: Tensor, tracker: AllocationTracker) -> list[torch.UntypedStorage]:
+    """Return a tensor's storages on the tracker's device. For compressed sparse layouts, return the real storages."""
     if sparse.is_compressed(tensor) and is_real(tensor):
         with on_real_tensors():
             return [part.untyped_storage() for part in find_parts(tensor)]
@@ -186,15 +186,15 @@ def _storages(tensor: Tensor, tracker: AllocationTracker) -> list[torch.UntypedS
 
 
 def with_carryover(static: Static, blocks: Collection[int], stream: EventStream) -> Static:
-    """Add memory carried over from the step before: blocks freed during this step that are not in `static`."""
+    """Add memory carried over from the previous step to `static`: blocks that this step frees and `blocks` lacks."""
     return replace(
         static, carried_over=sum(event.bytes for event in freed_from_entry(stream) if event.block not in blocks)
     )
 
 
 @contextlib.contextmanager
-def _transformers_unaware() -> Iterator[None]:
-    """Hide fake tensors from Hugging Face's models, which otherwise take another path, with more memory."""
+def _fake_tensors_hidden_from_transformers() -> Iterator[None]:
+    """Make Hugging Face's models treat fake tensors as real ones. Otherwise they run other code, with more memory."""
     utils = sys.modules.get("transformers.utils.import_utils")
     if utils is None or not hasattr(utils, "is_fake_tensor"):
         yield

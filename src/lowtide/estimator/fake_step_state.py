@@ -31,11 +31,11 @@ _DEPTH = 6
 
 
 class FakeStepState(ReachableObjects):
-    """Context that restores every object that can be reached from `roots`.
+    """Context manager that restores every object that can be reached from `roots`.
 
     Contents of real tensors are not copied; the caller ensures that no operator writes to them. Random number
-    generators are restored too, including generators that are reached. Data sets, iterators and library functions are
-    searched, because any of them may hold a fake tensor.
+    generators are restored, too. Data sets, iterators and library functions are also searched, because any of them may
+    hold a fake tensor.
     """
 
     largest = 100_000
@@ -50,12 +50,12 @@ class FakeStepState(ReachableObjects):
 
     @property
     def optimizers(self) -> tuple[Optimizer, ...]:
-        """Every optimizer that has stepped."""
+        """All optimizers that have stepped."""
         return tuple(self._optimizers.values())
 
     @property
     def reached(self) -> tuple[Any, ...]:
-        """Every object found so far, including the roots."""
+        """All objects found so far, including the roots."""
         return tuple(self.visited)
 
     def __enter__(self) -> Self:
@@ -116,7 +116,7 @@ class FakeStepState(ReachableObjects):
         return (*self._attributes(module), *(module.parameters() if scripted else ()))
 
     def _cache(self, cache: Any) -> Iterable[Any]:
-        """Arrange that a function's cache is cleared on restore if it then holds a fake tensor."""
+        """Arrange that `restore` clears a function's cache if the cache holds a fake tensor by then."""
         n_misses = cache.cache_info().misses
 
         def restore() -> None:
@@ -128,7 +128,10 @@ class FakeStepState(ReachableObjects):
 
 
 def _has_fakes(cache: Any) -> bool:
-    """Return True if a cache refers to a fake tensor up to _DEPTH objects deep. A cache's entries can't be listed."""
+    """Return True if a function's cache refers to a fake tensor, through at most _DEPTH references.
+
+    The references are followed by `gc.get_referents`, because the entries of a cache can't be listed.
+    """
     level, visited = [cache], set[int]()
     for _ in range(_DEPTH):
         level = [inside for obj in level for inside in gc.get_referents(obj) if id(inside) not in visited]

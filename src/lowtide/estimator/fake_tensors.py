@@ -1,4 +1,4 @@
-"""Fake counterparts of real tensors: the same geometry and the same sharing of memory, without the memory."""
+"""Fake counterparts of real tensors, with the same shapes and strides and the same sharing of memory."""
 
 from __future__ import annotations
 
@@ -25,42 +25,42 @@ if TYPE_CHECKING:
 class FakeTensors:
     """Fake counterparts of the real tensors that a rehearsed step uses, with the same sharing of memory.
 
-    No real tensor is ever written to: operators see only the counterpart. Counterparts are on their tensor's device, or
-    all on `device`.
+    No real tensor is ever written to, because operators get only the counterparts. A counterpart is on its tensor's
+    device, or on `device` if that is given.
     """
 
     def __init__(self, mode: FakeTensorMode, device: str | None = None) -> None:
         self._mode, self._device = mode, device
         self._fake_tensors: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._memory: dict[int, tuple[torch.UntypedStorage, Tensor]] = {}
-        """For each number of a real storage the storage, held so that the number is not reused, and its fake bytes."""
+        """Number of a real storage -> the storage, held so that its number is not reused, and its fake bytes."""
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the counterpart of a real tensor, creating it at the first request."""
+        """Return the fake counterpart of a real tensor. It is created at the first call."""
         fake: Tensor | None = self._fake_tensors.get(tensor)  # type: ignore[no-untyped-call]
         if fake is None or fake.shape != tensor.shape:
             fake = self._fake_tensors[tensor] = self._make(tensor)
         return fake
 
     def of_new(self, tensor: Tensor) -> Tensor:
-        """Return the counterpart of a new real tensor that only the caller holds; keep no reference to either."""
+        """Return a fake counterpart of a new real tensor, without keeping a reference to either."""
         fake = self.of(tensor)
         self._fake_tensors.pop(tensor)  # type: ignore[no-untyped-call]
         self.release(tensor)
         return fake
 
     def separate(self, tensor: Tensor) -> Tensor:
-        """Return a counterpart with only the tensor's own elements, like a copy on another device."""
+        """Return a fake counterpart with memory of its own for the tensor's elements, like a copy on another device."""
         with without_modes(), self._mode:
             geometry = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
-            return torch.empty_like(geometry, device=self._place(tensor))
+            return torch.empty_like(geometry, device=self._choose_device(tensor))
 
     def release(self, tensor: Tensor) -> None:
-        """Drop the reference to the fake memory of a tensor's storage."""
+        """Drop the reference to the fake memory of a real tensor's storage."""
         if is_strided(tensor):
             self._memory.pop(get_storage_number(tensor.untyped_storage()), None)
 
-    def _place(self, tensor: Tensor) -> torch.device | str:
+    def _choose_device(self, tensor: Tensor) -> torch.device | str:
         return self._device or tensor.device
 
     def _make(self, tensor: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class FakeTensors:
         with without_modes(), torch.no_grad(), self._mode:
             entry = self._memory.get(number)
             if entry is None:
-                memory = torch.empty(storage.nbytes(), dtype=torch.uint8, device=self._place(tensor))
+                memory = torch.empty(storage.nbytes(), dtype=torch.uint8, device=self._choose_device(tensor))
                 self._memory[number] = storage, memory
             else:
                 memory = entry[1]
@@ -95,9 +95,9 @@ def is_real(obj: Any) -> bool:
 
 @contextlib.contextmanager
 def placed(tensors: Iterable[Tensor], device: str, mode: FakeTensorMode) -> Iterator[None]:
-    """Replace meta tensors by fake tensors on `device` in this block; each Python object keeps its identity.
+    """Turn meta tensors into fake tensors on `device` in this block. The Python objects stay the same.
 
-    Raises RehearsalError for tensors that torch can't exchange.
+    Raises RehearsalError for tensors whose contents torch can't exchange.
     """
     done: list[tuple[Tensor, Tensor]] = []
     try:
@@ -119,7 +119,7 @@ def placed(tensors: Iterable[Tensor], device: str, mode: FakeTensorMode) -> Iter
 
 
 def swap(tensor: Tensor, fake: Tensor) -> None:
-    """Exchange two tensors, each Python object keeping its identity. Raises RehearsalError if torch refuses."""
+    """Exchange the contents of two tensors, but not their Python objects. Raises RehearsalError if torch refuses."""
     try:
         exchange(tensor, fake)
     except (RuntimeError, TypeError) as error:

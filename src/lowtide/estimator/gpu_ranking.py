@@ -1,7 +1,7 @@
-"""Rank GPUs by the largest batch that fits on each: plainly, and in two ways that save memory.
+"""Rank GPUs by the largest batch that fits on each, without recomputes and in two ways that save memory.
 
-A step is estimated at a few sizes, up to one that no GPU has room for, and for all GPUs at once. The peak is a
-convex function of the size, so the straight line between two estimates is never below the peak.
+A step is estimated for all GPUs at once, at a few sizes, up to one that fits on no GPU. The peak is a convex function
+of the size, so the straight line between two estimates is never below the peak.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ N_ESTIMATES = 5
 """Usual number of estimates, for progress."""
 
 EstimateAt = Callable[[GpuSpec, int, How], GpuMemoryEstimate]
-"""Function that estimates the step on a GPU, for a size of the batch, plainly or with recomputes."""
+"""Function that estimates the step on a GPU with a batch size, without or with recomputes."""
 
 SAVING: Mapping[How, float] = {"recomputed": 1.5, "replayed": 2.5}
-"""Ways that save memory, with a guess of how many times as large a batch each makes room for."""
+"""Ways to save memory -> a guess of the factor by which the largest batch grows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,20 +41,20 @@ class BatchLimits:
     gpu: GpuSpec
     plain: int
     recomputed: int
-    """The largest batch if all tensors that take no matrix product to recompute are recomputed."""
+    """The largest batch if all tensors are recomputed that need no matrix product for it."""
     replayed: int | None
-    """The largest batch if every block is replayed as well; None for a model without repeated blocks."""
+    """The largest batch if every repeated block also runs again in backward; None for a model without such blocks."""
     is_sure: bool
-    """False if some of the step's memory is not known, or the GPU's memory is the host's too."""
+    """False if some of the step's memory is unknown, or if the GPU shares its memory with the host."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class GpuRanking(Displayed):
-    """The largest batch on each GPU, the GPU with the smallest memory first. `print` it for a table."""
+    """The largest batch on each GPU. The GPU with the smallest memory is first. `print` it for a table."""
 
     limits: tuple[BatchLimits, ...]
     extra_flops: Mapping[How, float]
-    """Additional floating-point operations of a step in each way that saves memory, as a share of the plain step's."""
+    """Extra FLOPs of a step in each way that saves memory, as a share of the FLOPs without recomputes."""
     sizes: tuple[int, ...]
     """Sizes of the batch at which the step was estimated."""
     unknown: tuple[str, ...]
@@ -64,14 +64,14 @@ class GpuRanking(Displayed):
         return format_repr(type(self).__name__, f"{len(self.limits)} GPUs")
 
     def __str__(self) -> str:
-        return "\n".join(_table(self))
+        return "\n".join(_format_table(self))
 
 
 @dataclass(slots=True, kw_only=True)
 class _Work:
-    """Estimates of one step for a group of GPUs, on all of which the step requests the same memory.
+    """Estimates of one step for a group of GPUs on which the step requests the same memory.
 
-    Estimates are grouped by memory saving (plain, recomputed, replayed) and by batch size.
+    The estimates are stored by way to run the step (plain, recomputed, replayed) and by batch size.
     """
 
     gpus: list[GpuSpec]
@@ -84,16 +84,16 @@ class _Work:
 
     @property
     def room(self) -> int:
-        """Bytes left beside the largest CUDA context on the group's largest GPU."""
-        return max(map(_room, self.gpus))
+        """Bytes left next to the largest CUDA context on the group's largest GPU."""
+        return max(map(_compute_room, self.gpus))
 
 
 def rank_gpus(estimate_at: EstimateAt, gpus: Sequence[GpuSpec]) -> GpuRanking:
     """Return the largest batch on each of `gpus`, from a few estimates with `estimate_at`."""
     with Stage("estimating batches", total=N_ESTIMATES):
-        works = _works(estimate_at, gpus)
+        works = _group_gpus(estimate_at, gpus)
         for work in works:
-            _estimate(estimate_at, work)
+            _estimate_each_way(estimate_at, work)
     limits: list[BatchLimits] = []
     extra_flops: dict[How, float] = {}
     for work in works:
@@ -101,7 +101,7 @@ def rank_gpus(estimate_at: EstimateAt, gpus: Sequence[GpuSpec]) -> GpuRanking:
         has_blocks = work.estimates["replayed"] and extra_flops["replayed"] > extra_flops["recomputed"]
         is_bounded = all(estimate.is_bounded for estimate in work.estimates["plain"].values())
         for gpu in work.gpus:
-            plain, recomputed, replayed = (_largest(gpu, work.estimates, how) for how in ("plain", *SAVING))
+            plain, recomputed, replayed = (_find_largest_batch(gpu, work.estimates, how) for how in ("plain", *SAVING))
             limits.append(
                 BatchLimits(
                     gpu=gpu,
@@ -122,8 +122,8 @@ def rank_gpus(estimate_at: EstimateAt, gpus: Sequence[GpuSpec]) -> GpuRanking:
     )
 
 
-def _works(estimate_at: EstimateAt, gpus: Sequence[GpuSpec]) -> list[_Work]:
-    """Group GPUs by kernel generation; generations that request the same memory are merged."""
+def _group_gpus(estimate_at: EstimateAt, gpus: Sequence[GpuSpec]) -> list[_Work]:
+    """Group GPUs by the generation of their kernels, and merge generations that request the same memory."""
     works: list[_Work] = []
     for newer in (True, False):
         work = _Work(gpus=[gpu for gpu in gpus if has_newer_kernels(gpu) is newer])
@@ -139,7 +139,7 @@ def _works(estimate_at: EstimateAt, gpus: Sequence[GpuSpec]) -> list[_Work]:
     return works
 
 
-def _estimate(estimate_at: EstimateAt, work: _Work) -> None:
+def _estimate_each_way(estimate_at: EstimateAt, work: _Work) -> None:
     """Estimate the step in each way (plain, recomputed, replayed), up to a batch size that fits on none of the GPUs."""
     smallest = work.estimates["plain"][SMALLEST]
     first = size = _find_too_large_size(work, SMALLEST, smallest)
@@ -164,7 +164,7 @@ def _find_too_large_size(work: _Work, size: int, estimate: GpuMemoryEstimate) ->
 
 
 def _compute_extra_flops(work: _Work) -> dict[How, float]:
-    """Return the extra FLOPs of each way that saves memory, as a fraction of the plain step's at the same size."""
+    """Return the extra FLOPs of each way that saves memory, as a share of the FLOPs without recomputes."""
     plain = work.estimates["plain"]
     (small, few), (large, many) = ((size, plain[size].flops) for size in (min(plain), max(plain)))
     shares: dict[How, float] = {}
@@ -175,19 +175,19 @@ def _compute_extra_flops(work: _Work) -> dict[How, float]:
     return shares
 
 
-def _room(gpu: GpuSpec) -> int:
-    """Return the bytes of a GPU that remain beside the largest CUDA context."""
+def _compute_room(gpu: GpuSpec) -> int:
+    """Return the bytes of a GPU that are left next to the largest CUDA context."""
     return gpu.total_bytes - CONTEXT_BYTES[1]
 
 
-def _largest(gpu: GpuSpec, estimates: Mapping[How, Mapping[int, GpuMemoryEstimate]], how: How) -> int:
+def _find_largest_batch(gpu: GpuSpec, estimates: Mapping[How, Mapping[int, GpuMemoryEstimate]], how: How) -> int:
     """Return the largest batch size at which the peak, interpolated between estimates, fits on the GPU; 0 if none fits.
 
-    `how` is the way to run the step: plain, recomputed or replayed. At the smallest size, the plain step's estimate
-    serves for each way.
+    `how` is the way to run the step: plain, recomputed or replayed. At the smallest size, the estimate of the plain
+    step is used for every way.
     """
     by_size = {SMALLEST: estimates["plain"][SMALLEST], **estimates[how]}
-    room, peaks = _room(gpu), {size: estimate.interval[1] for size, estimate in sorted(by_size.items())}
+    room, peaks = _compute_room(gpu), {size: estimate.interval[1] for size, estimate in sorted(by_size.items())}
     within = [size for size, peak in peaks.items() if peak <= room]
     if not within:
         return 0
@@ -198,7 +198,7 @@ def _largest(gpu: GpuSpec, estimates: Mapping[How, Mapping[int, GpuMemoryEstimat
     return size + int((room - peaks[size]) * (larger - size) / (peaks[larger] - peaks[size]))
 
 
-def _table(ranking: GpuRanking) -> Iterator[str]:
+def _format_table(ranking: GpuRanking) -> Iterator[str]:
     has_blocks = any(limit.replayed is not None for limit in ranking.limits)
     heading = ("GPU", "memory", "plain step", "cheap recomputed", *(["blocks replayed"] if has_blocks else []))
     rows = []

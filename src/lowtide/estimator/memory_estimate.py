@@ -25,15 +25,15 @@ class MemoryEstimate(Displayed):
     """Memory that a training step will need, from a run on fake tensors. `print` it for a table."""
 
     timeline: Timeline
-    """Timeline of the step: bytes above those in use when the step begins."""
+    """Timeline of the step, in bytes above those in use when the step begins."""
     static: Static
     """Memory that exists when the step begins, including optimizer state."""
     unknown: tuple[str, ...]
-    """Scratch memory of operators that is not known exactly, with its bounds and the counted value, if known."""
+    """Operators whose scratch memory is not known exactly, with its bounds and the counted bytes, if known."""
     assumed: tuple[str, ...]
-    """Queries of contents that were answered by assumption, with the line that asked."""
+    """Reads of unknown tensor contents that were answered by an assumption, with the line of code that reads them."""
     flops: int = 0
-    """Floating-point operations of the step's matrix products, convolutions and attention."""
+    """FLOPs of the step's matrix products, convolutions and attention."""
 
     @property
     def peak_bytes(self) -> int:
@@ -48,9 +48,9 @@ class MemoryEstimate(Displayed):
         return entry | {"left from before": static.carried_over, "other tensors": static.others}
 
     def alive_at_peak(self) -> dict[str, int]:
-        """Return the bytes of each category at the peak, which sum to the peak.
+        """Return the bytes of each category at the peak. Their sum is the peak.
 
-        Freed bytes of memory that existed when the step began are a negative category of their own.
+        Memory that existed when the step began and was freed before the peak is a category with negative bytes.
         """
         alive = Counter(self.at_entry())
         for category, blocks in self.timeline.alive_at_peak().items():
@@ -59,7 +59,7 @@ class MemoryEstimate(Displayed):
         return {name: n_bytes for name, n_bytes in alive.items() if n_bytes}
 
     def phase_peaks(self) -> list[tuple[str, int]]:
-        """Return name and peak bytes of each phase, in order; memory that exists when the step begins counts."""
+        """Return the name and the peak bytes of each phase, in order, including memory from before the step."""
         return [(phase.name, self.static.total + phase.peak_bytes) for phase in self.timeline.phases]
 
     def to_snapshot(self, path: str | Path) -> None:
@@ -77,7 +77,7 @@ class MemoryEstimate(Displayed):
         return format_repr(type(self).__name__, f"{format_bytes(self.peak_bytes)} peak")
 
     def to_record(self, command: str = "lowtide.estimate(model, step, batch)", subject: str = "") -> RunRecord:
-        """Return this estimate as a RunRecord, from which reports are made."""
+        """Return this estimate as a RunRecord, the input of reports."""
         return RunRecord(
             command=command,
             versions=versions(),

@@ -20,27 +20,27 @@ INPLACE_OTHERWISE = frozenset(
         aten.select_scatter.default,
     }
 )
-"""Operators that autograd calls under a dispatch mode in place of their in-place variants (torch 2.13)."""
+"""Operators that autograd calls under a dispatch mode instead of their in-place variants (torch 2.13)."""
 
 IN_FORMULA = {
     "BinaryCrossEntropyWithLogitsBackward0": frozenset({aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor}),
 }
-"""By node name, operators that a backward formula runs in place on its intermediates, but not under a mode (2.13)."""
+"""Node name -> operators that its backward formula runs in place on intermediates, except under a mode (2.13)."""
 
 CONTIGUOUS = frozenset({aten.native_layer_norm.default, aten.native_layer_norm_backward.default})
-"""Operators whose results are contiguous on the CPU, but laid out like the arguments with fake tensors (2.13)."""
+"""Operators whose results are contiguous on the CPU, but have the arguments' strides with fake tensors (2.13)."""
 
 BATCH_NORMED = {aten.native_batch_norm.default: 0, aten.native_batch_norm_backward.default: 1}
 """Operators whose first result on the CPU is channels-last if the argument at this position is, else contiguous.
 
-On fake tensors the first of them keeps any strides, and the second none (torch 2.13).
+On fake tensors, the forward keeps any strides, and the backward keeps none (torch 2.13).
 """
 
 GROUPED = aten._grouped_mm.default
 """Grouped matrix product; its fake kernel accepts only bfloat16 (torch 2.13)."""
 
 PRODUCTS = frozenset({aten.mm.default, aten.addmm.default})
-"""Matrix products whose fake kernels take operands of several dtypes, as no real kernel does (torch 2.13)."""
+"""Matrix products whose fake kernels accept operands of several dtypes, unlike the real kernels (torch 2.13)."""
 
 NOT_IN_HEALTH = frozenset({aten.isnan.default, aten.isinf.default, aten.isposinf.default, aten.isneginf.default})
 ALL_OR_ANY = frozenset({aten.all.default, aten.any.default})
@@ -68,8 +68,8 @@ NORMED_BY_BATCH = frozenset(
     {aten.native_batch_norm.default, aten.cudnn_batch_norm.default, aten.miopen_batch_norm.default}
 )
 RUNNING, TRAINING = (3, 4), 5
-"""Argument positions in NORMED_BY_BATCH: of the running statistics, to which training writes although the operator's
-schema does not say so; and of the training flag.
+"""Argument positions in NORMED_BY_BATCH: the running statistics, and the training flag. Training writes to the running
+statistics although the operator's schema does not say so.
 """
 EMPTY = frozenset(
     {

@@ -16,13 +16,13 @@ from lowtide._torch.pytree import tree_leaves
 
 
 def list_batch_sizes(batch: Any) -> list[Tensor]:
-    """Return the `batch_sizes` of packed sequences in a batch; torch keeps them on the CPU, whatever the device."""
+    """Return the `batch_sizes` of packed sequences in a batch. torch keeps them on the CPU, whatever the device."""
     leaves = tree_leaves(batch, is_leaf=lambda node: isinstance(node, PackedSequence))
     return [leaf.batch_sizes for leaf in leaves if isinstance(leaf, PackedSequence)]
 
 
 def copies(padded: Tensor, lengths: Sequence[int], batch_first: bool) -> list[int]:
-    """Return the bytes of each copy that packing `padded` makes, in order: one for each non-contiguous piece."""
+    """Return the bytes of each copy that packing `padded` makes, in order. Each non-contiguous piece is copied."""
     steps_first = padded.transpose(0, 1) if batch_first else padded
     row_bytes = steps_first[0, 0].nbytes
     sizes, before = [], 0
@@ -53,5 +53,5 @@ def padded(data: Tensor, rows: Sequence[int], batch_first: bool, padding_value: 
 
 
 def lengths(rows: Sequence[int]) -> list[int]:
-    """Return the length of each packed sequence, longest first; `rows` states the number of sequences at each step."""
+    """Return the length of each packed sequence, longest first. `rows` states the number of sequences at each step."""
     return [sum(n > row for n in rows) for row in range(rows[0])]

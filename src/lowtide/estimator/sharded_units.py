@@ -1,7 +1,7 @@
 """Estimate steps of models that are sharded over processes: FSDP2 (`fully_shard`), HSDP, tensor parallel.
 
-Torch's own code shards, gathers and reduces, on fake tensors; nothing is sent. Its operators reveal all memory that it
-uses, with one exception: FSDP2 frees and allocates gathered parameters by resizing their storages.
+torch's own code shards, gathers and reduces fake tensors; nothing is sent. Its operators reveal all memory in use, with
+one exception: FSDP2 frees and allocates gathered parameters by resizing their storages.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ SYMMETRIC = (
 
 @contextlib.contextmanager
 def sharding(modules: Iterable[Any], tracker: AllocationTracker) -> Iterator[None]:
-    """Send nothing in this block, and track the allocations of FSDP2 units among `modules`.
+    """Make collectives send nothing in this block, and track the allocations of FSDP2 units among `modules`.
 
     Raises RehearsalError for sharding that can't be estimated, and for units that are in the middle of a step.
     """
     modules = tuple(module for module in modules if isinstance(module, torch.nn.Module))
     check_estimated(modules)
-    groups = list(_groups(modules))
+    groups = list(_find_groups(modules))
     check_at_rest(groups)
     del modules  # so that a module that the program drops is freed
     with contextlib.ExitStack() as stack:
@@ -83,9 +83,9 @@ def sharding(modules: Iterable[Any], tracker: AllocationTracker) -> Iterator[Non
 
 @contextlib.contextmanager
 def units_on(device: torch.device, modules: Iterable[Any], fake_of: Callable[[Tensor], Tensor]) -> Iterator[None]:
-    """Make FSDP2 and meshes compute on `device` in this block; `fake_of` returns the fake tensor for a CPU shard."""
+    """Make FSDP2 and device meshes use `device` in this block. `fake_of` returns the fake tensor for a CPU shard."""
     modules = tuple(module for module in modules if isinstance(module, torch.nn.Module))
-    groups = list(_groups(modules))
+    groups = list(_find_groups(modules))
     with contextlib.ExitStack() as stack:
         stack.enter_context(meshes_on(device.type))
         for unit in find_units(modules):
@@ -100,7 +100,7 @@ def units_on(device: torch.device, modules: Iterable[Any], fake_of: Callable[[Te
 
 def on_host(modules: Iterable[Any]) -> set[int]:
     """Return the ids of parameters that stay in host memory (CPUOffloadPolicy)."""
-    groups = (group for group in _groups(m for m in modules if isinstance(m, torch.nn.Module)) if group.is_on_host)
+    groups = (group for group in _find_groups(m for m in modules if isinstance(m, torch.nn.Module)) if group.is_on_host)
     return {id(parameter) for group in groups for parameter in group.parameters}
 
 
@@ -115,7 +115,7 @@ def check_estimated(modules: Iterable[nn.Module]) -> None:
     for module in modules:
         if isinstance(module, fsdp.FullyShardedDataParallel):
             raise RehearsalError(FSDP1)
-    if any(group.is_symmetric for group in _groups(modules)):
+    if any(group.is_symmetric for group in _find_groups(modules)):
         raise RehearsalError(SYMMETRIC)
 
 
@@ -127,7 +127,7 @@ def _refuse_rings(*args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
-def _groups(modules: Iterable[nn.Module]) -> Iterator[ShardGroup]:
+def _find_groups(modules: Iterable[nn.Module]) -> Iterator[ShardGroup]:
     numbers: set[int] = set()
     for unit in find_units(modules):
         for group in find_shard_groups(unit):

@@ -1,9 +1,9 @@
 """Sparse results of operators on fake tensors, built with their indices and values.
 
-Torch's own fake kernels return sparse tensors without elements (torch 2.13). Duplicate indices are known if the indices
-come from the batch; otherwise all indices are assumed to differ, and none to be padding: a result has as many elements
-as its sparse argument. Not yet: a gradient that another one is added to in place, as by a second backward pass, keeps
-its size, which is noted.
+torch's own fake kernels return sparse tensors without elements (torch 2.13). Duplicate indices are known if the indices
+come from the batch. Otherwise all indices are assumed to differ and none to be padding, so a result has as many
+elements as its sparse argument. Not yet: if a second backward pass adds to a sparse gradient in place, the gradient
+keeps its size in the estimate, and a note says so.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 def parts(tensors: list[Tensor]) -> list[Tensor]:
-    """Return the list with each sparse tensor replaced by its indices and values; dense tensors stay."""
+    """Replace each sparse tensor in the list by its indices and values."""
     return [part for t in tensors for part in ((t,) if t.layout is torch.strided else find_parts(t))]
 
 
@@ -50,7 +50,7 @@ def with_parts(sparse: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
 def kernel(
     func: Any, args: Any, answers: ValueOracle, *, by_autograd: Callable[[], bool]
 ) -> Callable[..., Tensor] | None:
-    """Return the kernel for an operator on sparse tensors; None if torch's own serves, because no argument is sparse.
+    """Return the kernel for an operator on sparse tensors; None if no argument is sparse, so that torch's kernel works.
 
     `by_autograd` returns True if autograd calls the operator.
     """
@@ -64,7 +64,7 @@ def kernel(
 
 
 def _take_over(sparse: Tensor, **options: Any) -> Tensor:
-    """Return a tensor with the memory of `sparse`: autograd keeps a gradient without a copy when no mode is active.
+    """Return a tensor with the memory of `sparse`. Without a mode, autograd keeps such a gradient without a copy.
 
     torch/csrc/autograd/functions/accumulate_grad.h: AccumulateGrad::accumulateGrad, torch 2.13.
     """
@@ -78,7 +78,7 @@ def _clone(answers: ValueOracle, sparse: Tensor, **options: Any) -> Tensor:
 
 
 def _coalesce(answers: ValueOracle, sparse: Tensor) -> Tensor:
-    """Return a coalesced tensor; the CPU allocates room for all elements (_coalesce_sparse_cpu, torch 2.13)."""
+    """Return a coalesced tensor. The CPU allocates room for all elements (_coalesce_sparse_cpu, torch 2.13)."""
     indices, values = find_parts(sparse)
     known = answers.value(indices)
     if known is None:
@@ -94,7 +94,7 @@ def _coalesce(answers: ValueOracle, sparse: Tensor) -> Tensor:
 
 
 def _mask(answers: ValueOracle, tensor: Tensor, mask: Tensor, **options: Any) -> Tensor:
-    """Return the elements of a dense tensor at the places of `mask`."""
+    """Return the elements of a dense tensor at the indices of the sparse tensor `mask`."""
     indices, values = find_parts(mask)
     return like(mask, _copy(answers, indices), torch.empty_like(values, dtype=tensor.dtype))
 
@@ -115,7 +115,7 @@ def _transpose(answers: ValueOracle, sparse: Tensor, one: int = 0, other: int = 
 
 
 def _add(answers: ValueOracle, sparse: Tensor, other: Tensor, **options: Any) -> Tensor:
-    """Return the sum of two tensors: the elements of both, concatenated; or a dense tensor if one of the two is."""
+    """Return the sum of two tensors: a dense tensor if one of them is dense, else the concatenated elements of both."""
     if sparse.layout is not other.layout:
         dense = other if sparse.layout is torch.sparse_coo else sparse
         return torch.empty_like(dense, dtype=torch.result_type(sparse, other))
@@ -130,7 +130,7 @@ def _add(answers: ValueOracle, sparse: Tensor, other: Tensor, **options: Any) ->
 
 
 def _copy(answers: ValueOracle, indices: Tensor) -> Tensor:
-    """Return a copy of indices, with the same contents if these are known."""
+    """Return a copy of indices, which has the same contents if they are known."""
     copy = indices.clone()
     answers.pass_on(indices, copy)
     return copy
@@ -151,7 +151,7 @@ def like(sparse: Tensor, indices: Tensor, values: Tensor, coalesced: bool | None
 
 
 def assumed(func: Any, args: Any) -> str | None:
-    """Return, in words, the assumption on which the size of an operator's sparse result depends; None if on none."""
+    """Describe the assumption on which the size of an operator's sparse result depends; None if there is none."""
     if func is aten.add_.Tensor and all(map(is_sparse, args[:2])):
         return "a sparse tensor is assumed to stay as large as it was when another one is added"
     if func is bags.BACKWARD and args[9] and bags.has_padding(args):

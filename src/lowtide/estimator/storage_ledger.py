@@ -1,7 +1,7 @@
-"""The ledger of an estimated step: the allocation and the end of each storage, as a stream of events.
+"""The ledger of an estimated step: the allocation and the free of each storage, as a stream of events.
 
-Torch keeps the Python object of a storage as long as the storage itself lives, so a weak reference to it dies exactly
-when autograd, or any other holder, frees the memory.
+torch keeps the Python object of a storage as long as the storage itself lives, so a weak reference to the object dies
+exactly when the last holder, such as autograd, frees the memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class _Living:
-    """A storage that is alive: its block, and the weak reference whose callback records the storage's end."""
+    """A live storage: its memory block, and the weak reference whose callback records that the storage was freed."""
 
     __slots__ = ("block", "bytes", "end")
 
@@ -42,9 +42,7 @@ class StorageLedger(Recorder):
     """Recorder of the allocations and frees of storages on one device during the steps of an estimate."""
 
     def __init__(self, device: str, stream_number: Callable[[], int]) -> None:
-        """Begin without storages on `device`; `stream_number` returns the number of the current stream, 0 for the
-        default one.
-        """
+        """Create an empty ledger for `device`. `stream_number` returns the current stream, 0 for the default one."""
         self.device = device
         self._stream_number = stream_number
         self._living: dict[int, _Living] = {}
@@ -58,13 +56,13 @@ class StorageLedger(Recorder):
         self._n_sharing: Counter[int] = Counter()
         """Number of other storages that share a block's memory, by block."""
         self.streams: dict[int, int] = {}
-        """Numbers of the streams other than the default one that blocks were allocated on, by block."""
+        """Block -> number of the stream on which it was allocated, if that is not the default stream."""
         self.categories: dict[int, Category] = {}
         """Categories of blocks whose purpose is known when they are allocated, by block."""
         self._purposes: list[Category] = []
         """Stack of purposes of the memory that is allocated now."""
         self.lengths: tuple[int, int] | None = None
-        """Lengths (old, new): tensors whose first dimension has the old length count as if it had the new length."""
+        """Lengths (old, new): a tensor whose first dimension has the old length counts as if it had the new length."""
         self._n_in_step: int | None = None
         """Number of events until the end of the step, if it was recorded."""
         self._n_corrected = 0
@@ -94,7 +92,7 @@ class StorageLedger(Recorder):
 
     @property
     def so_far(self) -> EventStream:
-        """Stream of the events since the last `begin` while the recording goes on."""
+        """Stream of the events since the last `begin`, available while the recording continues."""
         return EventStream(tuple(self._events), self.device, self.streams)
 
     @property
@@ -104,7 +102,7 @@ class StorageLedger(Recorder):
 
     @property
     def version(self) -> object:
-        """Version that changes when events that `since` has returned, such as the initial allocations, change."""
+        """Version number that changes when events that `since` has returned earlier are changed."""
         return len(self._entered), self._n_corrected
 
     def since(self, position: int) -> Iterator[Event]:
@@ -114,7 +112,7 @@ class StorageLedger(Recorder):
             position = max(position - len(part), 0)
 
     def begin(self) -> None:
-        """Begin a new stream of events; storages that are alive now count as existing at its beginning."""
+        """Begin a new stream of events. Storages that are alive now count as existing at its beginning."""
         self.settle()
         self._earlier += self._events
         self._events.clear()
@@ -139,7 +137,7 @@ class StorageLedger(Recorder):
         return {block: Label(category) for block, category in self.categories.items()}
 
     def addresses(self) -> dict[int, int]:
-        """Return, by block number, the number of the storage that each live block holds."""
+        """Map the number of each live block to the number of its storage."""
         return {living.block: number for number, living in self._living.items() if living.bytes}
 
     def block(self, storage: int) -> int | None:
@@ -158,7 +156,7 @@ class StorageLedger(Recorder):
 
     @contextlib.contextmanager
     def purpose(self, category: Category) -> Iterator[None]:
-        """Set the category of memory that is allocated inside this `with` block."""
+        """Set the category of all memory that is allocated inside this `with` block."""
         self._purposes.append(category)
         try:
             yield
@@ -176,8 +174,8 @@ class StorageLedger(Recorder):
     def follow(self, tensor: Tensor, op: str = "", *, entry: bool = False, n_bytes: int | None = None) -> None:
         """Track a tensor's storage from now until it is freed.
 
-        A storage that is tracked already, or on another device, is ignored. With `entry` the storage exists before the
-        step. Its allocation is recorded with `n_bytes`, by default the storage's size; none is recorded for 0.
+        A storage that is tracked already, or on another device, is ignored. With `entry`, the storage exists before the
+        step. The recorded allocation has `n_bytes` bytes, by default the storage's size; none is recorded for 0.
         """
         if tensor.device.type != self.device or not is_strided(tensor):
             return
@@ -200,7 +198,10 @@ class StorageLedger(Recorder):
             self._track(storage, key, _Living(self.allocate(size, op, key), size))
 
     def resized(self, storage: torch.UntypedStorage) -> None:
-        """Record a storage's resize, which no operator reports: its old memory ends, its new memory is allocated."""
+        """Record that a storage was resized: its old memory is freed, and new memory is allocated.
+
+        No operator reports a resize.
+        """
         key = get_storage_number(storage)
         if (living := self._living.get(key)) is not None:
             self.ended(key, living)
@@ -208,17 +209,17 @@ class StorageLedger(Recorder):
             self._track(storage, key, _Living(self.allocate(n_bytes, "resize_", key), n_bytes))
 
     def allocate(self, n_bytes: int, op: str, storage: int = 0) -> int:
-        """Record a block's allocation for the storage with this number, 0 for none; return the block's number."""
+        """Record the allocation of a block for a storage, by the storage's number or 0. Return the block's number."""
         block = self._number_block()
         self._events.append(Allocate(block, n_bytes, storage, op))
         return block
 
     def free(self, block: int, n_bytes: int) -> None:
-        """Record the end of a block that belongs to no storage."""
+        """Record that a block without a storage is freed."""
         self._events.append(Free(block, n_bytes))
 
     def inside(self, sizes: Sequence[int], op: str) -> range:
-        """Record blocks that an operator allocates and frees internally; return their numbers."""
+        """Record blocks of the given sizes that an operator allocates and frees internally. Return their numbers."""
         first = self.n_blocks
         self._events += [Allocate(self._number_block(), size, 0, op) for size in sizes]
         blocks = range(first, self.n_blocks)
@@ -226,25 +227,25 @@ class StorageLedger(Recorder):
         return blocks
 
     def reuse_memory(self, old: Tensor, new: Tensor) -> bool:
-        """Record that `new` reuses the memory of `old`, if both have the same size; return True if so.
+        """Record that `new` reuses the memory of `old` if both have the same size. Return True if so.
 
-        If something else still holds `old` when the next operator runs, `settle` reverts the reuse.
+        If `old` is still alive when the next operator runs, `settle` reverts the reuse.
         """
         key = get_storage_id(old)
         living = self._living.get(key)
         if living is None or old.dtype != new.dtype or living.bytes != new.untyped_storage().nbytes():
             return False
-        self._given = key, self._inherit(living.block, new.untyped_storage()), len(self._events)
+        self._given = key, self._assign_block(living.block, new.untyped_storage()), len(self._events)
         return True
 
     def share(self, tensor: Tensor, new: Tensor) -> None:
-        """Record that the storage of `new` uses the memory of `tensor`; the memory is freed when both storages are."""
+        """Record that `new` uses the memory of `tensor`. The memory is freed when both storages are freed."""
         block = self._living[get_storage_id(tensor)].block
         self._n_sharing[block] += 1
-        self._inherit(block, new.untyped_storage())
+        self._assign_block(block, new.untyped_storage())
 
     def settle(self) -> None:
-        """Revert the last `reuse_memory` if its old storage is still alive: allocate a block for the new storage."""
+        """Revert the last `reuse_memory` if its old storage is still alive: record a block for the new storage."""
         if self._given is None:
             return
         _, new, index = self._given
@@ -257,10 +258,10 @@ class StorageLedger(Recorder):
 
     @contextlib.contextmanager
     def corrected(self) -> Iterator[None]:
-        """Rewrite the recording if code in this `with` statement replaces one block of memory by another.
+        """Rewrite the recording if code in this `with` block replaces one block of memory by another.
 
         If exactly one block is freed there and exactly one is allocated, earlier events are changed as if the new block
-        had been allocated in place of the freed one. Otherwise nothing is changed.
+        had been allocated instead of the freed one. Otherwise nothing is changed.
         """
         n_before = len(self._events)
         yield
@@ -277,9 +278,9 @@ class StorageLedger(Recorder):
                     return
 
     def ended(self, key: int, living: _Living) -> None:
-        """Record the free of a storage's block, unless another storage uses the same memory.
+        """Record that a storage's block is freed, unless another storage uses the same memory.
 
-        Does nothing if the number `key` already belongs to a newer storage.
+        Do nothing if the number `key` belongs to a newer storage by now.
         """
         if self._living.get(key) is not living:
             return
@@ -292,18 +293,18 @@ class StorageLedger(Recorder):
         elif self._recording and living.bytes:
             self._events.append(Free(living.block, living.bytes))
 
-    def _inherit(self, block: int, storage: torch.UntypedStorage) -> int:
-        """Give a new storage the memory of a block; return the storage's number."""
+    def _assign_block(self, block: int, storage: torch.UntypedStorage) -> int:
+        """Assign the memory of a block to a new storage. Return the storage's number."""
         number = get_storage_number(storage)
         self._track(storage, number, _Living(block, storage.nbytes()))
         return number
 
     def _track(self, storage: torch.UntypedStorage, key: int, living: _Living) -> None:
-        living.end = weakref.ref(storage, _Ending(self, key, living))
+        living.end = weakref.ref(storage, _EndCallback(self, key, living))
         self._living[key] = living
 
     def _number_block(self) -> int:
-        """Number a block that is allocated now, record its purpose and stream, and return the number."""
+        """Return the number of a new block, and record the block's purpose and stream."""
         block = self.n_blocks
         self.n_blocks += 1
         if self._purposes:
@@ -313,8 +314,8 @@ class StorageLedger(Recorder):
         return block
 
 
-class _Ending:
-    """Callback of a storage's weak reference, which records the storage's end."""
+class _EndCallback:
+    """Callback of a weak reference to a storage. It records that the storage was freed."""
 
     __slots__ = ("key", "ledger", "living")
 

@@ -1,4 +1,4 @@
-"""Geometry of a tensor, without its memory: enough to allocate another one like it."""
+"""Shape, strides, dtype and layout of a tensor, without its memory: enough to allocate another one like it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Geometry:
 
     @classmethod
     def of(cls, tensor: Tensor) -> Geometry:
-        """Return the geometry of a tensor, which may be fake."""
+        """Return the geometry of a real or fake tensor."""
         shape = tuple(tensor.shape)
         if tensor.layout is torch.strided:
             return cls(shape, tensor.dtype, tensor.stride())
@@ -36,7 +36,7 @@ class Geometry:
 
     @property
     def whole(self) -> bool:
-        """Return True for dense and COO tensors; fake tensors of other sparse layouts lack elements (torch 2.13)."""
+        """True for dense and COO tensors. Fake tensors of other sparse layouts have no elements (torch 2.13)."""
         return self.layout in (torch.strided, torch.sparse_coo)
 
     @property
@@ -47,10 +47,10 @@ class Geometry:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
     def real(self, rows: int = 0) -> Tensor:
-        """Return a real tensor of this geometry, or with `rows` rows if `rows` is given.
+        """Return a real tensor of this geometry, with `rows` rows if that is not 0.
 
-        The tensor is filled with ones, because some operators use more memory for large values; with zeros if it may
-        hold indices. Raises NotImplementedError unless the geometry is `whole`.
+        A tensor that may hold indices is filled with zeros. Others are filled with ones: some operators use more memory
+        for large values. Raises NotImplementedError unless the geometry is `whole`.
         """
         if self.layout is torch.sparse_coo:
             return self._coordinates()
@@ -61,7 +61,7 @@ class Geometry:
         return torch.empty_strided(shape, self.strides, dtype=self.dtype).fill_(not is_index)
 
     def _coordinates(self) -> Tensor:
-        """Return a sparse COO tensor of this geometry, whose indices are distinct as far as the shape allows."""
+        """Return a sparse COO tensor of this geometry. Its indices are distinct as far as the shape allows."""
         dims, count = self.parts[0].shape
         places = torch.arange(count)
         indices = []

@@ -1,4 +1,4 @@
-"""Two steps on fake tensors on the model's own device: the patches in force during them, and the estimate after them.
+"""Run two steps on fake tensors on the model's own device, and estimate their memory.
 
 `cuda/absent_gpu_run.py` does the same on a GPU that the machine does not have.
 """
@@ -49,11 +49,11 @@ if TYPE_CHECKING:
 
 
 class TwoStepRun:
-    """Context in which operators on the model's device allocate nothing, and their allocations are recorded instead.
+    """Context manager under which operators on the model's device allocate nothing, and record their allocations.
 
-    Take one step, call `second`, take a second step, call `finish`; the second step is the estimated one. At the end of
-    the block all state is restored. If a script may take only one step, call `second` before its first step too, and
-    `end_step` after it: if no second step follows, the first one is the estimated one.
+    Run one step, call `second`, run a second step, call `finish`. The second step is estimated. All state is restored
+    at the end of the block. If a script may run only one step, also call `second` before the first step and `end_step`
+    after it. If no second step follows, the first one is estimated.
     """
 
     _tracker: AllocationTracker
@@ -78,13 +78,13 @@ class TwoStepRun:
         self._blocks: frozenset[int] = frozenset()
         self._labelled_trace: EstimateTrace | None = None
         self._left: list[str] = []
-        """Memory that the last step allocated and did not free, in words."""
+        """Descriptions of memory that the last step has allocated and not freed."""
         self._has_one_step = False
         """True if the estimated step is the only one."""
 
     @contextlib.contextmanager
     def _first_step(self) -> Iterator[None]:
-        """Run the plan's engine in this `with` block, for the first step; only the second step labels memory."""
+        """Install the plan's engine in this `with` block, for the first step. Only the second step labels memory."""
         if not self._engine.does_anything:
             yield
             return
@@ -109,7 +109,7 @@ class TwoStepRun:
         return self
 
     def _start(self, stack: contextlib.ExitStack, at_entry: Sequence[Tensor]) -> None:
-        """Begin the first step, in the contexts of `stack`, with the tensors `at_entry` in memory."""
+        """Begin the first step with the tensors `at_entry` in memory. Its context managers are entered on `stack`."""
         stack.enter_context(self._running)
         with without_function_modes():
             adopt(self._tracker, at_entry)
@@ -122,7 +122,7 @@ class TwoStepRun:
         self._stack.__exit__(*error)
 
     def put(self, tensors: Iterable[Tensor], resized: Callable[[Tensor], Tensor]) -> None:
-        """Give each tensor the content of the tensor that `resized` returns for it, in the run and its records.
+        """Replace the content of each tensor by that of `resized(tensor)`, in the run and in its records.
 
         Real tensors get their own content back when the run ends.
         """
@@ -145,21 +145,21 @@ class TwoStepRun:
         self._resized.clear()
 
     def assume_length(self, lengths: tuple[int, int] | None) -> None:
-        """Count new tensors whose length is the first of `lengths` as if it were the second, from now on.
+        """Count new tensors of length `lengths[0]` as if they had the length `lengths[1]`, from now on.
 
-        Needed while a batch has yet to be `put` with its new length.
+        This is needed until `put` has given the batch its new length.
         """
         self._tracker.ledger.lengths = lengths
 
     @property
     def has_updated(self) -> bool:
-        """Return True if any optimizer has stepped."""
+        """True if an optimizer has stepped."""
         return bool(self._state.optimizers)
 
     def switch_model(self, model: nn.Module, in_use: Iterable[Any], engine: Engine | None = None) -> None:
         """Continue with steps that train `model`, which may be a new one. The caller must call `second` next.
 
-        Objects that neither this model nor `in_use` reaches are released, and their memory no longer counts.
+        Objects that can be reached neither from this model nor from `in_use` are released, and no longer counted.
         """
         self._running.close()
         self._state.visit(model)
@@ -172,7 +172,7 @@ class TwoStepRun:
             gc.collect()  # the engine of the former model is part of a reference cycle
 
     def second(self, batch: Any = None) -> None:
-        """End the first step and begin the second one, which is the estimated one; `batch` replaces the batch."""
+        """End the first step and begin the second one, which is estimated. If given, `batch` replaces the batch."""
         self._running.close()
         with without_function_modes():
             self._learn()
@@ -182,11 +182,11 @@ class TwoStepRun:
         self._running.enter_context(self._labelled_trace.running())
 
     def _measure_static(self, batch: Any) -> tuple[Static, frozenset[int]]:
-        """Return the memory that a step would find if it began now, and the numbers of that memory's blocks."""
+        """Return the memory that would exist before a step that begins now, and the numbers of its blocks."""
         return measure_static(self._tracker, self._model, batch, self._state, self._reducers.buckets)
 
     def end_step(self) -> None:
-        """Record the end of a step, which is the estimated step if no other step follows."""
+        """Record the end of a step. This step is estimated if no other step follows."""
         assert self._static is not None
         with without_function_modes():
             after, _ = self._measure_static(())
@@ -198,7 +198,7 @@ class TwoStepRun:
         self._tracker.ledger.end_step()
 
     def finish_only(self) -> None:
-        """End the run after its only step, which is the estimated step. Events after that step do not count."""
+        """End the run after its only step, which is estimated. Events after that step are forgotten."""
         self._has_one_step = True
         self._tracker.ledger.forget_later()
         begins = f": a second one would begin with {' and '.join(self._left)} that this one made" if self._left else ""
@@ -206,19 +206,19 @@ class TwoStepRun:
         self.finish()
 
     def _learn(self) -> None:
-        """Measure scratch memory that the first step left unknown."""
+        """Measure the scratch memory of operators that were unknown in the first step."""
         self._trials.learn()
 
     def finish(self) -> None:
-        """End the second step, which is the estimated one."""
+        """End the second step, which is estimated."""
         self._running.close()
         assert self._labelled_trace is not None
         self._labelled_trace.state(self._state.optimizers)
 
     def estimate(self, n_passes: int = 0) -> MemoryEstimate:
-        """Return the estimate, after the block has ended.
+        """Return the estimate. Call this after the `with` block has ended.
 
-        `n_passes` is the number of forward and backward passes if no optimizer stepped.
+        `n_passes` is the number of forward and backward passes if no optimizer has stepped.
         """
         stream, passes = self._tracker.ledger.stream, "passes" if n_passes > 1 else "pass"
         assert self._static is not None
@@ -242,6 +242,6 @@ class TwoStepRun:
 
 
 def exchange(tensor: Tensor, other: Tensor) -> None:
-    """Exchange two tensors. The former content of `tensor` is freed if the caller keeps no reference to `other`."""
+    """Exchange the contents of two tensors. The old content of `tensor` is freed together with `other`."""
     if other is not tensor:
         swap(tensor, other)

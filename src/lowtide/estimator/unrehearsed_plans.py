@@ -1,11 +1,11 @@
-"""Engines that save memory in an estimated step without a rehearsal: the two extremes of the plans that `fit` searches.
+"""Engines that save memory in an estimated step without a rehearsal, as two extremes of the plans that `fit` makes.
 
-`fit` decides about each saved tensor by its measured time. Without a rehearsal no time is known, so all tensors of a
-kind are treated alike: recomputed where that takes no matrix product, and with it, in the second way, each repeated
-block replayed. Every recompute is taken to be exact here; a rehearsal would check that.
+`fit` decides about each saved tensor by the measured time of its recompute. Without a rehearsal, no time is known. The
+first engine recomputes every tensor that needs no matrix product for it. The second engine also runs repeated blocks
+again in backward. Every recompute is assumed to be exact; a rehearsal would check that.
 
-As in a plan, nothing is recomputed where the parameters of its FSDP2 unit are not gathered (`profiler/fsdp_units.py`),
-and no block is replayed that sends anything to other processes.
+As in a plan, nothing is recomputed while the parameters of its FSDP2 unit are not gathered (`profiler/fsdp_units.py`),
+and a block that communicates with other processes does not run again.
 """
 
 from __future__ import annotations
@@ -40,14 +40,17 @@ if TYPE_CHECKING:
     from lowtide.runtime.saved_values import Handle, Value
 
 How = Literal["plain", "recomputed", "replayed"]
-"""Ways to run a step: plainly, with cheap tensors recomputed, and with every repeated block replayed as well."""
+"""Ways to run a step: as it is, with cheap recomputes, or with every repeated block run again in backward as well."""
 
 MIN_BYTES = 4096
-"""Bytes of the smallest tensor that is recomputed."""
+"""Size of the smallest tensor that is recomputed, in bytes."""
 
 
 class CheapRecomputes(SavedTensorPacker):
-    """Saved-tensor packer that recomputes, outside replays, every tensor that takes no matrix product to recompute."""
+    """Saved-tensor packer that recomputes every tensor for which that takes no matrix product.
+
+    Tensors that a replayed module call saves are excluded.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__(model)
@@ -56,16 +59,16 @@ class CheapRecomputes(SavedTensorPacker):
         self._units = FsdpUnits(model)
         self._scopes = FsdpScopes()
         self._open: list[int] = []
-        """Calls of units in progress, by their numbers in `_scopes`."""
+        """Calls of FSDP2 units in progress, by their numbers in `_scopes`."""
 
     def begin_call(self, module: nn.Module) -> None:
-        """Record that a module's forward begins, which matters for FSDP2 units that are resharded after forward."""
+        """Record that a module's forward begins, if it is an FSDP2 unit that is resharded after forward."""
         if module in self._units.resharded:
             self._open.append(len(self._scopes.spans))
             self._scopes.begin(self._open[-1])
 
     def end_call(self, module: nn.Module) -> None:
-        """Record that a module's forward ends, which matters for FSDP2 units that are resharded after forward."""
+        """Record that a module's forward ends, if it is an FSDP2 unit that is resharded after forward."""
         if module in self._units.resharded:
             self._scopes.end(self._open.pop())
 
@@ -105,13 +108,11 @@ class CheapRecomputes(SavedTensorPacker):
         return unit in (None, *self._open) and all(map(self._is_gathered_for, operands))
 
     def note_drift(self, decision: Decision, node: Node | None = None) -> None:
-        """Report nothing: a tensor that can't be recomputed is kept."""
+        """Do nothing, because a tensor that can't be recomputed is simply kept."""
 
 
 class Unrehearsed(Engine):
-    """An engine that works without a rehearsed plan: it applies `CheapRecomputes`, and replays the module calls at the
-    addresses `replayed`.
-    """
+    """Engine without a rehearsed plan. It applies `CheapRecomputes`, and replays the module calls in `replayed`."""
 
     packer: CheapRecomputes
 
@@ -121,7 +122,7 @@ class Unrehearsed(Engine):
         self._hooks: list[RemovableHandle] = []
         self._blocks = {model.get_submodule(path): calls for path, calls in self.tables[0].items()}
         self._sent: list[int] = []
-        """Number of collectives before each call in progress that is to be replayed."""
+        """Number of collectives so far at the beginning of each call in progress that is to be replayed."""
 
     @property
     def does_anything(self) -> bool:
@@ -129,8 +130,8 @@ class Unrehearsed(Engine):
 
     def install(self) -> None:
         self._hooks = [  # before the plan, which replays no block that gets a hook later
-            register_module_forward_pre_hook(self._begins),
-            register_module_forward_hook(self._ends, always_call=True),
+            register_module_forward_pre_hook(self._begin_forward),
+            register_module_forward_hook(self._end_forward, always_call=True),
         ]
         super().install()
 
@@ -139,7 +140,7 @@ class Unrehearsed(Engine):
             self._hooks.pop().remove()
         super().remove()
 
-    def _begins(self, module: nn.Module, _: Any) -> None:
+    def _begin_forward(self, module: nn.Module, _: Any) -> None:
         """Observe the beginning of a module's forward."""
         if in_backward():
             return
@@ -147,8 +148,8 @@ class Unrehearsed(Engine):
         if module in self._blocks:
             self._sent.append(n_sent[0])
 
-    def _ends(self, module: nn.Module, *_: Any) -> None:
-        """Observe the end of a module's forward. A block that has sent anything is replayed in no later step."""
+    def _end_forward(self, module: nn.Module, *_: Any) -> None:
+        """Observe the end of a module's forward. A block that has called a collective is not replayed from now on."""
         if in_backward():
             return
         self.packer.end_call(module)
@@ -158,7 +159,7 @@ class Unrehearsed(Engine):
 
 
 def _takes_a_product(maker: object) -> bool:
-    """Return True if the recompute `maker`, or another recompute that it needs, takes a matrix product."""
+    """Return True if the recompute `maker`, or another recompute on which it depends, takes a matrix product."""
     if not isinstance(maker, Recompute):
         return False
     passed = (handle.value for handle in maker.operands if handle is not None and handle.value.is_intermediate)
@@ -166,7 +167,7 @@ def _takes_a_product(maker: object) -> bool:
 
 
 def build_engine(how: How, model: nn.Module) -> Engine | None:
-    """Return the engine that runs a step in the way `how`; None for the plain step.
+    """Return the engine that runs a step as `how` says; None if `how` is "plain".
 
     Raises RehearsalError for a model that can't be planned.
     """
@@ -179,11 +180,11 @@ def build_engine(how: How, model: nn.Module) -> Engine | None:
 
 
 def repeated_blocks(model: nn.Module) -> Sequence[str]:
-    """Return the module paths of repeated blocks: outermost neighbours of one class, such as a transformer's layers."""
-    return [*_blocks(model, "")]
+    """Return the paths of repeated blocks: the outermost lists of modules of one class, as a transformer's layers."""
+    return [*_find_blocks(model, "")]
 
 
-def _blocks(module: nn.Module, path: str) -> Iterator[str]:
+def _find_blocks(module: nn.Module, path: str) -> Iterator[str]:
     prefix = f"{path}." if path else ""
     children = dict(module.named_children())
     first, *others = children.values() or (None,)
@@ -192,4 +193,4 @@ def _blocks(module: nn.Module, path: str) -> Iterator[str]:
         yield from (f"{prefix}{name}" for name in children)
         return
     for name, child in children.items():
-        yield from _blocks(child, f"{prefix}{name}")
+        yield from _find_blocks(child, f"{prefix}{name}")

@@ -17,7 +17,7 @@ aten = torch.ops.aten
 
 
 def takes_nothing(func: Any, tensors: list[Tensor], results: list[Tensor]) -> bool:
-    """Return True if an operator allocates no scratch memory worth counting, given these tensors."""
+    """Return True if an operator call with these tensors and results allocates no notable scratch memory."""
     if not tensors or _never_takes(func):
         return True
     if any(tensor.layout is not torch.strided for tensor in tensors):
@@ -26,7 +26,7 @@ def takes_nothing(func: Any, tensors: list[Tensor], results: list[Tensor]) -> bo
         return all(tensor.is_contiguous() for tensor in tensors)
     if func in POOLING:
         return all(tensor.is_contiguous() or _has_channels_last(tensor) for tensor in tensors)
-    return _is_pointwise(func) and len(_numbers(tensors) | _numbers(results)) <= 1
+    return _is_pointwise(func) and len(_list_number_dtypes(tensors) | _list_number_dtypes(results)) <= 1
 
 
 @cache
@@ -37,12 +37,12 @@ def _never_takes(func: Any) -> bool:
 
 @cache
 def _is_pointwise(func: Any) -> bool:
-    """Return True if an operator is a single loop over the elements, with casts only for mixed dtypes."""
+    """Return True if an operator is a single loop over the elements, which casts only if dtypes are mixed."""
     return torch.Tag.pointwise in func.tags and func not in COMPOSED
 
 
-def _numbers(tensors: list[Tensor]) -> set[torch.dtype]:
-    """Return the dtypes of the tensors that may be cast: all but masks and tensors without dimensions."""
+def _list_number_dtypes(tensors: list[Tensor]) -> set[torch.dtype]:
+    """Return the dtypes of the tensors that may be cast: all except masks and scalars."""
     return {tensor.dtype for tensor in tensors if tensor.dtype is not torch.bool and tensor.dim()}
 
 

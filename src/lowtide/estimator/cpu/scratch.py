@@ -1,9 +1,9 @@
-"""Scratch memory of CPU operators: rules read off the kernels, checked against the CPU recorder.
+"""Scratch memory of CPU operators, by rules that follow the kernels' source and are tested against measurements.
 
-Each rule returns bytes beyond the results, as the kernels of torch 2.13 allocate them. Operators known to allocate no
-scratch are in `no_scratch_ops.py`. All others are tried out (`scratch_trials.py`): operators composed of others
-internally, and operators that torch hands to oneDNN, whose blocked formats and scratch depend on the processor and on
-the number of threads.
+Each rule returns the bytes that the kernels of torch 2.13 allocate in addition to the results. Operators without
+scratch memory are listed in `no_scratch_ops.py`. All others run once in a trial (`scratch_trials.py`): operators that
+call others internally, and operators of oneDNN, whose formats and scratch memory depend on the processor and on the
+number of threads.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 Rule = Callable[[Any, Any, list["Tensor"]], list[int] | None]
-"""Function from args, kwargs and results to the bytes of each other block that is alive at the operator's peak.
+"""Function of args, kwargs and results that returns the bytes of each scratch block alive at the operator's peak.
 
-It returns None if the bytes depend on more than these; the operator is then tried out.
+It returns None if the bytes depend on more than its arguments. The operator is then run in a trial.
 """
 
 
 _BY_CONTENTS = (aten.linalg_matrix_exp.default,)
-"""Operators whose scratch depends on contents: `matrix_exp` keeps more powers of a matrix with larger values."""
+"""Operators whose scratch memory depends on contents: `matrix_exp` keeps more powers if the values are larger."""
 
 
 class Scratch:
-    """Scratch memory of operators on `device`. `unknown` lists the operators without known scratch."""
+    """Scratch memory of operators on `device`. `unknown` describes the memory that is not known."""
 
     def __init__(self, device: str, trials: Trials) -> None:
         self._device = device
@@ -47,7 +47,7 @@ class Scratch:
     def of(
         self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], results: list[Tensor]
     ) -> tuple[dict[int, int], list[int]]:
-        """Return the scratch memory of an operator call in bytes: corrected sizes of results, and scratch blocks.
+        """Return corrected sizes of an operator's results, and the sizes of its scratch blocks, all in bytes.
 
         The first part maps positions in `results` to bytes, for results whose real storage differs in size from the
         fake one.
@@ -70,7 +70,7 @@ class Scratch:
         return self._trials.of(func, args, kwargs) if sizes is None else ({}, [n for n in sizes if n])
 
 
-def _copied(*places: int) -> Callable[[Any, Any, list[Tensor]], list[int]]:
+def _make_copy_rule(*places: int) -> Callable[[Any, Any, list[Tensor]], list[int]]:
     """Return a rule for kernels that copy the arguments at `places` if they are not contiguous."""
 
     def rule(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
@@ -80,10 +80,10 @@ def _copied(*places: int) -> Callable[[Any, Any, list[Tensor]], list[int]]:
     return rule
 
 
-def _promoted(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
+def _count_promotions(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
     """Return the bytes of casts in arithmetic: a copy of each operand that does not have the common dtype.
 
-    Operands without dimensions are not cast.
+    Scalar operands are not cast.
     """
     one, other = args[:2]
     dtype = torch.result_type(one, other)
@@ -96,23 +96,24 @@ def _promoted(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
     ]
 
 
-def _cast_input(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
+def _count_input_cast(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
     return [] if args[0].dtype == results[0].dtype else [args[0].numel() * results[0].dtype.itemsize]
 
 
 def _safe_softmax(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
-    """Return the scratch bytes of softmax: a mask of -inf elements and a mask of rows that are all -inf; or a copy, if
-    larger, which is freed before the masks are allocated.
+    """Return the scratch bytes of safe softmax: a mask of -inf elements, and a mask of rows that are all -inf.
+
+    A copy of a non-contiguous input, which is freed before, counts instead if it is larger.
     """
     numel = args[0].numel()
     masks = [numel, numel // max(args[0].shape[args[1]], 1)]
-    return max(masks, _copied(0)(args, kwargs, results), key=sum)
+    return max(masks, _make_copy_rule(0)(args, kwargs, results), key=sum)
 
 
 def _roll(args: Any, kwargs: Any, results: list[Tensor]) -> list[int] | None:
     """Return the bytes of `roll`'s intermediate results, one for each rolled dimension except the last.
 
-    Returns None if `dims` is not given: then the tensor is flattened, and trials determine the bytes.
+    Return None if `dims` is not given, because the tensor is flattened then; a trial determines the bytes.
     """
     dims = args[2] if len(args) > 2 else kwargs.get("dims", ())
     return [results[0].nbytes] * (len(dims) - 1) if dims else None
@@ -125,12 +126,12 @@ def _batch_norm_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[
 def _layer_norm_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
     """Return the scratch bytes of layer norm's backward.
 
-    These are copies of the gradient and the input if they are not contiguous, and each thread's partial sums if the
-    gradient of weight or bias is needed.
+    They consist of copies of the gradient and the input if these are not contiguous, and of each thread's partial sums
+    if the gradient of weight or bias is needed.
     """
     normed = math.prod(args[2])
     sums = 2 * torch.get_num_threads() * normed * args[1].element_size() if any(args[-1][1:]) else 0
-    return [*_copied(0, 1)(args, kwargs, results), sums]
+    return [*_make_copy_rule(0, 1)(args, kwargs, results), sums]
 
 
 def _group_norm_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
@@ -145,8 +146,9 @@ def _logsumexp(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
 
 
 def _upsample(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
-    """Return the bytes of channels-last copies of input and result, which the kernel makes for small images
-    (UpSampleKernel.cpp).
+    """Return the bytes of the channels-last copies of input and result that the kernel makes for small images.
+
+    The kernel is in UpSampleKernel.cpp.
     """
     is_small = sum(results[0].shape[-2:]) <= _SMALL_IMAGE
     if not is_small or args[0].is_contiguous(memory_format=torch.channels_last):
@@ -160,15 +162,16 @@ _SMALL_IMAGE = 128
 
 def _upsample_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
     """Return the bytes of a copy of the gradient, unless it is contiguous or channels-last."""
-    return [] if args[0].is_contiguous(memory_format=torch.channels_last) else _copied(0)(args, kwargs, results)
+    return [] if args[0].is_contiguous(memory_format=torch.channels_last) else _make_copy_rule(0)(args, kwargs, results)
 
 
 def _flash(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
-    """Return the scratch bytes of flash attention in all threads: tiles of scores and of the result, and row maxima and
-    sums (FlashAttentionKernel.cpp).
+    """Return the scratch bytes of flash attention: each thread's tiles of scores and results, row maxima and row sums.
+
+    The kernel is in FlashAttentionKernel.cpp.
     """
     query, key, value = args[:3]
-    rows, columns = _tile(query, key)
+    rows, columns = _choose_tile(query, key)
     floats = rows * (columns + 2 + value.shape[-1]) * torch.get_num_threads()
     reduced = query.dtype in (torch.bfloat16, torch.float16)
     return [floats * 4, rows * columns * query.element_size() * torch.get_num_threads() if reduced else 0]
@@ -180,23 +183,23 @@ def _flash_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
     Half-precision inputs need a second copy of the tiles in their own dtype.
     """
     query, key = args[1:3]
-    rows, columns = _tile(query, key)
+    rows, columns = _choose_tile(query, key)
     tiles = 2 * rows * columns * torch.get_num_threads()
     reduced = query.dtype in (torch.bfloat16, torch.float16)
     return [tiles * 4, rows * 4, tiles * query.element_size() if reduced else 0]
 
 
-def _tile(query: Tensor, key: Tensor) -> tuple[int, int]:
+def _choose_tile(query: Tensor, key: Tensor) -> tuple[int, int]:
     length = query.shape[2]
     rows = 256 if length >= 768 else 64 if length >= 192 else 32
     return min(rows, length), min(512, key.shape[2])
 
 
-def _factors(args: Any, kwargs: Any, results: list[Tensor]) -> list[int] | None:
-    """Return the bytes of copies of a product's factors that BLAS can't read; None if trials must determine them.
+def _count_factor_copies(args: Any, kwargs: Any, results: list[Tensor]) -> list[int] | None:
+    """Return the bytes of copies of a product's factors that BLAS can't read; None if a trial must determine them.
 
-    BLAS needs contiguous rows or columns. In a batched product the matrices are copied one at a time, so each factor
-    counts with one matrix (LinearAlgebra.cpp: addmm_impl_cpu_). Batches of small matrices do not use BLAS and need no
+    BLAS needs contiguous rows or columns. In a batched product, matrices are copied one at a time, so one matrix of
+    each factor counts (LinearAlgebra.cpp: addmm_impl_cpu_). Batches of small matrices do not use BLAS and need no
     copies (bmm_out_or_baddbmm_).
     """
     factors, result = args[-2:], results[0]
@@ -210,18 +213,19 @@ def _factors(args: Any, kwargs: Any, results: list[Tensor]) -> list[int] | None:
 
 
 _SMALLEST_OF_BLAS = 400
-"""Smallest number of multiplications in each product of a batch for which BLAS is used."""
+"""BLAS is used if each product of a batch takes at least this number of multiplications."""
 
 
 def blas_reads(factor: Tensor) -> bool:
-    """Return True if BLAS reads `factor` without a copy: its rows, or its columns, are contiguous and disjoint."""
+    """Return True if BLAS can read `factor` without a copy: its rows or its columns are contiguous and disjoint."""
     (down, across), (rows, columns) = factor.stride()[-2:], factor.shape[-2:]
     return (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows))
 
 
-def _sorted_indices(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
-    """Return the scratch bytes of coalescing: one index number and one position for each element, and the sort's
-    buffers (SparseTensor.cpp).
+def _count_sort_buffers(args: Any, kwargs: Any, results: list[Tensor]) -> list[int]:
+    """Return the scratch bytes of `coalesce`: one flat index and one position per element, and the sort's buffers.
+
+    The kernel is in SparseTensor.cpp.
     """
     indices, _ = find_parts(args[0])
     n_bytes = indices.shape[1] * indices.element_size()
@@ -234,7 +238,7 @@ REDUCED_LATE = frozenset(
         *(aten.binary_cross_entropy.default, aten.soft_margin_loss.default),
     }
 )
-"""Losses whose kernels write all elements to the result, then reduce it to one number in memory for all elements."""
+"""Losses whose kernels write all elements to the result's storage before they reduce them to one number."""
 
 RULES: dict[Any, Rule] = {
     **dict.fromkeys(
@@ -242,30 +246,30 @@ RULES: dict[Any, Rule] = {
             *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.pow.Tensor_Tensor),
             *(aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor, aten.maximum.default),
         ),
-        _promoted,
+        _count_promotions,
     ),
     **dict.fromkeys(
         (
             *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
             *(aten.mv.default, aten.addmv.default),
         ),
-        _factors,
+        _count_factor_copies,
     ),
-    aten._coalesce.default: _sorted_indices,
-    aten.cumsum.default: _cast_input,
+    aten._coalesce.default: _count_sort_buffers,
+    aten.cumsum.default: _count_input_cast,
     aten._safe_softmax.default: _safe_softmax,
-    aten._softmax.default: _copied(0),
-    aten._log_softmax.default: _copied(0),
-    aten._softmax_backward_data.default: _copied(0, 1),
-    aten._log_softmax_backward_data.default: _copied(0, 1),
-    aten.native_layer_norm.default: _copied(0, 2, 3),
+    aten._softmax.default: _make_copy_rule(0),
+    aten._log_softmax.default: _make_copy_rule(0),
+    aten._softmax_backward_data.default: _make_copy_rule(0, 1),
+    aten._log_softmax_backward_data.default: _make_copy_rule(0, 1),
+    aten.native_layer_norm.default: _make_copy_rule(0, 2, 3),
     aten.native_layer_norm_backward.default: _layer_norm_backward,
     aten.native_group_norm_backward.default: _group_norm_backward,
     aten.logsumexp.default: _logsumexp,
     aten.native_batch_norm_backward.default: _batch_norm_backward,
     aten.roll.default: _roll,
-    aten.embedding.default: _copied(1),
-    aten.embedding_dense_backward.default: _copied(0, 1),
+    aten.embedding.default: _make_copy_rule(1),
+    aten.embedding_dense_backward.default: _make_copy_rule(0, 1),
     **dict.fromkeys((aten._embedding_bag.default, aten._embedding_bag_forward_only.default), bags.forward),
     bags.BACKWARD: bags.backward,
     aten._embedding_bag_per_sample_weights_backward.default: bags.weights_backward,

@@ -1,8 +1,8 @@
 """Learn scratch memory by trials: run an operator once on its own, on real tensors, and record its allocations.
 
-An operator is run as it is if its tensors have at most LARGEST_TRIAL bytes. A larger convolution is run on a few rows
-of its batch and on twice as many, because its memory grows linearly with them; any other larger operator stays unknown.
-Results of trials are kept until the process ends.
+An operator runs as it is if its tensors have at most LARGEST_TRIAL bytes. A larger convolution runs on a few rows of
+its batch and on twice as many, because its memory grows linearly with the rows. Any other larger operator stays
+unknown. Results of trials are kept until the process ends.
 """
 
 from __future__ import annotations
@@ -27,26 +27,28 @@ if TYPE_CHECKING:
 aten = torch.ops.aten
 
 LARGEST_TRIAL = 2**26
-"""Largest bytes of arguments with which an operator is run as it is."""
+"""Largest number of bytes of arguments with which an operator runs as it is."""
 
 FEW_ROWS = 8
 
 
 _BATCHED = {aten.convolution.default: 1, aten.convolution_backward.default: 2}
-"""Operators with a batch as the first dimension of this many leading arguments."""
+"""Operators with a batch -> number of leading arguments whose first dimension is the batch."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Script:
-    """Recorded memory of one run of an operator: allocations (+bytes) and frees (-bytes), in order, and the bytes of
-    each result, 0 for a result that is an argument.
+    """Recorded memory of one run of an operator.
+
+    `events` holds allocations (+bytes) and frees (-bytes) in order. `results` holds the bytes of each result, 0 for a
+    result that is an argument.
     """
 
     events: tuple[int, ...]
     results: tuple[int, ...]
 
-    def stretched(self, other: _Script, times: float) -> _Script:
-        """Extrapolate: return `self` plus `times` the difference of `other` and `self`, which have the same length."""
+    def extrapolate(self, other: _Script, times: float) -> _Script:
+        """Extrapolate linearly: return `self` plus `times` the difference from `self` to `other`."""
         events, results = (
             tuple(round(a + (b - a) * times) for a, b in zip(mine, theirs, strict=True))
             for mine, theirs in ((self.events, other.events), (self.results, other.results))
@@ -54,7 +56,7 @@ class _Script:
         return _Script(events, results)
 
     def count_beyond_results(self) -> int:
-        """Return the bytes at the peak that are not results."""
+        """Return the bytes at the peak without those of the results."""
         level = peak = 0
         for n_bytes in self.events:
             level += n_bytes
@@ -64,7 +66,7 @@ class _Script:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """An operator call with shapes and strides in place of tensors: all that its scratch memory depends on."""
+    """An operator call with shapes and strides instead of tensors. Its scratch memory depends on nothing else."""
 
     func: Any
     args: Any
@@ -80,7 +82,7 @@ class _Call:
 
     @property
     def rows(self) -> int:
-        """Rows of the batch; 0 for operators without a batch."""
+        """Number of rows of the batch; 0 for operators without a batch."""
         return int(self.args[0].shape[0]) if self.func in _BATCHED else 0
 
     @property
@@ -91,7 +93,7 @@ class _Call:
         return (self.func, torch.get_num_threads(), *tree_leaves((self.args, self.kwargs)))
 
     def trials(self) -> list[Callable[[Callable[[str], None]], tuple[int, ...]]]:
-        """Return the trials to run: one of the whole call, two on some of the rows, or none."""
+        """Return functions that run the trials: one with the whole call, two with some of the rows, or none."""
         if not all(geometry.whole for geometry in self.geometries):
             return []
         if self.n_bytes <= LARGEST_TRIAL:
@@ -101,38 +103,38 @@ class _Call:
         return [partial(self._run, rows) for rows in (FEW_ROWS, 2 * FEW_ROWS)]
 
     def learned(self, scripts: list[_Script]) -> _Script | None:
-        """Return the memory of this call, derived from `scripts`, the memory of its trials; None if that fails."""
+        """Derive the memory of this call from `scripts`, those of its trials. Return None if that is impossible."""
         if len(scripts) < 2:
             return scripts[0] if scripts else None
         few, more = scripts
         if (len(few.events), len(few.results)) != (len(more.events), len(more.results)):
             return None
-        return few.stretched(more, (self.rows - FEW_ROWS) / FEW_ROWS)
+        return few.extrapolate(more, (self.rows - FEW_ROWS) / FEW_ROWS)
 
     def _real(self, rows: int) -> tuple[list[Any], Any]:
         batched = _BATCHED.get(self.func, 0)
         args = [tree_map(partial(_real, rows=rows if n < batched else 0), arg) for n, arg in enumerate(self.args)]
         if self.func is aten.mkldnn_rnn_layer_backward.default:
-            args[_WORKSPACE] = _workspace(args)
+            args[_WORKSPACE] = _compute_workspace(args)
         return args, tree_map(_real, self.kwargs)
 
     def _run(self, rows: int, mark: Callable[[str], None]) -> tuple[int, ...]:
         args, kwargs = self._real(rows)
-        counted = {get_storage_id(tensor) for tensor in _memory(args, kwargs)}
+        counted = {get_storage_id(tensor) for tensor in _list_dense_parts(args, kwargs)}
         mark("begin")
         try:
             out = self.func(*args, **kwargs)
         finally:
             mark("end")
         sizes = []
-        for result in _memory(out):
+        for result in _list_dense_parts(out):
             sizes.append(0 if get_storage_id(result) in counted else result.untyped_storage().nbytes())
             counted.add(get_storage_id(result))
         return tuple(sizes)
 
 
-def _memory(*values: Any) -> Iterator[Any]:
-    """Yield the dense tensors that hold the memory of all tensors in nested structures."""
+def _list_dense_parts(*values: Any) -> Iterator[Any]:
+    """Yield the dense tensors that make up all tensors in nested structures."""
     return (part for leaf in tree_leaves(values) if _is_tensor(leaf) for part in find_parts(leaf))
 
 
@@ -140,16 +142,16 @@ _table: dict[Hashable, _Script | None] = {}
 
 
 class Trials:
-    """Scratch memory learned by trials, and the trials to run next."""
+    """Scratch memory that was learned by trials, and the operator calls to try next."""
 
     def __init__(self) -> None:
         self._wanted: dict[Hashable, _Call] = {}
         self._untried: dict[str, int] = {}
 
     def of(self, func: Any, args: Any, kwargs: Any) -> tuple[dict[int, int], list[int]]:
-        """Return bytes of new results, by position, and scratch bytes at the peak, both from a trial of this call.
+        """Return the bytes of new results by position, and the scratch bytes at the peak, from a trial of this call.
 
-        Both are empty for a call that has not been tried; `learn` will try it.
+        Both are empty for a call that has not been tried yet; `learn` will try it.
         """
         call = _Call.of(func, args, kwargs)
         key = call.key()
@@ -165,7 +167,7 @@ class Trials:
         return sizes, [script.count_beyond_results()]
 
     def leave(self, func: Any, args: Any, kwargs: Any) -> None:
-        """List this operator in `unknown`: no trial can show the scratch memory of the call."""
+        """List this operator in `unknown`, because no trial can show the scratch memory of the call."""
         self._leave(_Call.of(func, args, kwargs))
 
     def _leave(self, call: _Call) -> None:
@@ -174,16 +176,16 @@ class Trials:
 
     @property
     def unknown(self) -> dict[str, int]:
-        """Operators with unknown scratch memory, and the bytes of the arguments in their largest call."""
+        """Operators with unknown scratch memory -> bytes of the arguments in their largest call."""
         largest = dict(self._untried)
         for call in self._wanted.values():
             largest[str(call.func)] = max(call.n_bytes, largest.get(str(call.func), 0))
         return largest
 
     def learn(self) -> None:
-        """Run the trials of calls that `of` did not know, and keep what they show.
+        """Run the trials of calls that `of` did not know, and remember their memory.
 
-        Must not be called inside a backward pass, or while another recorder is active.
+        Do not call this inside a backward pass, or while another recorder is active.
         """
         wanted, self._wanted = self._wanted, {}
         if not wanted:
@@ -218,7 +220,7 @@ def _split_at_marks(stream: EventStream) -> list[tuple[int, ...]]:
 
 
 def _real(leaf: Any, rows: int = 0) -> Any:
-    """Return a real tensor for a Geometry (of `rows` rows, if given), a clone for a generator, else `leaf` itself."""
+    """Convert a Geometry to a real tensor (with `rows` rows if not 0). Clone a generator. Return other leaves as is."""
     if isinstance(leaf, torch.Generator):
         return leaf.clone_state()
     return leaf.real(rows) if isinstance(leaf, Geometry) else leaf
@@ -227,8 +229,8 @@ def _real(leaf: Any, rows: int = 0) -> Any:
 _WORKSPACE = 22
 
 
-def _workspace(args: list[Any]) -> Any:
-    """Run a recurrent layer's forward and return its workspace, without which a trial of backward crashes."""
+def _compute_workspace(args: list[Any]) -> Any:
+    """Run a recurrent layer's forward and return its workspace. A trial of backward crashes without one."""
     reverse, mode, hidden_size, layers, biases, _, bidirectional, batch_sizes, batch_first = args[13:_WORKSPACE]
     settings = (reverse, batch_sizes, mode, hidden_size, layers, biases, bidirectional, batch_first, True)
     return torch.ops.aten.mkldnn_rnn_layer(*args[:7], *settings)[3]

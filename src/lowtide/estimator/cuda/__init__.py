@@ -1,1 +1,1 @@
-"""An absent GPU: a torch device whose tensors have no memory, and that behaves like CUDA."""
+"""An absent GPU: a torch device that behaves like CUDA and whose tensors have no memory."""

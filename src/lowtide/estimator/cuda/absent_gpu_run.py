@@ -1,4 +1,4 @@
-"""Two steps on fake tensors on an absent GPU, which replaces the model's own device: the patches, and the estimate."""
+"""Run two steps on fake tensors on an absent GPU, which replaces the model's own device, and estimate their memory."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def estimate_on(
     n_gpus: int = 1,
     engine: Engine | None = None,
 ) -> GpuMemoryEstimate:
-    """Estimate the memory of `step(batch)` on `gpu`; `lowtide.estimate` calls this function for a device.
+    """Estimate the memory of `step(batch)` on `gpu`. `lowtide.estimate` calls this function if a device is given.
 
     The step runs with `engine`, or under `plan` if `engine` is None. Without `allocator`, the allocator's settings are
     read from the environment. `n_gpus` is the number of processes, each with one GPU.
@@ -85,11 +85,11 @@ def estimate_on(
 
 
 class AbsentGpuRun(TwoStepRun):
-    """Context in which the model, the batch and objects reached from `reached` are on `gpu`, as fake tensors.
+    """Context manager under which the tensors of the model, the batch and `reached` are fake tensors on `gpu`.
 
-    `alone`: the process runs only this rehearsal, and the batch is on the GPU only while the script holds it. `engine`
-    takes part in both steps. `is_there` returns True if a real tensor is on CUDA already. `processes` train together,
-    each on its own GPU.
+    If `alone`, the process runs only this rehearsal, and the batch is on the GPU only while the script holds it.
+    `engine` is active in both steps. `is_there` returns True if a real tensor is on CUDA already. `processes` train
+    together, each on its own GPU.
     """
 
     _tracker: GpuAllocationTracker
@@ -149,9 +149,9 @@ class AbsentGpuRun(TwoStepRun):
         return self
 
     def put(self, tensors: Iterable[Tensor], resized: Callable[[Tensor], Tensor]) -> None:
-        """Move real tensors to the GPU, each in the size of the tensor that `resized` returns for it.
+        """Move real tensors to the GPU, each with the size of `resized(tensor)`.
 
-        Other fake tensors are resized too, but keep their device.
+        Tensors that are fake already are resized, too, but stay on their device.
         """
         fakes: list[Tensor] = []
         real: list[Tensor] = []
@@ -172,23 +172,23 @@ class AbsentGpuRun(TwoStepRun):
         self._count_groups()
 
     def _count_groups(self) -> None:
-        """Count the process groups, which the script may destroy before it ends."""
+        """Count the process groups now, because the script may destroy them before it ends."""
         self._n_groups = max(self._n_groups, n_groups() if several_processes() else 0)
 
     def _learn(self) -> None:
-        """Do nothing: kernels of an absent GPU can't be tried."""
+        """Do nothing, because kernels of an absent GPU can't be run in a trial."""
 
     def finish(self) -> None:
-        """End the second step, which is the estimated one."""
+        """End the second step, which is estimated."""
         super().finish()
         self._tracker.unbounded |= unbounded
         self._measured = tuple(measured.values())
         self._count_groups()
 
     def estimate(self, n_passes: int = 0) -> GpuMemoryEstimate:
-        """Return the estimate, after the block has ended.
+        """Return the estimate. Call this after the `with` block has ended.
 
-        `n_passes` is the number of forward and backward passes if no optimizer stepped, else 0.
+        `n_passes` is the number of forward and backward passes if no optimizer has stepped, else 0.
         """
         stream, bounds = self._tracker.ledger.stream, self._tracker.bounds
         processes, is_bounded = self._processes, not (self._tracker.unbounded or self._reducers.unknown)
@@ -207,7 +207,7 @@ class AbsentGpuRun(TwoStepRun):
                 *describe_bounds(outcome.whole, bounds),
             ),
             assumed=(
-                *_about(self._gpu),
+                *_list_assumptions(self._gpu),
                 *compiled(self._model),
                 *self.answers.notes,
                 *build_unrestored_note(self._state),
@@ -231,7 +231,7 @@ class AbsentGpuRun(TwoStepRun):
 
 @contextlib.contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Collect garbage a tenth as often in this block, since a rehearsal makes many more objects than its step."""
+    """Collect garbage a tenth as often in this block, because a rehearsal creates many more objects than its step."""
     often = gc.get_threshold()
     gc.set_threshold(10 * often[0], *often[1:])
     try:
@@ -240,7 +240,7 @@ def _rare_collections() -> Iterator[None]:
         gc.set_threshold(*often)
 
 
-def _about(gpu: GpuSpec) -> Iterator[str]:
+def _list_assumptions(gpu: GpuSpec) -> Iterator[str]:
     if gpu.capability is None:
         major, minor = CAPABILITY_ASSUMED
         yield f"compute capability {major}.{minor}: only the memory of the GPU was given"

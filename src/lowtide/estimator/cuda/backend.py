@@ -1,10 +1,10 @@
-"""Stand-in device for a GPU: torch's PrivateUse1 backend, implemented in Python.
+"""Device that represents an absent GPU: torch's PrivateUse1 backend, implemented in Python.
 
-Fake "cuda" tensors are impossible where torch is built without CUDA: the first that needs a gradient ends the process.
-A custom backend is a full device to autograd, and composite operators choose kernels on it as they do on CUDA.
+Fake "cuda" tensors don't work if torch is built without CUDA: the first one that requires a gradient ends the process.
+For autograd, a custom backend is a full device, and composite operators choose kernels on it as they do on CUDA.
 
-Torch has one such backend in each process, and its name can be set only once, so it stays taken until the process ends;
-between rehearsals it reports that it is not available. `torch.accelerator.current_accelerator()` keeps naming it.
+Each process has one such backend, and its name can be set only once, so it is in use until the process ends. Between
+rehearsals, it reports that it is not available. `torch.accelerator.current_accelerator()` still returns it.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from lowtide.memory.gpu_specs import GpuSpec
 
 
 class Stream(NullStream):
-    """Stream that FSDP2 computes on; its number tells the simulated allocator which blocks belong to it."""
+    """Stream of FSDP2. Its number tells the simulated allocator which blocks are allocated on the stream."""
 
     _numbers = count(1)
 
@@ -39,12 +39,12 @@ class Stream(NullStream):
         self.number = next(self._numbers)
 
     def record_event(self, event: object = None) -> NullStream:
-        """Return a new event: nothing runs asynchronously."""
+        """Return a new event, which is complete because nothing runs asynchronously."""
         return NullStream()
 
 
 class _Module(DeviceModule):
-    """Module `torch.cudalike`, which torch queries about the stand-in device."""
+    """Module `torch.cudalike`, from which torch reads the properties of the device that represents a GPU."""
 
     Stream, Event = Stream, NullStream
 
@@ -53,7 +53,7 @@ class _Module(DeviceModule):
 
     @contextlib.contextmanager
     def stream(self, stream: NullStream) -> Iterator[None]:
-        """Record allocations in this block as made on `stream`."""
+        """Record allocations in this block as allocations on `stream`."""
         streams.append(stream.number if isinstance(stream, Stream) else 0)
         try:
             yield
@@ -74,7 +74,7 @@ class _Module(DeviceModule):
 
 
 class _Hook(DeviceHook):
-    """Hook through which torch's C++ code queries the stand-in device: available only while a rehearsal runs."""
+    """Hook of the device for torch's C++ code. The device is available only while a rehearsal runs."""
 
     def is_available(self) -> bool:
         return bool(in_use)
@@ -109,10 +109,10 @@ def gpu_in_use(gpu: GpuSpec) -> Iterator[None]:
 
 
 def take_place(*, alone: bool = False) -> None:
-    """Register the device type `NAME`, which stands for an absent GPU, for the rest of the process.
+    """Register the device type `NAME`, which represents an absent GPU, for the rest of the process.
 
-    Raises RehearsalError if another package has taken torch's only custom backend. Raises it too if a GPU is available,
-    unless the process runs only the rehearsal (`alone`): torch knows one accelerator, from then on the stand-in.
+    Raises RehearsalError if another package uses torch's only custom backend. Also raises it if a GPU is available,
+    unless the process runs only the rehearsal (`alone`), because torch then stops treating the GPU as its accelerator.
     """
     if torch.cuda.is_available() and not alone:
         raise RehearsalError(

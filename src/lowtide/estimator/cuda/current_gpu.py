@@ -1,4 +1,4 @@
-"""State of the GPU rehearsal in progress, shared by the code that behaves like that GPU."""
+"""State of the GPU rehearsal in progress, shared by the code that simulates the GPU."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ NAME = "cudalike"
 """Device type of tensors on the rehearsed GPU."""
 
 CUDA = torch.device("cuda", 0)
-"""Device that tensors on the rehearsed GPU show to Python code."""
+"""Value of `tensor.device` that Python code sees for tensors on the rehearsed GPU."""
 
 CAPABILITY_ASSUMED = (8, 0)
-"""Compute capability assumed for a GPU given only by its memory."""
+"""Compute capability that is assumed for a GPU of which only the memory is known."""
 
 
 class NullStream:
@@ -36,11 +36,11 @@ class NullStream:
         pass
 
     def elapsed_time(self, end: object) -> float:
-        """Return one millisecond: programs divide by the elapsed time, so it is never 0."""
+        """Return one millisecond. It is not 0, because programs divide by the elapsed time."""
         return 1.0
 
     def query(self) -> bool:
-        """Return True: all work is done."""
+        """Return True, because all work is always complete."""
         return True
 
     def _nothing(self, *args: Any, **kwargs: Any) -> Any:
@@ -54,31 +54,32 @@ in_use: list[GpuSpec] = []
 
 
 taking: list[Callable[[Tensor], Tensor]] = []
-"""Function that moves a CPU tensor to the rehearsed GPU where it meets tensors there; at most one."""
+"""Function that moves a CPU tensor to the rehearsed GPU if an operator combines it with GPU tensors; at most one."""
 
 
 def to_gpu(tensor: Tensor) -> Tensor:
-    """Move a CPU tensor of a script that was written without a GPU to the rehearsed GPU; return any other tensor
-    unchanged.
+    """Move a CPU tensor to the rehearsed GPU, as for a script that was written without a GPU.
+
+    Return a tensor that is on the GPU or requires a gradient unchanged.
     """
     is_away = tensor.device.type == "cpu" and not tensor.requires_grad
     return taking[0](tensor) if is_away and taking else tensor
 
 
 unbounded: dict[str, str] = {}
-"""Notes, by operator, on memory whose size only a library knows; for the GPU in use, or the last one."""
+"""Operator -> note on memory whose size only a library knows, in the current or last rehearsal."""
 
 measured: dict[str, str] = {}
-"""Notes, by operator, on memory of a library that was measured on one GPU; for the GPU in use, or the last one."""
+"""Operator -> note on a library's memory that was measured on one GPU, in the current or last rehearsal."""
 
 lasting: dict[str, Tensor] = {}
-"""Memory that a library allocates once and keeps until the process ends, by name."""
+"""Name -> memory that a library allocates once and keeps until the process ends."""
 
 streams = [0]
 """Stack of the numbers of the streams in use; 0 is the default stream."""
 
 emulated: list[str] = []
-"""Stack of operators that are replaced by others while they run; allocations are attributed to the last one."""
+"""Stack of operators that are computed by calls of other operators. Allocations are attributed to the last one."""
 
 
 @contextlib.contextmanager
@@ -92,5 +93,8 @@ def emulates(op: str) -> Iterator[None]:
 
 
 def capability() -> tuple[int, int]:
-    """Return the rehearsed GPU's compute capability, or an assumed one if unknown; a rehearsal must be running."""
+    """Return the compute capability of the rehearsed GPU, or an assumed one if it is unknown.
+
+    A rehearsal must be running.
+    """
     return in_use[0].capability or CAPABILITY_ASSUMED

@@ -1,7 +1,7 @@
-"""Track tensors that a script requests on CUDA before a GPU is rehearsed: they stay on the CPU, but report CUDA.
+"""Track tensors that a script requests on CUDA before a GPU is rehearsed. They stay on the CPU, but report CUDA.
 
-A tensor counts if it was requested on CUDA, or computed from one that was. When the rehearsal starts, the tensors in
-use are put on its GPU.
+A tensor counts if it was requested on CUDA, or computed from such a tensor. When the rehearsal starts, the tensors in
+use are moved to its GPU.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class DeferredCudaModule(CudaRedirect):
-    """Function mode for the time before a GPU is rehearsed: "cuda" means the CPU, and tensors requested on CUDA are
+    """Function mode for the time before a GPU is rehearsed. "cuda" means the CPU, but tensors requested on CUDA are
     remembered.
     """
 
@@ -48,8 +48,8 @@ class DeferredCudaModule(CudaRedirect):
 
     def __enter__(self) -> Self:
         self._undo = contextlib.ExitStack()
-        for owner, make in ((nn.Parameter, nn.Parameter.__new__), (torch.autograd.Variable, _variable)):
-            self._undo.enter_context(patch.object(owner, "__new__", functools.partial(self._made, make)))
+        for owner, make in ((nn.Parameter, nn.Parameter.__new__), (torch.autograd.Variable, _create_variable)):
+            self._undo.enter_context(patch.object(owner, "__new__", functools.partial(self._create_parameter, make)))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -57,10 +57,12 @@ class DeferredCudaModule(CudaRedirect):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._undo.close()
 
-    def _made(self, make: Callable[..., Tensor], kind: type, data: Any = None, *args: Any, **kwargs: Any) -> Tensor:
+    def _create_parameter(
+        self, make: Callable[..., Tensor], kind: type, data: Any = None, *args: Any, **kwargs: Any
+    ) -> Tensor:
         """Create a parameter, which bypasses function modes, on the device of its data."""
         made = make(kind, data, *args, **kwargs)
-        if self._holds(data):
+        if self._is_on_cuda(data):
             self._there[made] = True
         return made
 
@@ -78,16 +80,16 @@ class DeferredCudaModule(CudaRedirect):
             return func(*args, **(kwargs or {}))
         func, args, kwargs = as_move(func, args, kwargs or {})
         given = [*args, *kwargs.values()]
-        is_there = bool(self._there) and any(map(self._holds, given))
+        is_there = bool(self._there) and any(map(self._is_on_cuda, given))
         if is_there and func in _ANSWERS:
-            is_torch = is_own(_asking(sys._getframe(1)))  # checkpointing compares devices
+            is_torch = is_own(_skip_function_modes(sys._getframe(1)))  # checkpointing compares devices
             return func(*args) if is_torch else _ANSWERS[func]
-        place = _place(func, args, kwargs)
-        goes_there = is_there if place is None else self._holds(place) or place == "cuda"
+        place = _find_requested_device(func, args, kwargs)
+        goes_there = is_there if place is None else self._is_on_cuda(place) or place == "cuda"
         out = super().__torch_function__(func, types, args, kwargs)
-        if func == SET_DATA and self._holds(args[1]):
+        if func == SET_DATA and self._is_on_cuda(args[1]):
             self._there[args[0]] = True
-        if place is not None and args and out is args[0] and goes_there != self._holds(args[0]):
+        if place is not None and args and out is args[0] and goes_there != self._is_on_cuda(args[0]):
             # The argument keeps its device. Of a slice, only the slice is copied.
             out = alias(out) if _is_whole(out) else out.clone()
         if goes_there:
@@ -99,32 +101,32 @@ class DeferredCudaModule(CudaRedirect):
 
     @property
     def version(self) -> object:
-        """New object at each access: earlier events never stay valid, because `since` lists only tensors alive now."""
+        """New object at each access. Earlier events are never valid, because `since` lists only the live tensors."""
         return object()
 
     def since(self, position: int) -> Iterator[Event]:
-        """Yield an allocation for each storage of tensors requested on CUDA, from number `position` on."""
+        """Yield an allocation for each storage of the tensors requested on CUDA, from the number `position` on."""
         with without_function_modes():
             parts = (part for tensor in list(self._there) for part in find_parts(tensor))
             sizes = {get_storage_id(part): part.untyped_storage().nbytes() for part in parts}
         return (Allocate(block, n_bytes, 0, "") for block, n_bytes in enumerate(sizes.values()) if block >= position)
 
     def mark(self, label: str, data: object = None) -> None:
-        """Do nothing: without a recording there is no place for a mark."""
+        """Do nothing, because nothing is recorded."""
 
-    def _holds(self, obj: Any) -> bool:
+    def _is_on_cuda(self, obj: Any) -> bool:
         if isinstance(obj, torch.Tensor):
             return obj in self._there
-        return isinstance(obj, list | tuple) and any(map(self._holds, obj))
+        return isinstance(obj, list | tuple) and any(map(self._is_on_cuda, obj))
 
 
-def _variable(kind: type, data: Any = None, requires_grad: bool = False, volatile: bool = False) -> Tensor:
-    """Return a tensor as `torch.autograd.Variable(data, ...)` does: `data` without its graph, or an empty tensor."""
+def _create_variable(kind: type, data: Any = None, requires_grad: bool = False, volatile: bool = False) -> Tensor:
+    """Return the result of `torch.autograd.Variable(data, ...)`: `data` without its graph, or an empty tensor."""
     return (torch.empty(0) if data is None else data.detach()).requires_grad_(requires_grad)
 
 
-def _asking(frame: FrameType) -> FrameType:
-    """Return `frame` or its first caller that is not a function mode passing a call on, such as a default device's."""
+def _skip_function_modes(frame: FrameType) -> FrameType:
+    """Return `frame`, or its first caller that is not the `__torch_function__` of a function mode."""
     while frame.f_code.co_name == "__torch_function__" and frame.f_back is not None:
         frame = frame.f_back
     return frame
@@ -134,8 +136,8 @@ def _is_whole(tensor: Tensor) -> bool:
     return not is_strided(tensor) or tensor.nbytes == tensor.untyped_storage().nbytes()
 
 
-def _place(func: Any, args: Any, kwargs: Any) -> Literal["cuda", "cpu"] | Tensor | None:
-    """Return the device that a call requests, or the tensor whose device it requests; None if it names neither."""
+def _find_requested_device(func: Any, args: Any, kwargs: Any) -> Literal["cuda", "cpu"] | Tensor | None:
+    """Return the device that a call requests, or the tensor whose device it requests; None if it requests neither."""
     if func is torch.Tensor.cuda:
         return "cuda"
     if func is torch.Tensor.cpu:

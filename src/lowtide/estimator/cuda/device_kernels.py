@@ -9,7 +9,7 @@ from lowtide.estimator.cuda.ops import autocast
 from lowtide.estimator.cuda.ops.op_table import KERNELS
 
 _libraries: list[torch.library.Library] = []
-"""Libraries of registered kernels, held because the registrations end with them."""
+"""Libraries of registered kernels. They are kept alive, because the registrations end with them."""
 
 
 def register() -> None:

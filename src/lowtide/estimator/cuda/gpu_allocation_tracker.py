@@ -44,28 +44,26 @@ _CPU = torch.device("cpu")
 _AS_ON_CPU = CudaOp()
 
 
-class _AtHome(FakeTensors):
-    """Fake counterparts of tensors: each on the tensor's own device, except that tensors of a real GPU go to the
-    rehearsed one.
-    """
+class _CudaMovedFakeTensors(FakeTensors):
+    """Fake counterparts of tensors, on the tensors' own devices. Those of CUDA tensors are on the rehearsed GPU."""
 
-    def _place(self, tensor: Tensor) -> torch.device | str:
+    def _choose_device(self, tensor: Tensor) -> torch.device | str:
         return NAME if tensor.device.type == "cuda" else tensor.device
 
 
 class GpuAllocationTracker(AllocationTracker):
-    """Allocation tracker for a step on an absent GPU. CPU tensors may occur too, but their memory does not count.
+    """Allocation tracker for a step on an absent GPU. CPU tensors may occur, too, but their memory does not count.
 
-    A script written for a machine without a GPU has put its tensors on the CPU. A CPU tensor that meets tensors on the
-    GPU is assumed to be there as well, as long as it lives.
+    A script for a machine without a GPU creates its tensors on the CPU. If an operator combines a CPU tensor with
+    tensors on the GPU, the CPU tensor is assumed to be on the GPU from then on.
     """
 
     def __init__(self, fakes: FakeTensorMode, answers: ValueOracle, takes: OpWorkspaces) -> None:
         super().__init__(NAME, fakes, answers, Scratch(NAME, Trials()), lambda: streams[-1])
-        self._takes, self._fake_tensors = takes, _AtHome(fakes)
+        self._takes, self._fake_tensors = takes, _CudaMovedFakeTensors(fakes)
         self._moved = WeakIdKeyDictionary()  # type: ignore[no-untyped-call]
         self.bounds: dict[int, ScratchBlock] = {}
-        """Blocks known only within bounds, by number."""
+        """Number of a block -> its bounds, for blocks whose size is not known exactly."""
         self.unbounded: dict[str, str] = {}
         """Descriptions of operators with unknown scratch memory, by the operator's name."""
         self.is_inside = False
@@ -82,31 +80,31 @@ class GpuAllocationTracker(AllocationTracker):
                 self._follow(results[place], op, n_bytes=0)
             results = [tensor for place, tensor in enumerate(results) if place not in host]
         scratch = self._takes.inside(func, args, kwargs, results)
-        held = [(self._open(inside, op), inside) for inside in scratch if inside.first]
+        held = [(self._allocate_scratch(inside, op), inside) for inside in scratch if inside.first]
         super()._record(
             func, args, kwargs, tensors, results if known.order is None else [results[i] for i in known.order]
         )
         if results and func.namespace not in OWN_OPERATORS | SHARDING_OPERATORS:
             self.unbounded.setdefault(op, f"{func.name()}, no operator of torch: what it takes inside")
-        self._take([inside for inside in scratch if not inside.first], op)
+        self._record_scratch([inside for inside in scratch if not inside.first], op)
         for block, inside in reversed(held):
             self.ledger.free(block, inside.bytes)
         for library, n_bytes in self._takes.lasting(func, args, results):
             self.ledger.allocate(n_bytes, library)
 
-    def _take(self, scratch: list[ScratchBlock], op: str) -> None:
-        """Record an operator's scratch blocks, each freed at the end of its lifetime."""
+    def _record_scratch(self, scratch: list[ScratchBlock], op: str) -> None:
+        """Record the allocation of an operator's scratch blocks, and their frees at the ends of their lifetimes."""
         held: list[tuple[int, int, ScratchBlock]] = []
         for place, inside in enumerate(scratch):
             for ended in [one for one in held if one[2].through is not None and one[0] + one[2].through < place]:
                 held.remove(ended)
                 self.ledger.free(ended[1], ended[2].bytes)
-            held.append((place, self._open(inside, op), inside))
+            held.append((place, self._allocate_scratch(inside, op), inside))
         for _, block, inside in reversed(held):
             self.ledger.free(block, inside.bytes)
 
-    def _open(self, inside: ScratchBlock, op: str) -> int:
-        """Record the allocation of a scratch block, and its bounds if they differ; return the block's number."""
+    def _allocate_scratch(self, inside: ScratchBlock, op: str) -> int:
+        """Record the allocation of a scratch block, and its bounds if they differ. Return the block's number."""
         block = self.ledger.allocate(inside.bytes, op)
         if inside.least < inside.most:
             self.bounds[block] = inside
@@ -122,14 +120,14 @@ class GpuAllocationTracker(AllocationTracker):
         return args, kwargs, list_tensors(args, kwargs)[0]
 
     def put_on_gpu(self, tensor: Tensor) -> None:
-        """Move a leaf tensor that the step created on the CPU to the GPU; the Python object keeps its identity."""
+        """Move a leaf tensor that the step has created on the CPU to the GPU. The Python object stays the same."""
         if tensor.is_leaf and is_fake(tensor) and (on_gpu := self.on_gpu(tensor)) is not tensor:
             del self._moved[tensor]
             on_gpu.requires_grad_(tensor.requires_grad)
             swap(tensor, on_gpu)
 
     def on_gpu(self, leaf: Any) -> Any:
-        """Return a CPU tensor's stand-in on the GPU, which lives as long as the tensor; any other leaf unchanged."""
+        """Return a CPU tensor's copy on the GPU, which lives as long as the tensor. Return other leaves unchanged."""
         if not isinstance(leaf, torch.Tensor) or not leaf.dim() or leaf.device.type != "cpu":
             return leaf
         copy = self._moved.get(leaf)  # type: ignore[no-untyped-call]
@@ -164,7 +162,7 @@ class GpuAllocationTracker(AllocationTracker):
             self.is_inside = before
 
     def _run_on_cpu(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run an operator without a fake kernel on the CPU, on zeros, for the shapes of its results."""
+        """Run an operator that has no fake kernel on zeros on the CPU, to get the shapes of its results."""
         back: dict[int, Tensor] = {}
 
         def make_zeros_on_cpu(leaf: Any) -> Any:

@@ -29,41 +29,41 @@ Verdict: TypeAlias = Literal["fits", "does not fit", "unknown"]
 class GpuMemoryEstimate(MemoryEstimate):
     """A `MemoryEstimate` for a GPU, over both steps and the memory before them. `print` it for a table.
 
-    Memory that is known only within bounds counts with its expected bytes, except where an attribute states bounds.
+    Memory that is known only within bounds counts with its expected bytes, unless an attribute states bounds.
     """
 
     gpu: GpuSpec
     whole: EventStream
-    """Events of both steps, after allocations of the storages that existed before: all that the allocator sees."""
+    """All events that the allocator handles: allocations from before the steps, then the events of both steps."""
     bounds: Mapping[int, ScratchBlock]
-    """Blocks of `whole` known only within bounds, by number."""
+    """Number of a block in `whole` -> its bounds, for blocks whose size is not known exactly."""
     measured: tuple[str, ...]
-    """Lines of `unknown` for memory counted as measured on one GPU, without known bounds."""
+    """Lines of `unknown` about memory that counts as it was measured on one GPU, without known bounds."""
     n_passes: int
-    """Number of forward and backward passes rehearsed if no optimizer stepped; 0 if one did."""
+    """Number of forward and backward passes if no optimizer has stepped, else 0."""
     has_one_step: bool
-    """True if the script takes one step, which is the estimated one."""
+    """True if the script runs only one step, which is estimated."""
     config: AllocatorConfig
     needs: Reserved
-    """The peaks, on a GPU of unlimited memory."""
+    """The expected peaks on a GPU of unlimited memory."""
     interval: tuple[int, int]
-    """Bytes reserved at the peak, at least and at most: with other segment addresses, and with all bounds."""
+    """Least and most bytes reserved at the peak, over all bounds and several orders of segment addresses."""
     outcome: Outcome
     """The recorded run, which can be simulated on any GPU."""
     processes: AbsentProcesses | None = None
-    """Processes that train together, of which this is the estimate of one; None for a process alone."""
+    """Processes that train together, if this is the estimate of one of them; None for a single process."""
     is_bounded: bool = True
-    """False if memory that some operator allocates internally has no known bound."""
+    """False if an operator allocates memory internally for which no bound is known."""
     nccl: tuple[int, int] = (0, 0)
     """Bytes that NCCL allocates outside torch's allocator, at least and at most, from public reports."""
 
     def to_snapshot(self, path: str | Path) -> None:
-        """Write a memory snapshot like `Timeline.to_snapshot`, of all that the allocator sees."""
+        """Write a memory snapshot like `Timeline.to_snapshot`, of all events that the allocator handles."""
         write_snapshot(Timeline(self.whole, self.timeline.labels), path, self.config)
 
     @property
     def peak_requested_bytes(self) -> int:
-        """Peak bytes of tensors and workspaces together."""
+        """Peak bytes that tensors and workspaces request."""
         return self.needs.peak_requested_bytes
 
     @property
@@ -78,54 +78,54 @@ class GpuMemoryEstimate(MemoryEstimate):
 
     @property
     def verdict(self) -> Verdict:
-        """Verdict on whether the step fits on `gpu` together with a CUDA context; "unknown" if unknown memory could
-        matter.
-        """
+        """Verdict if the step fits on `gpu` with a CUDA context: "fits", "does not fit" or "unknown"."""
         return self.outcome.on(self.gpu)
 
     @property
     def smallest_gpu(self) -> GpuSpec | None:
-        """The smallest GPU of the table, of the same kernel generation, on which `fits` is True; None if none."""
+        """The smallest listed GPU with the same generation of kernels on which the step fits; None if none."""
         return self.outcome.smallest(self.gpu)
 
     @property
     def compared_gpus(self) -> str:
-        """Phrase that names the GPUs among which `smallest_gpu` was sought, and says why other GPUs were left out."""
+        """Description of the GPUs among which `smallest_gpu` was chosen, and of the reason to leave out others."""
         which = "from 8.0 on" if has_newer_kernels(self.gpu) else "below 8.0"
         return f"of those with compute capability {which}; others run other kernels"
 
     @property
     def fits(self) -> bool:
-        """Return True if the step fits; `measured` memory, known only from one GPU model, counts as measured."""
+        """True if the step fits. Memory in `measured`, known only from one GPU model, counts as it was measured."""
         return self.verdict == "fits"
 
     @property
     def is_sure(self) -> bool:
-        """Return True if the step fits without relying on memory measured on a single GPU, or on reports of NCCL's
-        memory.
-        """
+        """True if the step fits, and that depends neither on memory measured on one GPU nor on reports about NCCL."""
         return self.fits and not self.measured and self.processes is None
 
     @property
     def left_bytes(self) -> int:
-        """Bytes of the GPU that remain for unknown memory; at least 0.
+        """Bytes of the GPU that are left for unknown memory; at least 0.
 
-        They are the total less the largest CUDA context, the most NCCL takes, and the upper bound of reserved bytes.
+        They are the total minus the largest CUDA context, the most that NCCL uses, and the upper bound of `interval`.
         """
         return max(self.gpu.total_bytes - CONTEXT_BYTES[1] - self.nccl[1] - self.interval[1], 0)
 
     def to_record(self, command: str = "lowtide.estimate(model, step, batch, device)", subject: str = "") -> RunRecord:
-        """Return this estimate as a RunRecord, from which reports are made."""
+        """Return this estimate as a RunRecord, the input of reports."""
         made = MemoryEstimate.to_record(self, command, subject)
-        assumed = (*made.assumed, *map(" for ".join, self._beside()), f"smallest GPU: {self.compared_gpus}")
+        assumed = (
+            *made.assumed,
+            *map(" for ".join, self._list_outside_memory()),
+            f"smallest GPU: {self.compared_gpus}",
+        )
         return replace(made, needs=(self.on_gpu(),), assumed=assumed)
 
     def on_gpu(self, batch: int | None = None) -> GpuNeeds:
-        """Return the GPU memory that the step needs, for a report; `batch` is the size of its batch."""
+        """Return the GPU memory that the step needs, for a report. `batch` is the batch size to state there."""
         least, most = self.interval
         return GpuNeeds(
             batch=batch,
-            gpu=self._place(),
+            gpu=self._describe_gpu(),
             gpu_bytes=self.gpu.total_bytes,
             verdict=self.verdict,
             is_sure=self.is_sure,
@@ -141,7 +141,7 @@ class GpuMemoryEstimate(MemoryEstimate):
         )
 
     def more(self) -> Iterator[str]:
-        """Yield the printed table's lines on the allocator, and the verdict."""
+        """Yield the lines of the printed table about the allocator, and about whether the step fits."""
         least, most = (format_bytes(n) for n in self.interval)
         within = "" if least == most else f", within {least} and {most}"
         answer = _IN_WORDS[self.verdict]
@@ -149,12 +149,12 @@ class GpuMemoryEstimate(MemoryEstimate):
             answer = f"it fits if the unknown memory takes no more than {format_bytes(self.left_bytes)}"
         if self.measured:
             answer += ", if some memory is as measured on one GPU"
-        yield f"on {self._place()}, with {format_bytes(self.gpu.total_bytes)}: {answer}"
+        yield f"on {self._describe_gpu()}, with {format_bytes(self.gpu.total_bytes)}: {answer}"
         peak = format_bytes(self.peak_requested_bytes)
         yield f"  {peak}  requested at the peak of {self._describe_peak()}"
         yield f"  {format_bytes(self.peak_allocated_bytes)}  allocated"
         yield f"  {format_bytes(self.peak_reserved_bytes)}  reserved{within}"
-        yield from (f"  {size}  {what}" for size, what in self._beside())
+        yield from (f"  {size}  {what}" for size, what in self._list_outside_memory())
         if self.gpu.shared:
             yield f"  unknown  what the system and this process take: the memory of {self.gpu.name} is the host's"
         smallest = "none of the table" if self.smallest_gpu is None else self.smallest_gpu.name
@@ -167,20 +167,20 @@ class GpuMemoryEstimate(MemoryEstimate):
         yield f"smallest GPU on which {sure}: {smallest}"
         yield f"  {self.compared_gpus}"
 
-    def _beside(self) -> Iterator[tuple[str, str]]:
-        """Yield the size and the name, in words, of each part of memory outside torch's allocator."""
+    def _list_outside_memory(self) -> Iterator[tuple[str, str]]:
+        """Yield the formatted size and the name of each part of memory outside torch's allocator."""
         yield " to ".join(map(format_bytes, CONTEXT_BYTES)), "the CUDA context, which is not the allocator's"
         if self.processes is not None:
             nccl = " to ".join(dict.fromkeys(map(format_bytes, self.nccl)))
             yield nccl, "NCCL, which is not the allocator's, by public reports (docs/sharded.md)"
 
-    def _place(self) -> str:
+    def _describe_gpu(self) -> str:
         if self.processes is None:
             return self.gpu.name
         return f"each of {self.processes.size} x {self.gpu.name}, rank {self.processes.rank}"
 
     def _describe_peak(self) -> str:
-        """Describe the run, and the step with its peak; the table shows the last step, whose peak may be lower."""
+        """Describe the run, and the step in which it peaks. The table shows the last step, whose peak may be lower."""
         events, peak = self.whole.events, Timeline(self.whole).peak_index
         before = (event for event in events[: peak + 1] if type(event) is Allocate)
         workspaces = sum(event.bytes for event in before if event.op in (WORKSPACE, LT_WORKSPACE))
@@ -206,11 +206,11 @@ _IN_WORDS: dict[Verdict, str] = {
 
 
 class Outcome:
-    """Simulator of torch's allocator that replays a recorded run on any GPU, to tell if the run fits there.
+    """Recorded run that is simulated with torch's allocator on any GPU, to find out if it fits there.
 
-    A run is replayed with expected block sizes and with their lower and upper bounds. It is also replayed with several
-    orders of segment addresses, because the driver's addresses decide which of several equal free blocks is used, and
-    so whether one more tensor has room. The expected order is that of recorded snapshots, `DriverAddresses`.
+    A run is simulated with expected block sizes and with their lower and upper bounds. It is also simulated with
+    several orders of segment addresses: the driver's addresses determine which of several equal free blocks is used,
+    and so if there is room for one more tensor. The expected order is that of recorded snapshots, `DriverAddresses`.
     """
 
     def __init__(
@@ -222,14 +222,14 @@ class Outcome:
         is_bounded: bool,
         beside: tuple[int, int] = (0, 0),
     ) -> None:
-        self._config, self._is_bounded, self._beside = config, is_bounded, beside
+        self._config, self._is_bounded, self._outside_bytes = config, is_bounded, beside
         self.whole = whole
         self._streams = {"expected": whole}
         for end in _ENDS if bounds else ():
             self._streams[end] = _resized(whole, {block: getattr(bound, end) for block, bound in bounds.items()})
         self._orders = _EXPANDABLE if config.expandable_segments else _ORDERS
         self._endless: dict[tuple[int, int], Reserved] = {}
-        """Peaks with unlimited memory, by the stream's id and the number of the address order."""
+        """Ids of a stream and numbers of an address order -> peaks with unlimited memory."""
         self._by_workspace: dict[tuple[str, int], EventStream] = {}
         self._requests: dict[int, Requests] = {}
         """Requests of each stream, by the stream's id."""
@@ -240,78 +240,83 @@ class Outcome:
 
     def needs(self) -> tuple[Reserved, tuple[int, int]]:
         """Return the expected peaks on a GPU of unlimited memory, and the bounds of the peak reserved bytes."""
-        expected = self._without_end(self.whole, 0)
+        expected = self._simulate_unlimited(self.whole, 0)
         # every stream with the expected addresses, and the expected stream with all address orders; also streams of
         # lower bounds, because with best fit smaller blocks may need more memory
         runs = [(name, 0) for name in self._streams] + [("expected", order) for order in range(len(self._orders))]
-        peaks = [self._without_end(self._streams[name], order).peak_reserved_bytes for name, order in runs]
+        peaks = [self._simulate_unlimited(self._streams[name], order).peak_reserved_bytes for name, order in runs]
         return expected, (min(peaks), max(peaks))
 
     def on(self, gpu: GpuSpec) -> Verdict:
-        """Return the verdict for a GPU; "unknown" if it depends on context size, unknown memory or driver addresses."""
+        """Return "fits", "does not fit", or "unknown" if that depends on unknown memory or driver addresses."""
         if gpu not in self._verdicts:
             self._verdicts[gpu] = self._judge(gpu)
         return self._verdicts[gpu]
 
     def has_same_requests_as(self, other: Outcome) -> bool:
         """Return True if both runs request the same memory in the same order, apart from cuBLAS's workspaces."""
-        return _sizes(self._on_gpu("expected", 0)) == _sizes(other._on_gpu("expected", 0))
+        return _list_sizes(self._set_workspace("expected", 0)) == _list_sizes(other._set_workspace("expected", 0))
 
     def _judge(self, gpu: GpuSpec) -> Verdict:
         if self._surely_fits(gpu):
             return "fits"
-        least = CONTEXT_BYTES[0] + self._beside[0]
+        least = CONTEXT_BYTES[0] + self._outside_bytes[0]
         runs = ((name, order) for name in self._streams for order in range(len(self._orders)))
-        return "unknown" if any(self._runs(name, order, gpu, least) for name, order in runs) else "does not fit"
+        return "unknown" if any(self._fits_with(name, order, gpu, least) for name, order in runs) else "does not fit"
 
     def smallest(self, like: GpuSpec) -> GpuSpec | None:
-        """Return the smallest listed GPU with kernels like those of `like` on which the step surely fits, or None."""
+        """Return the smallest listed GPU on which the step surely fits, with the same generation of kernels as `like`.
+
+        Return None if there is none.
+        """
         alike = (gpu for gpu in GPUS if has_newer_kernels(gpu) == has_newer_kernels(like))
         return next((gpu for gpu in alike if self._surely_fits(gpu)), None)
 
     def _surely_fits(self, gpu: GpuSpec) -> bool:
-        """Return True if the step fits whatever the context, unknown memory and driver addresses are.
+        """Return True if the step fits with the largest context, all upper bounds and any driver addresses.
 
-        A step is never sure to fit where the GPU shares its memory with the host, whose programs take from it.
+        A step never surely fits on a GPU that shares its memory with the host, whose programs use it, too.
         """
         if gpu not in self._sure:
-            most = CONTEXT_BYTES[1] + self._beside[1]
+            most = CONTEXT_BYTES[1] + self._outside_bytes[1]
             # also streams of lower bounds, because with best fit smaller blocks may need more memory
             runs = ((name, order) for name in self._streams for order in range(len(self._orders)))
             is_known = self._is_bounded and not gpu.shared
-            self._sure[gpu] = is_known and all(self._runs(name, order, gpu, most) for name, order in runs)
+            self._sure[gpu] = is_known and all(self._fits_with(name, order, gpu, most) for name, order in runs)
         return self._sure[gpu]
 
-    def _runs(self, name: str, order: int, gpu: GpuSpec, context: int) -> bool:
-        stream, capacity = self._on_gpu(name, count_workspace_bytes(gpu)), gpu.total_bytes - context
+    def _fits_with(self, name: str, order: int, gpu: GpuSpec, context: int) -> bool:
+        stream, capacity = self._set_workspace(name, count_workspace_bytes(gpu)), gpu.total_bytes - context
         if not self._config.expandable_segments and self._config.per_process_memory_fraction == 1:
-            endless = self._without_end(stream, 0)
+            endless = self._simulate_unlimited(stream, 0)
             if endless.peak_requested_bytes > capacity:  # true for every order of addresses
                 return False
             # no allocation fails if the run with unlimited memory needs no more; simulated only where that is likely
-            if endless.peak_reserved_bytes <= capacity >= self._without_end(stream, order).peak_reserved_bytes:
+            if endless.peak_reserved_bytes <= capacity >= self._simulate_unlimited(stream, order).peak_reserved_bytes:
                 return True
         addresses = self._orders[order]()
-        return simulate(self._of(stream), self._config, capacity, total=gpu.total_bytes, addresses=addresses).fits
+        return simulate(
+            self._read_requests(stream), self._config, capacity, total=gpu.total_bytes, addresses=addresses
+        ).fits
 
-    def _without_end(self, stream: EventStream, order: int) -> Reserved:
-        """Return an event stream's peaks on a GPU of unlimited memory; `order` is the index of the address order."""
+    def _simulate_unlimited(self, stream: EventStream, order: int) -> Reserved:
+        """Return the peaks of an event stream on a GPU of unlimited memory, with address order number `order`."""
         key = id(stream), order
         if key not in self._endless:
-            self._endless[key] = simulate(self._of(stream), self._config, addresses=self._orders[order]())
+            self._endless[key] = simulate(self._read_requests(stream), self._config, addresses=self._orders[order]())
         return self._endless[key]
 
-    def _of(self, stream: EventStream) -> Requests:
-        """Return the allocator requests that `stream` makes; cached for each stream."""
+    def _read_requests(self, stream: EventStream) -> Requests:
+        """Return the requests to the allocator in `stream`. They are cached for each stream."""
         if id(stream) not in self._requests:
             self._requests[id(stream)] = Requests(stream)
         return self._requests[id(stream)]
 
-    def _on_gpu(self, name: str, workspace: int) -> EventStream:
+    def _set_workspace(self, name: str, workspace: int) -> EventStream:
         """Return the event stream `name` ("expected", "least", "most") with cuBLAS workspaces of `workspace` bytes."""
         if (name, workspace) not in self._by_workspace:
             stream = self._streams[name]
-            self._by_workspace[name, workspace] = _resized(stream, _workspaces(stream, workspace))
+            self._by_workspace[name, workspace] = _resized(stream, _find_workspaces(stream, workspace))
         return self._by_workspace[name, workspace]
 
 
@@ -319,7 +324,7 @@ _ORDERS: tuple[Order, ...] = (DriverAddresses, *OTHERS)
 """Address orders, the expected one first."""
 
 _EXPANDABLE: tuple[Order, ...] = (DriverAddresses,)
-"""Address orders with expandable segments: each pool is one segment, so there is nothing to order."""
+"""Address orders with expandable segments. Each pool is one segment, so there is only one order."""
 
 
 def has_newer_kernels(gpu: GpuSpec) -> bool:
@@ -330,18 +335,18 @@ def has_newer_kernels(gpu: GpuSpec) -> bool:
 _ENDS = ("least", "most")
 
 
-def _sizes(stream: EventStream) -> list[tuple[str, int]]:
+def _list_sizes(stream: EventStream) -> list[tuple[str, int]]:
     """Return `(operator, bytes)` for each allocation and `("", bytes)` for each free, in order."""
     requests = (event for event in stream if not isinstance(event, Mark))
     return [(event.op if isinstance(event, Allocate) else "", event.bytes) for event in requests]
 
 
-def _workspaces(stream: EventStream, n_bytes: int) -> dict[int, int]:
+def _find_workspaces(stream: EventStream, n_bytes: int) -> dict[int, int]:
     return {e.block: n_bytes for e in stream if type(e) is Allocate and e.op == WORKSPACE and e.bytes != n_bytes}
 
 
 def _resized(stream: EventStream, sizes: Mapping[int, int]) -> EventStream:
-    """Return the stream with the bytes in `sizes`, by block, instead of the recorded bytes."""
+    """Return the stream with other block sizes. `sizes` maps the number of a block to its new bytes."""
     if not sizes:
         return stream
 

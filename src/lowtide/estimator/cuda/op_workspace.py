@@ -1,4 +1,4 @@
-"""Workspaces that CUDA's kernels and libraries allocate inside operators."""
+"""Workspaces that CUDA kernels and libraries allocate inside operators."""
 
 from __future__ import annotations
 
@@ -37,9 +37,9 @@ class OpWorkspaces:
         return [] if op is None or op.scratch is None or not _on_gpu(results) else op.scratch(args, kwargs, results)
 
     def lasting(self, func: Any, args: Any, results: list[Tensor]) -> Iterator[tuple[str, int]]:
-        """Yield library and bytes of each workspace that an operator allocates as its thread's first matrix product.
+        """Yield the library and the bytes of each workspace that the first matrix product of a thread allocates.
 
-        Such workspaces are never freed. Backward runs in its own thread on CUDA.
+        Such workspaces are never freed. On CUDA, backward runs in its own thread.
         """
         if func in PRODUCTS and _on_gpu(results):
             for library in (WORKSPACE, LT_WORKSPACE) if is_with_bias(func, args) else (WORKSPACE,):

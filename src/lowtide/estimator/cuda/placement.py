@@ -1,4 +1,4 @@
-"""Move the tensors that a step reaches to the GPU and back; each Python object keeps its identity."""
+"""Move the tensors that a step reaches to the GPU and back. The Python objects stay the same."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 
 
 class GpuPlacement:
-    """Context that makes the tensors given to `put` fake ones on the device of `fakes`.
+    """Context manager that turns the tensors given to `put` into fake tensors on the device of `fakes`.
 
-    `is_there` returns True if a real tensor is on a GPU already. Of a slice of larger memory that is not, only
-    the slice's own elements are moved, unless it is a parameter. With `releases`, a tensor leaves the GPU when no other
-    object refers to it. All tensors become real again when the context ends.
+    `is_there` returns True if a real tensor is on a GPU already. If a tensor that is not is a slice of larger memory,
+    only its own elements are moved, unless it is a parameter. With `releases`, a tensor's memory on the GPU is freed
+    when no other object refers to the tensor. All tensors become real again at the end of the block.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class GpuPlacement:
 
     @property
     def fake_of(self) -> Callable[[Tensor], Tensor]:
-        """Function that returns the fake counterpart of a plain tensor."""
+        """Function that returns the fake counterpart of a tensor that is no wrapper such as DTensor."""
         return self._fake_tensors.of
 
     def has(self, tensor: Tensor) -> bool:
@@ -51,9 +51,9 @@ class GpuPlacement:
         return any(tensor is placed() for placed, _ in self._done)
 
     def put(self, tensors: Iterable[Tensor], resized: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> None:
-        """Exchange tensors that a step may use unchanged (`is_given`), and their gradients, for fake leaves.
+        """Turn tensors that a step may use unchanged (`is_given`), and their gradients, into fake leaves.
 
-        Raises RehearsalError for tensors that torch can't exchange.
+        Raises RehearsalError for tensors whose contents torch can't exchange.
         """
         done = {id(placed()) for placed, _ in self._done}
         for tensor in {id(t): t for t in tensors}.values():
@@ -66,20 +66,20 @@ class GpuPlacement:
                     "Convert it to COO (`tensor.to_sparse_coo()`)."
                 )
             shown = resized(tensor)
-            fake = self._fake(shown)
+            fake = self._make_fake(shown)
             if isinstance(tensor, nn.Parameter):
                 make_parameter(fake, tensor.requires_grad)
             elif tensor.requires_grad:
                 fake.requires_grad_()
             share_hooks(tensor, fake)
             if tensor.is_leaf and tensor.grad is not None:
-                fake.grad = self._fake(tensor.grad)
+                fake.grad = self._make_fake(tensor.grad)
             swap(tensor, fake)
             real = fake if shown is tensor else shown  # the two were exchanged
             self._done.append((self._reference(tensor, real), fake))
 
-    def _fake(self, tensor: Tensor) -> Tensor:
-        """Return the fake counterpart of a tensor; a distributed tensor's counterpart wraps its fake local shard."""
+    def _make_fake(self, tensor: Tensor) -> Tensor:
+        """Return the fake counterpart of a tensor. That of a distributed tensor wraps its fake local shard."""
         if is_wrapping(type(tensor)):
             with torch.no_grad():
                 fake: Tensor = make_distributed_like(tensor, self._fake_tensors.of(next(find_parts(tensor))))
@@ -111,49 +111,46 @@ class GpuPlacement:
 
 
 def belongings(model: nn.Module, batch: Any, reached: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors on the GPU when a step begins, in the order in which a script puts them there.
+    """Return the tensors on the GPU when a step begins, in the order in which a script moves them there.
 
-    Order: the model; other modules, parameters and optimizer state that the step reaches; other tensors that it trains;
-    the batch.
+    The order is: the model; other modules, parameters and optimizer state that the step reaches; other tensors that it
+    trains; the batch.
     """
     tensors: list[Tensor] = []
-    _module(model, tensors)
+    _append_module_tensors(model, tensors)
     optimizers = []
     for obj in reached:
         if isinstance(obj, nn.Module):
-            _module(obj, tensors)
+            _append_module_tensors(obj, tensors)
         elif isinstance(obj, torch.optim.Optimizer):
             optimizers.append(obj)
     for optimizer in optimizers:
         tensors += list_parameters(optimizer)  # some are in no module
-        tensors += _state(optimizer)
+        tensors += _list_state(optimizer)
     tensors += (t for t in reached if isinstance(t, torch.Tensor) and t.requires_grad and is_given(t))
     sizes = {id(tensor) for tensor in list_batch_sizes(batch)}
     return tensors + [tensor for tensor in collect_tensors(batch) if id(tensor) not in sizes]
 
 
 def is_given(tensor: Tensor) -> bool:
-    """Return True if a step may use a tensor unchanged: a leaf, or a tensor computed only from leaves that are no
-    parameters.
+    """Return True if a step may use a tensor unchanged: a leaf, or a tensor that no parameter was used to compute.
 
-    Points in space at which derivatives are taken are tensors of the second kind.
+    An example of the second kind are the points at which a physics-informed network takes derivatives.
     """
     return tensor.is_leaf or not any(
         isinstance(getattr(node, "variable", None), nn.Parameter) for node in find_nodes_behind([tensor])
     )
 
 
-def _module(module: nn.Module, tensors: list[Tensor]) -> None:
-    """Append a module's tensors to `tensors`, in the order of `module.cuda()`: tensors of children before its own."""
+def _append_module_tensors(module: nn.Module, tensors: list[Tensor]) -> None:
+    """Append a module's tensors to `tensors` in the order of `module.cuda()`: first the tensors of its children."""
     for child in module.children():
-        _module(child, tensors)
+        _append_module_tensors(child, tensors)
     tensors += [t for t in (*module._parameters.values(), *module._buffers.values()) if t is not None]
 
 
-def _state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Yield the optimizer's state on the GPU; step counters stay on the CPU unless the optimizer is fused or
-    capturable.
-    """
+def _list_state(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Yield the optimizer's state on the GPU, including step counters if it is fused or capturable."""
     on_device = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     for entry in optimizer.state.values():
         for name, tensor in entry.items() if isinstance(entry, dict) else ():

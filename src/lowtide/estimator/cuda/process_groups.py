@@ -1,4 +1,4 @@
-"""Substitutes for the process groups of a CUDA script on a machine without NCCL: gloo, or a simulated group."""
+"""Replacements for the process groups of a CUDA script on a machine without NCCL: gloo, or a simulated group."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _OF_OBJECTS = ("all_gather_object", "gather_object", "broadcast_object_list", "s
 _BETWEEN_TWO = ("send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list")
 
 taken_as_own: dict[str, None] = {}
-"""Lines of the current estimate that got objects from absent processes, as notes; the keys are ordered."""
+"""Notes on lines of the script that received objects from absent processes in the current estimate, in order."""
 
 
 def replacements(processes: AbsentProcesses | None = None) -> Iterator[tuple[Any, str, Any]]:
-    """Yield stand-ins for torch's functions on process groups, as (owner, name, function)."""
+    """Yield replacements for torch's functions on process groups, as (owner, name, function)."""
     taken_as_own.clear()
-    yield DistributedDataParallel, "__init__", _anywhere(DistributedDataParallel.__init__)
+    yield DistributedDataParallel, "__init__", _wrap_on_cpu(DistributedDataParallel.__init__)
     yield DistributedDataParallel, "_passing_sync_batchnorm_handle", lambda self, module: None
     if not torch.distributed.is_available():
         return
@@ -52,27 +52,27 @@ def replacements(processes: AbsentProcesses | None = None) -> Iterator[tuple[Any
 
 
 def simulated_group(processes: AbsentProcesses) -> Iterator[tuple[Any, str, Any]]:
-    """Yield stand-ins that give a script a simulated group of `processes`, as (owner, name, function)."""
+    """Yield replacements of functions that simulate a group of `processes`, as (owner, name, function)."""
     from torch.distributed import device_mesh  # a mesh starts the group of a script that has not
 
     yield build_own_state_patch()
-    started = _started(torch.distributed.init_process_group, processes)
+    started = _start_absent(torch.distributed.init_process_group, processes)
     yield from ((owner, "init_process_group", started) for owner in (*_OWNERS, device_mesh))
     for owner in _OWNERS:
         yield owner, "new_group", _ignore_backend(owner.new_group)
         yield owner, "all_gather_object", _gather_own_for_all
-        yield owner, "gather_object", _gathered
-        yield owner, "broadcast_object_list", _kept
-        yield owner, "scatter_object_list", _scattered
+        yield owner, "gather_object", _gather_own
+        yield owner, "broadcast_object_list", _keep_own
+        yield owner, "scatter_object_list", _scatter_own
     for name in _BETWEEN_TWO:  # one function for all owners, because P2POp compares functions
-        refused = _refused(name)
+        refused = _refuse_sending(name)
         yield from ((owner, name, refused) for owner in _OWNERS)
 
 
 def list_ddp_stand_ins() -> Iterator[tuple[Any, str, Any]]:
-    """Yield stand-ins that leave DDP with this process's own gradients, as (owner, name, function).
+    """Yield replacements with which DDP keeps this process's own gradients, as (owner, name, function).
 
-    DDP's reducer does not expect the results of a simulated group's collectives.
+    DDP's reducer can't handle the results of a simulated group's collectives.
     """
     init, hooked = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
 
@@ -91,8 +91,8 @@ HOOKED = (
 )
 
 
-def _anywhere(init: Callable[..., None]) -> Callable[..., None]:
-    """Return a version of DDP's constructor that wraps modules on the CPU, where they are before the first forward."""
+def _wrap_on_cpu(init: Callable[..., None]) -> Callable[..., None]:
+    """Wrap DDP's constructor so that it accepts modules on the CPU, where they are before the first forward."""
 
     @functools.wraps(init)
     def wrap(
@@ -115,7 +115,7 @@ def _use_gloo(make: Callable[..., Any]) -> Callable[..., Any]:
     return made
 
 
-def _started(start: Callable[..., None], processes: AbsentProcesses) -> Callable[..., None]:
+def _start_absent(start: Callable[..., None], processes: AbsentProcesses) -> Callable[..., None]:
     @functools.wraps(start)
     def started(*args: Any, **kwargs: Any) -> None:
         processes.start(start)
@@ -124,7 +124,7 @@ def _started(start: Callable[..., None], processes: AbsentProcesses) -> Callable
 
 
 def _ignore_backend(make: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a version of `new_group` that ignores the requested backend and takes the default group's."""
+    """Wrap `new_group` so that it ignores the requested backend and uses that of the default group."""
 
     @functools.wraps(make)
     def made(ranks: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -138,19 +138,21 @@ def _gather_own_for_all(object_list: list[Any], obj: Any, *args: Any, **kwargs: 
     object_list[:] = [obj] * len(object_list)
 
 
-def _gathered(obj: Any, object_gather_list: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
+def _gather_own(obj: Any, object_gather_list: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
     if object_gather_list:
         _take_own("gather_object")
         object_gather_list[:] = [obj] * len(object_gather_list)
 
 
-def _kept(object_list: list[Any], src: int | None = None, *args: Any, group_src: int | None = 0, **kwargs: Any) -> None:
-    """Stand in for a broadcast of objects: each process keeps its own objects."""
+def _keep_own(
+    object_list: list[Any], src: int | None = None, *args: Any, group_src: int | None = 0, **kwargs: Any
+) -> None:
+    """Replace a broadcast of objects: each process keeps its own objects."""
     if torch.distributed.get_rank() != (group_src if src is None else src):
         _take_own("broadcast_object_list")
 
 
-def _scattered(output: list[Any], objects: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
+def _scatter_own(output: list[Any], objects: list[Any] | None = None, *args: Any, **kwargs: Any) -> None:
     if objects:
         output[0] = objects[torch.distributed.get_rank() % len(objects)]
     else:
@@ -158,7 +160,7 @@ def _scattered(output: list[Any], objects: list[Any] | None = None, *args: Any, 
 
 
 def _take_own(name: str) -> None:
-    """Record that the program takes its own objects for those of absent processes; ignore calls by torch itself."""
+    """Record that the program gets its own objects instead of those of absent processes. Ignore calls by torch."""
     if not module_name(sys._getframe(2)).startswith("torch."):
         what = f"what other processes send (torch.distributed.{name}) is taken as this process's own"
         taken_as_own[f"{where()}: {what}"] = None
@@ -180,7 +182,7 @@ def _refuse_with(text: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-def _refused(name: str) -> Callable[..., NoReturn]:
+def _refuse_sending(name: str) -> Callable[..., NoReturn]:
     return _refuse_with(
         f"torch.distributed.{name} sends from one process to another, as pipelines and rings do, and the others are "
         "not there.\n  Steps are estimated that all processes take alike: FSDP2, HSDP, DDP, tensor parallel."

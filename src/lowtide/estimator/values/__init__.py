@@ -1,1 +1,1 @@
-"""Contents of fake tensors: known values, and assumptions where a step reads unknown ones."""
+"""Contents of fake tensors: known values, and assumptions if a step reads unknown ones."""

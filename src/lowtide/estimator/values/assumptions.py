@@ -1,4 +1,4 @@
-"""Assumed answers to queries for unknown contents, each noted with the line that asked, and refusals of all others."""
+"""Assumed answers when a step reads unknown tensor contents, noted with the line of code, and errors for the rest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from lowtide.estimator.values.unknown_values import UnknownArray
 
 MOST_ASKED = 10_000
-"""Largest number of times in a row that one line gets an assumed answer, with which a loop might never end."""
+"""Largest number of times in a row that one line of code gets an assumed answer: its loop might never end."""
 
 SEARCHING = (
     "LBFGS is assumed to find a better point in each iteration; later steps keep more, up to two vectors as large as "
@@ -23,13 +23,13 @@ SEARCHING = (
 
 
 class Assumptions:
-    """Answers that one rehearsal assumed for queries of unknown contents, and the first query that it refused."""
+    """Answers that one rehearsal has assumed for reads of unknown contents, and the first read that was refused."""
 
     def __init__(self) -> None:
         self.notes: dict[str, None] = {}
         """The assumptions so far, each with its line, in order."""
         self.refused: DataDependentStepError | None = None
-        """The first query that was refused; cleanup code may make more."""
+        """The first read that was refused. Cleanup code may cause more."""
         self.arrays: WeakValueDictionary[int, UnknownArray] = WeakValueDictionary()
         """Arrays of unknown numbers, by id."""
         self._asked_at, self._n_asked = "", 0
@@ -38,10 +38,10 @@ class Assumptions:
         """Number of losses given to LBFGS."""
 
     def truth(self, why: str) -> bool:
-        """Return the assumed answer to a yes-or-no query of unknown contents.
+        """Return the assumed answer if code converts unknown contents to True or False.
 
-        Raises DataDependentStepError if no answer is assumed. `why` states the query's effect, for the error. In
-        optimizers the answer is False: Adafactor, for example, bounds its step by the size of a parameter, which
+        Raises DataDependentStepError if no answer is assumed. `why` states the effect of the answer, for the error. In
+        optimizers, the answer is False: Adafactor, for example, bounds its step by the size of a parameter, which
         changes numbers, not memory.
         """
         if in_optimizer():
@@ -65,11 +65,11 @@ class Assumptions:
         return 1 / self._n_searched
 
     def note(self, what: str) -> None:
-        """Record the assumption `what`, in words, with the line of code that made it necessary."""
+        """Record the assumption that `what` describes, with the line of code that made it necessary."""
         self.notes[f"{where()}: {what}"] = None
 
     def refusal(self, why: str) -> DataDependentStepError:
-        """Return the error for a query without an answer, with the line that asked; `why` states the query's effect."""
+        """Return the error for a read of unknown contents, with the line of code. `why` states the read's effect."""
         received = ""
         if contents.senders:
             names = ", ".join(contents.senders)

@@ -1,7 +1,7 @@
-"""Intercept Python queries for contents of tensors: `.item()`, `if`, `float`, `tolist`.
+"""Intercept calls by which Python code reads the contents of tensors: `.item()`, `if`, `float`, `tolist`.
 
-Unknown contents are returned as `Unknown` numbers and arrays (`unknown_values.py`): they do no harm where they are only
-reported, as `loss.item()` is.
+Unknown contents are returned as `Unknown` numbers and arrays (`unknown_values.py`). They do no harm if they are only
+reported, like `loss.item()`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class PythonQueries(TorchFunctionMode):
-    """Function mode that answers Python queries for contents of tensors."""
+    """Function mode that answers if Python code reads the contents of a fake tensor, as by `.item()` or `if`."""
 
     def __init__(self, answers: ValueOracle, tracker: AllocationTracker) -> None:
         super().__init__()
@@ -34,12 +34,12 @@ class PythonQueries(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is PAD_PACKED:
-            return self._padded(*args)
+            return self._pad_packed(*args)
         if func == SET_DATA and not is_fake(args[0]):
-            return self._exchange(*args)
+            return self._set_data(*args)
         if func is torch.tensor and _has_fakes(args[0] if args else kwargs.get("data")):
             return self._build_tensor(*args, **(kwargs or {}))
-        asked = _QUESTIONS.get(func)
+        asked = _QUERIES.get(func)
         if asked is None:
             out = func(*args, **(kwargs or {}))
             if any(map(is_unknown, args)) or (kwargs and any(map(is_unknown, kwargs.values()))):
@@ -53,7 +53,7 @@ class PythonQueries(TorchFunctionMode):
         if asked == "list":
             return self._answers.numbers(tensor)
         if asked == "text":
-            return func(tensor, *args[1:]) if tensor.dim() else self._shown(tensor).__format__(*args[1:])
+            return func(tensor, *args[1:]) if tensor.dim() else self._format_value(tensor).__format__(*args[1:])
         value = self._answers.value(tensor)
         if value is not None and not (asked in ("item", "float") and self._answers.is_score(tensor)):
             return func(tensor)  # `numbers` notes its assumption
@@ -87,21 +87,21 @@ class PythonQueries(TorchFunctionMode):
             self._answers.forget(tensor)
         return tensor
 
-    def _shown(self, tensor: Tensor) -> Any:
-        """Return the number that a format string shows for a fake tensor: its contents if known, else 1."""
+    def _format_value(self, tensor: Tensor) -> Any:
+        """Return the number with which a format string prints a fake scalar: its contents if known, else 1."""
         value = self._answers.value(tensor)
         if value is not None:
             with on_real_tensors():
                 return value.item()
         return 1.0 if tensor.dtype.is_floating_point else 1
 
-    def _exchange(self, tensor: Tensor, data: Tensor) -> None:
-        """Apply `tensor.data = data` to the fake counterpart of a real tensor; the real tensor stays unchanged."""
+    def _set_data(self, tensor: Tensor, data: Tensor) -> None:
+        """Apply `tensor.data = data` to the fake counterpart of a real tensor. The real tensor is not changed."""
         fake = self._fake_of(tensor)
         self._tracker.release(tensor)
         fake.data = data if is_fake(data) else self._fake_of(data)
 
-    def _padded(self, data: Tensor, batch_sizes: Tensor, *settings: Any) -> Any:
+    def _pad_packed(self, data: Tensor, batch_sizes: Tensor, *settings: Any) -> Any:
         known = self._answers.value(batch_sizes if is_fake(batch_sizes) else self._fake_of(batch_sizes))
         if known is None:
             raise self._answers.refusal("the lengths of packed sequences depend on contents")
@@ -114,7 +114,7 @@ def _has_fakes(data: Any) -> bool:
     return isinstance(data, list | tuple) and any(is_fake(item) or _has_fakes(item) for item in data)
 
 
-_QUESTIONS = {
+_QUERIES = {
     torch.Tensor.item: "item",
     torch.Tensor.__float__: "float",
     torch.Tensor.__bool__: "bool",

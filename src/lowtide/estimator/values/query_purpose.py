@@ -1,10 +1,9 @@
-"""Find the purpose of a query for a tensor's contents, in the source of the code that asks.
+"""Find the purpose for which code reads a tensor's contents, from the code's source.
 
 Many conditions are checks: `assert` and `if ...: raise` validate tensors, such as arguments of distributions, boxes or
-a loss. A rehearsal can't know the contents; but if one outcome of a condition would end the step, or only warn, the
-other outcome is assumed, as in every step worth rehearsing. Rules for other branches are in `branch_rules.py`.
-Optimizers compare numbers to bound their steps, and `max` may choose among several numbers. A number that is only
-printed or counted may have any value.
+a loss. A rehearsal can't know the contents. But if one outcome of a condition would end the step, or only warn, the
+other outcome is assumed. Rules for other branches are in `branch_rules.py`. Optimizers compare numbers to bound their
+steps, and `max` may choose among several numbers. A number that is only printed or counted may have any value.
 """
 
 from __future__ import annotations
@@ -45,14 +44,14 @@ _Span = tuple[int, int, int, int]
 
 
 class _Check(NamedTuple):
-    """A condition, and its assumed value; None if it decides about memory."""
+    """A condition, and its assumed value or None if it may affect memory."""
 
     test: ast.expr
     taken: Taken | None
 
 
 class _Places(NamedTuple):
-    """Places in a source, by kind: checks, asserts, text, divisions, choices."""
+    """Expressions in the source of a file, by kind: checks, asserts, texts, divisions, choices."""
 
     checks: list[_Check]
     asserts: set[_Span]
@@ -68,78 +67,80 @@ class _Places(NamedTuple):
 def passing() -> Taken | None:
     """Return the value assumed for the part of a condition that is being evaluated.
 
-    Return None outside conditions, and for a condition that decides about memory.
+    Return None outside conditions, and for a condition that may affect memory.
     """
-    frame = _asking()
+    frame = _find_reading_frame()
     if frame is None:
         return None
     if module_name(frame) in _VALIDATING:
         return _PASSES
-    span, places = _span(frame), _places(frame)
+    span, places = _find_span(frame), _read_places(frame)
     if span in places.asserts:
         return _PASSES
     for check in places.checks:
-        if span is not None and _is_within(span, _of(check.test)):
+        if span is not None and _is_within(span, _span_of(check.test)):
             taken = check.taken
             if taken is None or (taken.outside and _in_module()):
                 return None
-            answer = _asked(check.test, taken.answer, span)
+            answer = _find_part_value(check.test, taken.answer, span)
             return None if answer is None else taken._replace(answer=answer)
     return None
 
 
 def is_only_reported() -> bool:
-    """Return True if the queried value is only reported or counted."""
-    return _is_asked_in(lambda places: places.reported)
+    """Return True if the code that reads a tensor's contents only reports or counts the value."""
+    return _is_read_in(lambda places: places.reported)
 
 
 def is_counted() -> bool:
-    """Return True if the queried value is only reported, or only added to a sum or a fraction."""
-    return _is_asked_in(lambda places: [*places.reported, *places.divided])
+    """Return True if the code that reads a tensor's contents only reports, counts or divides the value."""
+    return _is_read_in(lambda places: [*places.reported, *places.divided])
 
 
-def _is_asked_in(select: Callable[[_Places], list[_Span]]) -> bool:
-    """Return True if the query comes from one of the places that `select` returns, of those in its source."""
-    frame = _asking()
-    span = None if frame is None else _span(frame)
-    return frame is not None and span is not None and any(_is_within(span, place) for place in select(_places(frame)))
+def _is_read_in(select: Callable[[_Places], list[_Span]]) -> bool:
+    """Return True if the expression that reads a tensor's contents is inside an expression that `select` returns."""
+    frame = _find_reading_frame()
+    span = None if frame is None else _find_span(frame)
+    return (
+        frame is not None and span is not None and any(_is_within(span, place) for place in select(_read_places(frame)))
+    )
 
 
 def is_scoring() -> bool:
-    """Return True if the query comes from scikit-learn's metrics, which rate predictions."""
-    return any(module_name(frame).startswith(_SCORES) for frame in walk_frames(_asking()))
+    """Return True if scikit-learn's metrics, which rate predictions, read a tensor's contents."""
+    return any(module_name(frame).startswith(_SCORES) for frame in walk_frames(_find_reading_frame()))
 
 
 def in_optimizer() -> bool:
-    """Return True if the query comes from an optimizer."""
-    frame = _asking()
+    """Return True if an optimizer reads a tensor's contents."""
+    frame = _find_reading_frame()
     return frame is not None and module_name(frame).startswith(_OPTIMIZERS)
 
 
 def is_searching() -> bool:
-    """Return True if the query comes from LBFGS, which reruns its closure until its line search ends."""
-    frame = _asking()
+    """Return True if LBFGS, which reruns its closure until its line search ends, reads a tensor's contents."""
+    frame = _find_reading_frame()
     return frame is not None and module_name(frame) == _SEARCHING
 
 
 def choosing() -> str:
-    """Return "max" or "min" if one of them is being called, else ""; in an optimizer they are ordinary comparisons."""
-    frame = _asking()
-    span = None if frame is None or in_optimizer() else _span(frame)
-    return "" if frame is None or span is None else _places(frame).choices.get(span, "")
+    """Return "max" or "min" if one of them is being called, else "". In an optimizer, always return ""."""
+    frame = _find_reading_frame()
+    span = None if frame is None or in_optimizer() else _find_span(frame)
+    return "" if frame is None or span is None else _read_places(frame).choices.get(span, "")
 
 
 def _in_module() -> bool:
-    """Return True if the query comes from a module's forward."""
-    return any(frame.f_code is CALL_CODE for frame in walk_frames(_asking()))
+    """Return True if a tensor's contents are read inside a module's forward."""
+    return any(frame.f_code is CALL_CODE for frame in walk_frames(_find_reading_frame()))
 
 
-def _asking() -> FrameType | None:
-    """Return the innermost frame outside this package and outside torch's own code for queries, or None."""
+def _find_reading_frame() -> FrameType | None:
+    """Return the innermost frame outside this package and outside torch's methods of tensors, or None."""
     return next((frame for frame in walk_frames(sys._getframe(1)) if not module_name(frame).startswith(_BETWEEN)), None)
 
 
-def _span(frame: FrameType) -> _Span | None:
+def _find_span(frame: FrameType) -> _Span | None:
     """Return the source span of the expression that a frame is evaluating, or has just evaluated for a jump.
 
     Return None if Python does not know the span.
@@ -151,15 +152,15 @@ def _span(frame: FrameType) -> _Span | None:
     return None if None in positions else positions  # type: ignore[return-value]
 
 
-def _places(frame: FrameType) -> _Places:
+def _read_places(frame: FrameType) -> _Places:
     name = frame.f_code.co_filename
     linecache.checkcache(name)
-    return _searched("".join(linecache.getlines(name, frame.f_globals)))
+    return _find_places("".join(linecache.getlines(name, frame.f_globals)))
 
 
 @functools.lru_cache(maxsize=64)
-def _searched(source: str) -> _Places:
-    """Return the places of checks, reports, divisions and choices in the source of a whole file."""
+def _find_places(source: str) -> _Places:
+    """Find the checks, reports, divisions and choices in the source of a whole file."""
     places = _Places([], set(), [], [], {})
     try:
         tree = ast.parse(source)
@@ -170,45 +171,45 @@ def _searched(source: str) -> _Places:
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert):
             places.checks.append(_Check(node.test, _PASSES))
-            places.asserts.add(_of(node))
+            places.asserts.add(_span_of(node))
         elif isinstance(node, ast.If):
             places.checks.append(_Check(node.test, branches.branch(node)))
         elif isinstance(node, ast.IfExp):
             places.checks.append(_Check(node.test, branches.choice(node)))
         if isinstance(node, ast.expr) and makes_text(node):
-            places.reported.append(_of(node))
+            places.reported.append(_span_of(node))
         elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add):
-            places.reported.append(_of(node.value))
+            places.reported.append(_span_of(node.value))
         elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
-            places.divided.append(_of(node.left))
+            places.divided.append(_span_of(node.left))
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in _CHOOSING:
-            places.choices[_of(node)] = node.func.id
+            places.choices[_span_of(node)] = node.func.id
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in _ROUNDING:
-            whole.append(_of(node))
+            whole.append(_span_of(node))
     places.divided[:] = [span for span in places.divided if not any(_is_within(span, place) for place in whole)]
     return places
 
 
-def _asked(test: ast.expr, passes: bool, span: _Span) -> bool | None:
-    """Return the value of a condition's part, at `span`, with which the whole condition equals `passes`.
+def _find_part_value(test: ast.expr, passes: bool, span: _Span) -> bool | None:
+    """Return the value of the part of a condition at `span` with which the whole condition equals `passes`.
 
     Return None unless the parts are combined only by `not`, `and` and `or`.
     """
     while True:
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             test, passes = test.operand, not passes
-            if not _is_within(span, _of(test)):  # the query is the `not` itself
+            if not _is_within(span, _span_of(test)):  # the query is the `not` itself
                 return passes
         elif isinstance(test, ast.BoolOp):
-            parts = [part for part in test.values if _is_within(span, _of(part))]
+            parts = [part for part in test.values if _is_within(span, _span_of(part))]
             if not parts:
                 return passes
             (test,) = parts
         else:
-            return passes if span == _of(test) else None
+            return passes if span == _span_of(test) else None
 
 
-def _of(node: ast.expr | ast.stmt) -> _Span:
+def _span_of(node: ast.expr | ast.stmt) -> _Span:
     assert node.end_lineno is not None
     assert node.end_col_offset is not None
     return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset

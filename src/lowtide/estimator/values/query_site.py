@@ -1,4 +1,4 @@
-"""Find the line of code that queried the contents of a tensor."""
+"""Find the line of code that reads the contents of a tensor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _OF_ARRAYS = ("numpy.", "scipy.", "sklearn.")
 
 
 def where() -> str:
-    """Return `file:line` of the innermost Python code outside torch, this package and array libraries."""
+    """Return `file:line` of the innermost running code outside torch, this package and array libraries."""
     for frame in walk_frames(sys._getframe(1)):
         if not is_own(frame) and not module_name(frame).startswith(_OF_ARRAYS):
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
@@ -19,7 +19,7 @@ def where() -> str:
 
 
 def asked_by_loader() -> bool:
-    """Return True if the query for contents comes from torch's data loaders and samplers, which choose rows."""
+    """Return True if torch's data loaders or samplers, which choose rows, read a tensor's contents."""
     for frame in walk_frames(sys._getframe(1)):
         if module_name(frame).startswith("torch.utils.data"):
             return True

@@ -1,8 +1,8 @@
-"""Unknown numbers and arrays: results of Python queries for contents that a fake tensor does not have.
+"""Unknown numbers and arrays: the results when Python code reads contents that a fake tensor does not have.
 
-They may be printed, averaged and passed on, and any result computed from them is unknown, too. Decisions by unknown
-numbers are refused, except in checks (`query_purpose.py`). An unknown number gets a value only where code requires a
-plain number or array; a note is made then, or when the number or array is created.
+They may be printed, averaged and passed on, and any result computed from them is unknown, too. A decision by an unknown
+number raises an error, except in checks (`query_purpose.py`). An unknown number gets a value only if code requires a
+plain number or array, and a note says so.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ _BY_NUMBER = "it decides by a number from a tensor"
 
 
 class Unknown(float):
-    """An unknown number, which counts as 1: it can be printed, averaged, passed on, and compared in checks."""
+    """An unknown number. It counts as 1, and can be printed, averaged, passed on, and compared in checks."""
 
     _answers: Assumptions
     _last: ClassVar[Assumptions]
 
     def __new__(cls, given: Assumptions | float) -> Unknown:
-        """Create an unknown number; `given` is the Assumptions object that answers queries for it.
+        """Create an unknown number. `given` is the Assumptions object that answers comparisons of the number.
 
         A plain number, which `statistics.mean` passes to convert its result, becomes an unknown number, too.
         """
@@ -39,18 +39,18 @@ class Unknown(float):
             cls._last = self._answers = given  # type: ignore[assignment]
         return self
 
-    def _decided(self, *_: object) -> NoReturn:
+    def _refuse(self, *_: object) -> NoReturn:
         raise self._answers.refusal(_BY_NUMBER)
 
     def __gt__(self, other: object) -> bool:
-        """Return an unknown result; within `max` and `min`, a result by which they choose the unknown number."""
-        return choice == "max" if (choice := choosing()) else self._computed()  # type: ignore[return-value]
+        """Return an unknown result. Inside `max` and `min`, return the result that makes them choose this number."""
+        return choice == "max" if (choice := choosing()) else self._make_unknown()  # type: ignore[return-value]
 
     def __lt__(self, other: object) -> bool:
-        return choice == "min" if (choice := choosing()) else self._computed()  # type: ignore[return-value]
+        return choice == "min" if (choice := choosing()) else self._make_unknown()  # type: ignore[return-value]
 
-    __index__ = _decided
-    __floor__ = __ceil__ = __trunc__ = _decided
+    __index__ = _refuse
+    __floor__ = __ceil__ = __trunc__ = _refuse
     __hash__ = float.__hash__
 
     def __eq__(self, other: object) -> bool:
@@ -72,17 +72,17 @@ class Unknown(float):
     def __int__(self) -> int:
         return assume_whole_number(self._answers)
 
-    def _computed(self, *_: object) -> Unknown:
+    def _make_unknown(self, *_: object) -> Unknown:
         return Unknown(self._answers)
 
-    __le__ = __ge__ = _computed  # type: ignore[assignment]
-    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _computed
-    __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = __mod__ = __floordiv__ = _computed
+    __le__ = __ge__ = _make_unknown  # type: ignore[assignment]
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _make_unknown
+    __pow__ = __rpow__ = __neg__ = __pos__ = __abs__ = __mod__ = __floordiv__ = _make_unknown
 
-    __round__ = _computed  # type: ignore[assignment]
+    __round__ = _make_unknown  # type: ignore[assignment]
 
     def item(self) -> Unknown:
-        """Return this unknown number itself, as `item` of NumPy's numbers returns a plain number."""
+        """Return this unknown number itself, like `item` of NumPy's numbers."""
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -95,7 +95,7 @@ class Unknown(float):
 def assume_whole_number(answers: Assumptions) -> int:
     """Return 1 as the `int` of an unknown number that is only counted or reported, and note that in `answers`.
 
-    Raises DataDependentStepError for any other use.
+    Raises DataDependentStepError if the number is used in another way.
     """
     if not is_only_reported():
         raise answers.refusal(_BY_NUMBER)
@@ -104,7 +104,7 @@ def assume_whole_number(answers: Assumptions) -> int:
 
 
 class UnknownArray(np.ndarray[Any, Any]):
-    """An array of unknown numbers, taken as 1. Code that wants a plain array gets an array of ones."""
+    """An array of unknown numbers, which count as 1. Code that needs a plain array gets an array of ones."""
 
     _answers: Assumptions
 
@@ -114,22 +114,22 @@ class UnknownArray(np.ndarray[Any, Any]):
             self._answers.arrays[id(self)] = self
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
-        given = {name: _plain(value) for name, value in kwargs.items()}
+        given = {name: _to_plain(value) for name, value in kwargs.items()}
         with np.errstate(all="ignore"):
-            result = getattr(ufunc, method)(*map(_plain, inputs), **given)
+            result = getattr(ufunc, method)(*map(_to_plain, inputs), **given)
         targets = kwargs.get("out", ())
         return self._unknown(result) if not targets else targets[0] if len(targets) == 1 else targets
 
     def __array_function__(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         if func in _SIZED or (func is np.where and len(args) == 1):
             self._refuse_size(f"the size of what numpy.{func.__name__} gives depends on contents")
-        given = {name: _plain(value) for name, value in kwargs.items()}
+        given = {name: _to_plain(value) for name, value in kwargs.items()}
         with np.errstate(all="ignore"):
-            result = func(*map(_plain, args), **given)
+            result = func(*map(_to_plain, args), **given)
         return Unknown(self._answers) if func in _COMPARING else self._unknown(result)
 
     def _unknown(self, result: Any) -> Any:
-        """Return a result that was computed from this array, with its numbers marked as unknown."""
+        """Mark the numbers in `result`, which was computed from this array, as unknown."""
         if isinstance(result, tuple | list):
             return type(result)(map(self._unknown, result))
         if isinstance(result, np.ndarray):
@@ -140,7 +140,7 @@ class UnknownArray(np.ndarray[Any, Any]):
         parts = key if isinstance(key, tuple) else (key,)
         if any(isinstance(part, UnknownArray) and part.dtype == np.bool_ for part in parts):
             self._refuse_size("how many elements it takes depends on a mask")
-        return self._unknown(_plain(self)[_plain(key)])
+        return self._unknown(_to_plain(self)[_to_plain(key)])
 
     def __iter__(self) -> Iterator[Any]:
         return (self[place] for place in range(len(self)))
@@ -149,7 +149,7 @@ class UnknownArray(np.ndarray[Any, Any]):
         return self._answers.truth(_BY_NUMBER)
 
     def __bool__(self) -> bool:
-        return self._answers.truth(_BY_NUMBER) if self.size == 1 else bool(_plain(self))
+        return self._answers.truth(_BY_NUMBER) if self.size == 1 else bool(_to_plain(self))
 
     def __int__(self) -> int:
         return assume_whole_number(self._answers)
@@ -159,7 +159,7 @@ class UnknownArray(np.ndarray[Any, Any]):
 
     def item(self, *place: Any) -> Any:
         """Return one element."""
-        return self._unknown(np.asarray(_plain(self).item(*place))[()])
+        return self._unknown(np.asarray(_to_plain(self).item(*place))[()])
 
     def tolist(self) -> Any:
         """Return the elements as nested lists."""
@@ -167,29 +167,29 @@ class UnknownArray(np.ndarray[Any, Any]):
             [part.tolist() if isinstance(part, UnknownArray) else part for part in self] if self.ndim else self.item()
         )
 
-    def _choice(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the index of the largest element, marked as unknown; also serves as `argmin`."""
-        return self._unknown(_plain(self).argmax(*map(_plain, args), **kwargs))
+    def _find_extremum(self, *args: Any, **kwargs: Any) -> Any:
+        """Return an index, marked as unknown, as the result of `argmax` and `argmin`."""
+        return self._unknown(_to_plain(self).argmax(*map(_to_plain, args), **kwargs))
 
-    argmax = argmin = _choice
+    argmax = argmin = _find_extremum
 
     def nonzero(self) -> Any:
         return np.nonzero(self)
 
     def _refuse_size(self, why: str) -> None:
-        """Raise DataDependentStepError for a size that depends on contents, except in scikit-learn's scores.
+        """Raise DataDependentStepError for a size that depends on contents, except in scikit-learn's metrics.
 
-        scikit-learn's scores never become sizes.
+        Scores of these metrics never become sizes.
         """
         if not is_scoring():
             raise self._answers.refusal(why)
 
     def __reduce__(self) -> Any:
-        return _plain(self).__reduce__()
+        return _to_plain(self).__reduce__()
 
 
 def mark_unknown(array: np.ndarray[Any, Any], answers: Assumptions) -> UnknownArray:
-    """Return a view of `array` whose numbers count as unknown; `answers` answers queries for them."""
+    """Return a view of `array` whose numbers count as unknown. `answers` answers comparisons of them."""
     view = array.view(UnknownArray)
     view._answers = answers
     answers.arrays[id(view)] = view
@@ -197,23 +197,22 @@ def mark_unknown(array: np.ndarray[Any, Any], answers: Assumptions) -> UnknownAr
 
 
 def is_unknown(obj: Any, depth: int = 3) -> bool:
-    """Return True if `obj` is unknown, or a list or tuple that contains an unknown number or array.
+    """Return True if `obj` is an unknown number or array, or a list or tuple that contains one.
 
-    `depth` is the number of nested levels to search. Such arguments must not reach C++ code, which would read an
-    unknown number's placeholder value, 1.
+    `depth` is the number of nested levels to search. C++ code would read an unknown number as its placeholder, 1.
     """
     if type(obj) in (Unknown, UnknownArray):
         return True
     return depth > 0 and type(obj) in (list, tuple) and any(is_unknown(item, depth - 1) for item in obj)
 
 
-def _plain(obj: Any) -> Any:
-    """Return `obj` with unknown arrays as plain arrays and unknown numbers as 1.0, for NumPy's own code."""
+def _to_plain(obj: Any) -> Any:
+    """Convert unknown arrays in `obj` to plain arrays, and unknown numbers to 1.0, for NumPy's own code."""
     if isinstance(obj, UnknownArray):
         return obj.view(np.ndarray)
     if isinstance(obj, Unknown):
         return 1.0
-    return type(obj)(map(_plain, obj)) if type(obj) in (list, tuple) else obj
+    return type(obj)(map(_to_plain, obj)) if type(obj) in (list, tuple) else obj
 
 
 _SIZED = frozenset(

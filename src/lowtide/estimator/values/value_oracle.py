@@ -1,10 +1,10 @@
 """Known and assumed contents of fake tensors.
 
-A model branches on contents: whether a mask is all ones, which positions are padding, how many steps the optimizer
-took. Contents that come from the batch, from buffers and from constants alone are **known**: small operators on known
-tensors also run on real ones. Two kinds of answers are **assumed**, and noted with the line that asked: nothing is NaN
-or infinite, a gradient scaler finds no overflow, checks pass and training continues (`branch_rules.py`), as in every
-step worth rehearsing; and a router sends equally many tokens to each expert. Any other query is refused with its line.
+Models branch on contents, such as masks, padding and the number of optimizer steps. Contents that come from the batch,
+from buffers and from constants alone are **known**: small operators on known tensors also run on real ones. Two kinds
+of contents are **assumed**, and noted with the line of code that reads them. First, the step goes well: nothing is NaN
+or infinite, a gradient scaler finds no overflow, checks pass and training continues (`branch_rules.py`). Second, a
+router sends equally many tokens to each expert. Any other read of contents raises an error that names the line.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ LARGEST_ASKED = 2**26
 """Largest number of elements of a batch that is searched for NaN and infinity."""
 
 _AS_NUMBER = (aten._local_scalar_dense.default, aten.item.default)
-"""Operators behind `.item()`; the second is seen only for inference-mode tensors, else it is composed of the first."""
+"""Operators that `.item()` calls. The second is seen only for inference-mode tensors; otherwise it calls the first."""
 
 HEALTH = "no NaN or infinity"
 DRAWN = "random numbers are as they were drawn"
@@ -78,25 +78,25 @@ RECEIVING = frozenset(
         "reduce_scatter_tensor_coalesced",
     }
 )
-"""Operators among `SENDING_OPERATORS` whose results other processes fill; others keep this process's contents."""
+"""Operators of `SENDING_OPERATORS` whose results other processes fill. Results of others keep their own contents."""
 
 _LEFT_REAL = "_lowtide_left_real"
 
 
 class ValueOracle(Assumptions):
-    """Answers to queries for the contents of fake tensors: known contents, else assumptions."""
+    """Source of the contents of fake tensors: known contents if there are any, else assumptions."""
 
     def __init__(self, fakes: FakeTensorMode) -> None:
         super().__init__()
         self._fakes = fakes
         self._generators: dict[torch.Generator, torch.Generator] = {}
         self.written: set[int] = set()
-        """Storages that operators wrote to, until a caller clears the set."""
+        """Storages to which operators have written since a caller cleared the set."""
 
     # --- known contents
 
     def introduce(self, fake: Tensor, real: Tensor) -> None:
-        """Give a fake tensor the contents of its real tensor. Parameters get none, because the step changes them."""
+        """Set a fake tensor's contents to those of its real tensor. Parameters are skipped: the step changes them."""
         if real.requires_grad or real.device.type == "meta" or contents.is_met(fake):
             return
         if self.arrays and real.data_ptr() in {array.ctypes.data for array in self.arrays.values()}:
@@ -107,9 +107,9 @@ class ValueOracle(Assumptions):
             self.learn(fake, real.detach().cpu())
 
     def array(self, tensor: Tensor, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return a fake tensor's contents as an array, made by `func`; an array of unknown numbers if they are unknown.
+        """Return the array that `func` creates from a fake tensor's contents; if unknown, an array of unknown numbers.
 
-        An array is read-only if its memory is too large to be copied.
+        The array is read-only if its memory is too large to copy.
         """
         with on_real_tensors():
             value = contents.writable(tensor)
@@ -131,27 +131,25 @@ class ValueOracle(Assumptions):
             return array
 
     def numbers(self, tensor: Tensor) -> Any:
-        """Return a fake tensor's contents as nested lists; lists of unknown numbers if they are unknown."""
+        """Return a fake tensor's contents as nested lists. If they are unknown, the lists contain unknown numbers."""
         value = self.value(tensor)
         if value is None:
-            return _nested(tuple(tensor.shape), Unknown(self))
+            return _nest(tuple(tensor.shape), Unknown(self))
         self._note_assumed(tensor)
         with on_real_tensors():
             return value.tolist()
 
     def is_score(self, tensor: Tensor) -> bool:
-        """Return True for a tensor that only rates predictions, such as an accuracy, and does not count chosen
-        elements.
-        """
+        """Return True for a tensor that only rates predictions, such as an accuracy, and is no count of elements."""
         return contents.assumed(tensor) == EVENLY and (tensor.dtype.is_floating_point or is_counted())
 
     def pass_on(self, tensor: Tensor, copy: Tensor) -> None:
-        """Give `copy` the known contents of `tensor`."""
+        """Set the contents of `copy` to those of `tensor`, known or unknown."""
         with on_real_tensors():
             contents.share(tensor, copy)
 
     def forget(self, tensors: Any) -> None:
-        """Forget the contents of these tensors, after unknown numbers were written to them."""
+        """Mark the contents of these tensors as unknown, after unknown numbers were written to them."""
         for tensor in tree_leaves(tensors):
             if is_fake(tensor):
                 contents.forget(tensor)
@@ -169,18 +167,18 @@ class ValueOracle(Assumptions):
     # --- operators
 
     def before(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> tuple[bool, Any]:
-        """Return (True, result) if an operator's result is known without running it, else (False, None).
+        """Return (True, result) if the result of an operator is known before it runs, else (False, None).
 
-        Known masks in `args` of indexing are replaced by integer indices.
+        In the arguments of indexing operators, known masks are replaced by integer indices.
         """
         if func in _AS_NUMBER:
-            return True, self._number(args[0])
+            return True, self._read_number(args[0])
         if func in COMPARING:
-            return True, self._comparison(func, args, kwargs, tensors)
+            return True, self._compare(func, args, kwargs, tensors)
         if torch.Tag.dynamic_output_shape not in func.tags and func not in BY_INTEGERS:
             return False, None
         if func in INDEXING:
-            return self._index(func, args, kwargs)
+            return self._replace_masks(func, args, kwargs)
         if func is aten.masked_select.default:
             return self._select(*args)
         for tensor in tensors:
@@ -203,7 +201,7 @@ class ValueOracle(Assumptions):
 
         return True, tree_map(fake_of, real)
 
-    def _comparison(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> bool:
+    def _compare(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor]) -> bool:
         if not all(map(contents.is_known, tensors)):
             return self.truth("it compares tensors")
         for tensor in tensors:
@@ -211,9 +209,9 @@ class ValueOracle(Assumptions):
         return bool(self._run(func, args, kwargs))
 
     def count_mask_index_bytes(self, func: Any, args: Any) -> list[int]:
-        """Return, for each known mask among an operator's indices, the bytes of the integer index that replaces it.
+        """Return the bytes of the integer index that the kernel computes from each known mask among the indices.
 
-        aten/src/ATen/native/IndexingUtils.h: expandTensors; a single number written everywhere is filled in instead
+        aten/src/ATen/native/IndexingUtils.h: expandTensors. If a single number is written, the kernel fills instead
         (TensorAdvancedIndexing.cpp: _index_put_impl_). torch 2.13.
         """
         if func not in INDEXING and func not in PUTTING:
@@ -225,10 +223,10 @@ class ValueOracle(Assumptions):
         with on_real_tensors():
             return [int(mask.count_nonzero()) * mask.dim() * torch.long.itemsize for mask in masks if mask is not None]
 
-    def _index(self, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
+    def _replace_masks(self, func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
         """Replace known masks among the indices `args[1]` by integer indices, so that the number of rows is known.
 
-        Return (False, None), as the operator still has to run. Raises DataDependentStepError for an unknown mask.
+        Return (False, None), because the operator still has to run. Raises DataDependentStepError for an unknown mask.
         """
         if not _has_mask(args[1]):
             return False, None
@@ -251,9 +249,9 @@ class ValueOracle(Assumptions):
         return False, None
 
     def _select(self, tensor: Tensor, mask: Tensor) -> tuple[bool, Any]:
-        """Return True and the result of `masked_select`: as many elements as the mask selects, with unknown contents.
+        """Return True and the result of `masked_select`, which has the selected number of elements.
 
-        Raises DataDependentStepError for an unknown mask.
+        The contents of the result are unknown. Raises DataDependentStepError for an unknown mask.
         """
         chosen = self.value(mask)
         if chosen is None:
@@ -265,7 +263,7 @@ class ValueOracle(Assumptions):
             return True, torch.empty(count, dtype=tensor.dtype, device=tensor.device)
 
     def after(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], results: list[Tensor]) -> None:
-        """Record the known contents of an operator's results, and of tensors that it wrote to."""
+        """Record the contents of an operator's results, and of the tensors to which it has written."""
         if func is aten._amp_foreach_non_finite_check_and_unscale_.default:
             for gradient in args[0]:
                 contents.forget(gradient)
@@ -277,29 +275,27 @@ class ValueOracle(Assumptions):
                 elif not contents.is_met(tensor):
                     self.pass_on(given, tensor)
             return
-        targets = _targets(find_written_arguments(func), args, kwargs)
+        targets = _list_targets(find_written_arguments(func), args, kwargs)
         self.written.update(map(get_storage_id, targets))
         changes = targets or not all(map(contents.is_known, results))
         if changes and self._is_worth(func, tensors, results) and self._compute(func, args, kwargs, targets, results):
             return
         if func in NORMED_BY_BATCH and args[TRAINING]:
-            targets += _targets(RUNNING, args, kwargs)
+            targets += _list_targets(RUNNING, args, kwargs)
         for target in targets:
             contents.forget(target)
-        verdict = self._healthy(func, args, tensors)
+        verdict = self._assume_healthy(func, args, tensors)
         goes_on = None if verdict is not None else _assume_continues(func, args)
         with on_real_tensors():
             if verdict is not None:
                 contents.learn_alike(results[0], torch.tensor(verdict), HEALTH)
             elif goes_on is not None:
                 contents.learn_alike(results[0], torch.tensor(goes_on), SEARCHING)
-            elif func in CHOICES and _is_small(results[-1]) and (count := _candidates(func, args)):
+            elif func in CHOICES and _is_small(results[-1]) and (count := _count_candidates(func, args)):
                 contents.learn(results[-1], _assume_balanced(results[-1], count), EVENLY)
 
     def _is_worth(self, func: Any, tensors: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
-        """Return True if an operator can be run on its arguments' contents: they are known and small, and have no
-        tangents.
-        """
+        """Return True if an operator can run on its arguments' contents: known, small, and outside forward-mode AD."""
         if in_forward_mode() or func is aten._efficientzerotensor.default:  # can't be copied
             return False
         if func in NOT_IN_HEALTH and contents.is_known(tensors[0]):
@@ -311,11 +307,10 @@ class ValueOracle(Assumptions):
         return all(_is_small(t) and contents.is_known(t) for t in tensors) and all(map(_is_small, results))
 
     def _compute(self, func: Any, args: Any, kwargs: Any, targets: list[Tensor], results: list[Tensor]) -> bool:
-        """Run an operator on the contents of its arguments and record its results. Return False, with no effect, if it
-        can't run.
+        """Run an operator on the contents of its arguments, record its results, and return True.
 
-        Assumed contents may be invalid for the operator, such as an index that is too large; and some operators exist
-        only on GPUs.
+        Return False, without any effect, if the operator can't run: assumed contents may be invalid, such as an index
+        that is too large, and some operators exist only on GPUs.
         """
         given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
         assumed = DRAWN if draws(func) else next(filter(None, map(contents.assumed, given)), "")
@@ -343,8 +338,8 @@ class ValueOracle(Assumptions):
         with self._fakes:
             return torch.empty_strided(real.shape, real.stride(), dtype=real.dtype, device=device)
 
-    def _healthy(self, func: Any, args: Any, tensors: list[Tensor]) -> bool | None:
-        """Return the result that a test for NaN or infinity has if there are none; None for any other operator."""
+    def _assume_healthy(self, func: Any, args: Any, tensors: list[Tensor]) -> bool | None:
+        """Return the result of a test for NaN or infinity, assuming that there are none; None for other operators."""
         if func in NOT_IN_HEALTH:
             return False
         if func in (aten.eq.Tensor, aten.ne.Tensor) and args[0] is args[-1]:
@@ -356,8 +351,9 @@ class ValueOracle(Assumptions):
         return None
 
     def _run(self, func: Any, args: Any, kwargs: Any, written: dict[int, Tensor | None] | None = None) -> Any:
-        """Run an operator on the contents of its arguments. `written` has the contents of the tensors that it writes
-        to, by the fake tensor's id.
+        """Run an operator on the contents of its arguments.
+
+        `written` maps the id of each fake tensor to which the operator writes to the tensor's contents.
         """
         targets = written or {}
         borrowed: set[int] = set()
@@ -366,7 +362,7 @@ class ValueOracle(Assumptions):
             if isinstance(leaf, torch.device):
                 return _CPU  # all contents are on the CPU
             if isinstance(leaf, torch.Generator):
-                return self._generator(leaf)
+                return self._copy_generator(leaf)
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             value = targets.get(id(leaf))
@@ -385,8 +381,8 @@ class ValueOracle(Assumptions):
             out = func(*tree_map(real, args), **tree_map(real, kwargs))
             return out if targets else tree_map(own, out)
 
-    def _generator(self, generator: torch.Generator) -> torch.Generator:
-        """Return a generator that draws the same numbers as `generator`, the script's, without advancing it."""
+    def _copy_generator(self, generator: torch.Generator) -> torch.Generator:
+        """Return a copy of the script's `generator`, which draws the same numbers without advancing the original."""
         copy = self._generators.get(generator)
         if copy is None:
             copy = self._generators[generator] = (
@@ -396,7 +392,7 @@ class ValueOracle(Assumptions):
 
     # --- queries
 
-    def _number(self, tensor: Tensor) -> Any:
+    def _read_number(self, tensor: Tensor) -> Any:
         value = self.value(tensor)
         if value is None and tensor.dtype is torch.bool:
             return self.truth("it asks for a number that depends on contents")
@@ -419,16 +415,16 @@ class ValueOracle(Assumptions):
 _MASKS = (torch.bool, torch.uint8)
 
 
-def _targets(writes: tuple[int | str, ...], args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the tensors that an operator writes to."""
+def _list_targets(writes: tuple[int | str, ...], args: Any, kwargs: Any) -> list[Tensor]:
+    """Return the tensors to which an operator writes, by the argument positions or names in `writes`."""
     places = (kwargs.get(p) if isinstance(p, str) else args[p] if p < len(args) else None for p in writes)
     return [leaf for place in places for leaf in tree_leaves(place) if isinstance(leaf, torch.Tensor)]
 
 
-def _candidates(func: Any, args: Any) -> int:
+def _count_candidates(func: Any, args: Any) -> int:
     """Return the size of the dimension in which topk, argmax or max chooses, such as the number of experts.
 
-    Return 0 if no dimension is given, or the tensor has none.
+    Return 0 if no dimension is given, or if the tensor is a scalar.
     """
     place = 2 if func is aten.topk.default else 1
     dim = args[place] if len(args) > place else -1 if func is aten.topk.default else None
@@ -436,15 +432,15 @@ def _candidates(func: Any, args: Any) -> int:
 
 
 def _assume_balanced(choices: Tensor, count: int) -> Tensor:
-    """Return indices, in the shape of `choices`, that choose each of `count` candidates equally often."""
+    """Return indices of the shape of `choices` in which each of `count` candidates appears equally often."""
     return (torch.arange(choices.numel()) % count).view(choices.shape)
 
 
 def _assume_continues(func: Any, args: Any) -> bool | None:
-    """Return the assumed result of a comparison in LBFGS with which its search goes on; None for any other call.
+    """Return the assumed result of a comparison in LBFGS with which its search continues; None for any other call.
 
-    Steps and gradients are assumed to be far from 0: larger than a positive bound. Of two tensors, the first is assumed
-    to be the smaller one.
+    Steps and gradients are assumed to be larger than a positive bound. If two tensors are compared, the first one is
+    assumed to be smaller.
     """
     if (func not in LESS and func not in MORE) or not is_searching():
         return None
@@ -457,13 +453,13 @@ def _has_mask(indices: Any) -> bool:
     return any(isinstance(index, torch.Tensor) and index.dtype in _MASKS for index in indices)
 
 
-def _nested(shape: tuple[int, ...], number: Any) -> Any:
+def _nest(shape: tuple[int, ...], number: Any) -> Any:
     """Return nested lists of this shape, with `number` as each element."""
-    return [_nested(shape[1:], number) for _ in range(shape[0])] if shape else number
+    return [_nest(shape[1:], number) for _ in range(shape[0])] if shape else number
 
 
 def mark_real(tensor: Tensor) -> Tensor:
-    """Mark a tensor, and tensors detached from it, to stay real instead of being replaced by a fake one."""
+    """Mark a tensor, and tensors detached from it, so that they stay real and are not replaced by fake ones."""
     setattr(tensor, _LEFT_REAL, True)
     return tensor
 
