@@ -44,7 +44,7 @@ from lowtide._torch.inductor import always_partitioned, kernels_left_out, partit
 from lowtide.api.compiled_fit import COMPILED_REPAIRS, SCHEDULED, find_cheapest_within
 from lowtide.api.plan_attempts import plan_by_forecast
 from lowtide.levers.selection import Choice
-from lowtide.planner.planning import find_smallest_plan, predict_unplanned_step
+from lowtide.planner.planning import find_smallest_plan, predict_unplanned_step, recompute_products
 from lowtide.planner.records import Decisions, Plan
 from lowtide.runtime.compiled_plan import PlanPartitioner
 from lowtide.runtime.joint_slots import JointSlots
@@ -164,7 +164,7 @@ class Measuring:
         return Row(way, peak_bytes, flops, ", ".join(filter(None, (self._unequal(bits), drawn))))
 
     def _measure_by_lowtide(self, way: str, budget: int | None = None) -> Row:
-        """Measure a plan for `budget` bytes; None stands for the plan with the smallest forecast."""
+        """Measure a plan for `budget` bytes; None stands for the smallest peak."""
         if self._ours is None:
             steps = compiled(self.name)
             self._ours = steps, alone(lowtide.rehearse(steps.call, steps.step, steps.batch))
@@ -183,13 +183,14 @@ class Measuring:
         choice = Choice(profile, predict_unplanned_step(profile))
         smallest = find_smallest_plan(profile)
         if budget is None:
+            smallest = min(smallest, recompute_products(profile), key=scheduled)
             budget = scheduled(smallest)
         try:
             first = plan_by_forecast(profile, budget)
         except lowtide.Infeasible:
             first = replace(smallest, budget_bytes=budget)
         forecast_bytes, n_compiled = first.predicted.peak_bytes, 0
-        n_scheduled, best = find_cheapest_within(choice, first, scheduled, SCHEDULED, tries_arithmetic=True)
+        n_scheduled, best = find_cheapest_within(choice, first, scheduled, SCHEDULED, tries_one_kind=True)
         assert best is not None
         if HAS_KERNELS and best.predicted.peak_bytes <= budget:
             n_compiled, best = find_cheapest_within(choice, best, peak_of, COMPILED_REPAIRS)

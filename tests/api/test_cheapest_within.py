@@ -9,7 +9,12 @@ from torch import nn
 import lowtide
 from lowtide.api.compiled_fit import CLOSE, find_cheapest_within
 from lowtide.levers.selection import Choice
-from lowtide.planner.planning import find_smallest_plan, predict_unplanned_step, recompute_arithmetic
+from lowtide.planner.planning import (
+    find_smallest_plan,
+    predict_unplanned_step,
+    recompute_arithmetic,
+    recompute_products,
+)
 from lowtide.planner.records import Plan
 
 
@@ -80,9 +85,9 @@ def test_the_smallest_plan_is_measured_where_corrected_forecasts_lead_to_plans_t
     assert best.decisions == smallest.decisions
 
 
-@pytest.mark.parametrize("tries_arithmetic", [False, True])
+@pytest.mark.parametrize("tries_one_kind", [False, True])
 def test_a_plan_without_flops_is_measured_if_the_forecast_leads_to_no_cheaper_plan(
-    profile: lowtide.Profile, monkeypatch: pytest.MonkeyPatch, tries_arithmetic: bool
+    profile: lowtide.Profile, monkeypatch: pytest.MonkeyPatch, tries_one_kind: bool
 ) -> None:
     """Its own forecast is above the budget."""
     arithmetic, smallest = recompute_arithmetic(profile), find_smallest_plan(profile)
@@ -96,8 +101,25 @@ def test_a_plan_without_flops_is_measured_if_the_forecast_leads_to_no_cheaper_pl
 
     monkeypatch.setattr("lowtide.api.compiled_fit.plan_by_forecast", lambda *_: smallest)
     choice = Choice(profile, predict_unplanned_step(profile))
-    n_tried, best = find_cheapest_within(choice, first, peak_of, 4, tries_arithmetic=tries_arithmetic)
-    assert n_tried == 1 + tries_arithmetic
+    n_tried, best = find_cheapest_within(choice, first, peak_of, 4, tries_one_kind=tries_one_kind)
+    assert n_tried == 1 + tries_one_kind
     assert best is not None
-    assert best.decisions == (arithmetic if tries_arithmetic else smallest).decisions
+    assert best.decisions == (arithmetic if tries_one_kind else smallest).decisions
     assert best.predicted.peak_bytes <= best.budget_bytes
+
+
+def test_products_are_recomputed_alone_if_the_plan_with_the_smallest_forecast_is_over_the_budget(
+    profile: lowtide.Profile,
+) -> None:
+    products, smallest = recompute_products(profile), find_smallest_plan(profile)
+    assert products.predicted.extra_flops
+    first = replace(smallest, budget_bytes=smallest.predicted.peak_bytes - 64)
+
+    def peak_of(plan: Plan) -> int:
+        return plan.budget_bytes + (0 if plan.decisions == products.decisions else 64)
+
+    choice = Choice(profile, predict_unplanned_step(profile))
+    n_tried, best = find_cheapest_within(choice, first, peak_of, 4, tries_one_kind=True)
+    assert n_tried == 2
+    assert best is not None
+    assert best.decisions == products.decisions

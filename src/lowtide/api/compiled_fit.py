@@ -14,7 +14,13 @@ from lowtide.api.verify import Verdict, compare_with_plain, measure_scheduled_pe
 from lowtide.errors import Infeasible, RehearsalError
 from lowtide.levers.lever import StepContext
 from lowtide.levers.selection import Choice
-from lowtide.planner.planning import find_smallest_plan, forecast_peak, recompute_arithmetic, with_peak
+from lowtide.planner.planning import (
+    find_smallest_plan,
+    forecast_peak,
+    recompute_arithmetic,
+    recompute_products,
+    with_peak,
+)
 from lowtide.planner.records import Decisions, Plan, Profile
 from lowtide.report.text_table import listed
 from lowtide.runtime.fingerprint import find_device
@@ -93,7 +99,7 @@ def _measure_without_kernels(site: StepContext, choice: Choice, plan: Plan) -> P
     if plan.decisions == Decisions() or plan.budget_for != "requested" or find_device(site.model).type != "cpu":
         return plan
     peak_of = partial(measure_scheduled_peak, site.model, site.step, site.batch, optimizer=site.optimizer)
-    n_scheduled, best = find_cheapest_within(choice, plan, peak_of, SCHEDULED, tries_arithmetic=True)
+    n_scheduled, best = find_cheapest_within(choice, plan, peak_of, SCHEDULED, tries_one_kind=True)
     if best is not None and best.predicted.peak_bytes > plan.budget_bytes:
         raise build_compiled_infeasible(
             choice, best, f"plans that were scheduled by inductor and measured: {n_scheduled}"
@@ -112,7 +118,7 @@ def find_cheapest_within(
     peak_of: Callable[[Plan], int | None],
     most: int,
     *,
-    tries_arithmetic: bool = False,
+    tries_one_kind: bool = False,
 ) -> tuple[int, Plan | None]:
     """Measure at most `most` plans; return how many were tried, and the cheapest plan within the budget.
 
@@ -124,8 +130,9 @@ def find_cheapest_within(
             If all earlier plans are over the budget, the last plan is the one with the smallest forecast.
         peak_of: Function that measures a plan's peak; it returns None for a plan that can't be used.
         most: Largest number of plans to try.
-        tries_arithmetic: True to try the plan that recomputes arithmetic alone too, although it may be over the budget,
-            if the best plan leaves much of the budget unused and the corrected forecast leads to no cheaper one.
+        tries_one_kind: True to try two plans whatever is forecast for them: the plan that recomputes arithmetic alone
+            if the best plan leaves much of the budget unused and no cheaper plan is forecast to fit, and the plan that
+            recomputes products alone if the plan with the smallest forecast is over the budget.
     """
     budget_bytes, tried, best = plan.budget_bytes, list[Decisions](), None
     while True:
@@ -140,8 +147,10 @@ def find_cheapest_within(
         if len(tried) == most or 0 <= unused <= UNUSED or (unused >= 0 and plan.budget_for == "reserved"):
             break
         candidates = [*_propose_plans(choice.profile, plan, peak_bytes, best, is_last=len(tried) == most - 1)]
-        if tries_arithmetic and best.predicted.peak_bytes <= budget_bytes:
+        if tries_one_kind and best.predicted.peak_bytes <= budget_bytes:
             candidates.append(recompute_arithmetic(choice.profile))
+        elif tries_one_kind and find_smallest_plan(choice.profile).decisions in tried:
+            candidates.insert(0, recompute_products(choice.profile))
         following = next((candidate for candidate in candidates if candidate.decisions not in tried), None)
         if following is None or _rank(best) < (False, following.predicted.extra_ms):
             break

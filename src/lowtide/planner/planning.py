@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -253,7 +253,22 @@ def recompute_arithmetic(profile: Profile) -> Plan:
     cheap = get_simulator(profile, "cheap").profile
     arithmetic = {i for i, value in enumerate(cheap.values) if value.recipe and not value.refused}
     arithmetic -= {i for i in arithmetic if cheap.values[i].node == "getitem"}  # one result of several
-    decisions = Decisions(recompute=frozenset(slot.address for slot in cheap.slots if slot.value in arithmetic))
+    return _recompute_all(profile, arithmetic)
+
+
+def recompute_products(profile: Profile) -> Plan:
+    """Return the plan for compiled code that recomputes all matrix products, convolutions and attention, and no other
+    slot.
+
+    Its predicted peak may be far too high: an argument of a recomputed convolution, which backward reads too, is
+    forecast twice.
+    """
+    values = enumerate(profile.values)
+    return _recompute_all(profile, {i for i, v in values if v.recipe and v.expensive and not v.refused})
+
+
+def _recompute_all(profile: Profile, values: Collection[int]) -> Plan:
+    decisions = Decisions(recompute=frozenset(slot.address for slot in profile.slots if slot.value in values))
     predicted = get_simulator(profile).predict(decisions)
     return replace(
         find_smallest_plan(profile), **_make_decided_fields(profile, decisions), predicted=predicted, bound_ms=0.0

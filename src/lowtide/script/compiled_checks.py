@@ -81,7 +81,7 @@ class CompiledChecks:
             return None if peak_bytes is None else peak_bytes + self.excess_bytes
 
         choice = Choice(profile, plan.plain)
-        n_scheduled, best = find_cheapest_within(choice, plan, peak_of, SCHEDULED, tries_arithmetic=True)
+        n_scheduled, best = find_cheapest_within(choice, plan, peak_of, SCHEDULED, tries_one_kind=True)
         if best is None:
             return plan, None
         peak_bytes = best.predicted.peak_bytes
