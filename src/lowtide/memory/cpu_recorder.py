@@ -124,7 +124,7 @@ class CpuRecorder(Recorder):
             session = self._stop()
         finally:
             self._release()
-        with _uncollected():  # each collection would traverse all events so far
+        with _garbage_collection_disabled():  # each collection would traverse all events so far
             lost = self._reader.read(*session)
             self._stream = EventStream(without_own_work(self._reader.events), self.device)
         if error is None:  # not raised in place of the user's own exception
@@ -150,10 +150,10 @@ class CpuRecorder(Recorder):
         Raises RehearsalError inside a backward pass, where torch cannot stop a profiler.
         """
         _refuse_backward()
-        with _uncollected():  # between the two profiles nothing may be freed
+        with _garbage_collection_disabled():  # between the two profiles nothing may be freed
             session = self._stop()
             self._start()
-        with _uncollected():
+        with _garbage_collection_disabled():
             lost = self._reader.read(*session)
         _refuse_lost(lost)
         return EventStream(tuple(self._reader.events), self.device)
@@ -161,7 +161,7 @@ class CpuRecorder(Recorder):
     def _start(self) -> None:
         with without_noise(2, *NOISE) as held_back:
             _silence_allocator(held_back)
-            self._profile = _begun()
+            self._profile = _start_profiler()
 
     def _stop(self) -> tuple[list[Any], list[Mark | Free]]:
         session, self._profile = cast(profile, self._profile), None
@@ -206,7 +206,7 @@ class CpuRecorder(Recorder):
 
 
 @contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
+def _garbage_collection_disabled() -> Iterator[None]:
     """Disable Python's garbage collection during the block."""
     collecting = gc.isenabled()
     gc.disable()
@@ -217,7 +217,7 @@ def _uncollected() -> Iterator[None]:
             gc.enable()
 
 
-def _begun() -> profile:
+def _start_profiler() -> profile:
     """Start and return a session of torch's profiler that records CPU memory."""
     session = profile(profile_memory=True, use_cpu=True)
     try:
@@ -232,13 +232,13 @@ def _begun() -> profile:
 def _silence_allocator(held_back: Callable[[], int]) -> None:
     """Make the allocator print its warning about unknown blocks now, so that it is silent for the next thousand.
 
-    Blocks are unknown if they are freed while a profiler runs that did not see them allocated. This takes a profiler
-    session of its own. Blocks that are left are freed before the recording begins, so that they are in none of its
-    peaks.
+    The allocator warns of a block that was allocated before the profiler started and is freed while it runs. A separate
+    profiler session triggers this warning with spare storages. The remaining spare storages are freed before the
+    recording begins, so that no peak includes them.
     """
     # Storages, not tensors: inspections during the recording look at all tensors that exist.
     spare = [torch.UntypedStorage(1) for _ in range(_SPARE_BLOCKS)]  # type: ignore[no-untyped-call]
-    session = _begun()
+    session = _start_profiler()
     try:
         quiet = held_back()
         while spare and held_back() == quiet:

@@ -90,7 +90,7 @@ class CudaRecorder(Recorder):
             )
         self._key = f"lowtide {time.time_ns()}"  # tells this recording's texts from those of others
         gc.collect()  # as on the CPU: a collection while recording would lower the level, and the peak with it
-        _settle(self.device)
+        _complete_frees(self.device)
         self._n_entry_bytes = torch.cuda.memory_stats(self._index)["requested_bytes.all.current"]
         self.entry_bytes = requested_bytes(self._index)
         _ask_allocator(start_history)
@@ -134,8 +134,8 @@ def _ask_allocator(call: Callable[[], T]) -> T:
         ) from error
 
 
-def _settle(device: str) -> None:
-    """Drop cuBLAS workspaces, and complete pending frees, which would lower the level if left for the step."""
+def _complete_frees(device: str) -> None:
+    """Drop cuBLAS workspaces and complete pending frees, so that neither frees memory during the recording."""
     drop_workspaces()
     torch.cuda.synchronize(device)
     torch.empty(1, device=device)  # an allocation completes the frees that waited for another stream

@@ -205,7 +205,7 @@ class DelObserver:
                 yield self._del(group, moment, looks, levels, ends)
 
     def _names_of(self, look: _Inspection) -> Iterable[str]:
-        """Return the variables of an inspection; of the first one, only those that the step assigns again."""
+        """Return the variables in `look`; for the first inspection, only those that the step assigns again."""
         return [name for name in look.names if name in self._rebound] if look.is_first else look.names
 
     def _del(

@@ -66,7 +66,7 @@ def on_device(budget: int | str, device: torch.device, say: Callable[[str], obje
 
 
 def compute_automatic_budget(free_bytes: int, total_bytes: int, reserved_bytes: int) -> tuple[int, str]:
-    """Return the budget in bytes that "auto" stands for on a GPU with these amounts, and its derivation in words."""
+    """Return the budget in bytes that "auto" means on such a GPU, and a text that explains how it was computed."""
     ours = free_bytes + reserved_bytes
     margin = int(ours * MARGIN)
     others = total_bytes - ours

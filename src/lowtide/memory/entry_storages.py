@@ -48,7 +48,7 @@ def collect_storages(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
     Left out: storages of other devices, empty ones, and memory that torch only borrows (NumPy, mapped files) or shares
     with other processes.
     """
-    return (storage for storage in _on_the_host(tensors) if storage.resizable() and not storage.is_shared())
+    return (storage for storage in _find_host_storages(tensors) if storage.resizable() and not storage.is_shared())
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> dict[int, int]:
@@ -58,7 +58,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> dict[int, int]:
     """
     borrowed: dict[int, int] = {}
     sizes: dict[int, int] = {}
-    for storage in _on_the_host(tensors):
+    for storage in _find_host_storages(tensors):
         if not is_excluded(storage):
             (sizes if storage.resizable() else borrowed)[storage.data_ptr()] = storage.nbytes()
     files = _find_mapped_files() if borrowed else []
@@ -103,7 +103,7 @@ def _living() -> tuple[list[Tensor], list[torch.jit.ScriptModule], list[Any]]:
     return tensors, scripts, profilers
 
 
-def _on_the_host(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
+def _find_host_storages(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
     """Yield the nonempty storages of `tensors` in host memory, each once."""
     visited: set[int] = set()
     for tensor in tensors:
@@ -120,13 +120,11 @@ def _on_the_host(tensors: Iterable[Tensor]) -> Iterator[UntypedStorage]:
 
 
 def _find_mapped_files() -> list[tuple[int, int]]:
-    """Return the address ranges of mapped disk files in order: the first address of each, and the first one after
-    it.
-    """
+    """Return the address ranges of memory-mapped disk files as sorted (start, end) pairs; `end` is exclusive."""
     with contextlib.suppress(OSError):  # not on Linux
         rows = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
         places = (row[0].split("-") for row in rows if len(row) == 6 and row[5][0] == "/" and not _is_memory(row[5]))
-        return sorted((int(first, 16), int(behind, 16)) for first, behind in places)
+        return sorted((int(start, 16), int(end, 16)) for start, end in places)
     return []
 
 

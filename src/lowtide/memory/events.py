@@ -56,9 +56,7 @@ class Allocate(NamedTuple):
 
 
 class Free(NamedTuple):
-    """Free of a block. A number that the stream did not allocate (recorders use negative ones) is a block from
-    entry.
-    """
+    """Free of a block. If the stream did not allocate the block, it existed when the recording began."""
 
     block: int
     bytes: int
@@ -75,7 +73,7 @@ Event: TypeAlias = Allocate | Free | Mark
 
 
 class Label(NamedTuple):
-    """Identity of a block: its category, the module or tensor that it is of, and the operator that allocated it.
+    """Identity of a block: its category, the module or tensor that it belongs to, and the operator that allocated it.
 
     `module` is a module path, or the full name of a parameter or buffer.
     """

@@ -46,7 +46,7 @@ class Block:
 class FreeBlocks:
     """Free blocks of one stream and one pool, by size and then by address (BlockComparatorSize).
 
-    So the first block of at least a given size is the best fit, and among equals the one at the lowest address.
+    The first block of at least a given size is therefore the best fit; equal blocks are sorted by address.
     `smallest_rest` is the least size that is split off a block larger than needed. `unmapped` are ranges of virtual
     memory without pages, by address.
     """

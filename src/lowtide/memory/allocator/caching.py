@@ -35,9 +35,9 @@ SegmentEvent = Callable[[str, int, int, int], None]
 
 
 class OutOfMemory(LowtideError, RuntimeError):
-    """Error of a simulated device that has no room even after the cache was emptied. Amounts are bytes.
+    """Error of a simulated device that has no room even after the cache was emptied. Sizes are bytes.
 
-    `requested` is the size of the tensor's request, `missing` what the allocator then asked the device for.
+    `requested` is the size of the tensor, and `missing` the size of the segment that the device refused.
     """
 
     exit_code = 1
@@ -130,7 +130,7 @@ class CachingAllocator:
         block.free.add(block)
 
     def empty_cache(self) -> None:
-        """Give every unused segment back (release_cached_blocks)."""
+        """Release all unused memory to the device (release_cached_blocks)."""
         for free in (*self._large.values(), *self._small.values()):
             for block in tuple(free.blocks):
                 self._give_back(block)
@@ -187,17 +187,17 @@ class CachingAllocator:
         return self._pools[is_small].setdefault(stream, free)
 
     def _find_best_fit(self, free: FreeBlocks, size: int) -> int:
-        """Return the index of the best fit, -1 for none (get_free_block)."""
+        """Return the index in `free.blocks` of the best fit for `size` bytes, -1 if none fits (get_free_block)."""
         at = bisect_left(free.keys, size << ADDRESS_BITS)  # free.first(size), inlined because this is the hottest line
         if at == len(free.keys):
             return -1
-        return at if self._max_split == UNLIMITED or self._may_have(free.blocks[at], size) else -1
+        return at if self._max_split == UNLIMITED or self._may_serve(free.blocks[at], size) else -1
 
-    def _may_have(self, block: Block, size: int) -> bool:
+    def _may_serve(self, block: Block, size: int) -> bool:
         """Return True if `max_split_size` allows `block` to serve a request of `size` bytes.
 
-        A request below that size gets no block of that size or more, and a larger request no block that is larger than
-        the request by `max_non_split_rounding` bytes or more.
+        A request below `max_split_size` is served by a block below it. For any other request, the block must be less
+        than `max_non_split_rounding` bytes larger than the request.
         """
         if size < self.config.max_split_size:
             return block.size < self.config.max_split_size
@@ -276,15 +276,15 @@ class CachingAllocator:
             self._on_segment(event, address, n_bytes, stream)
 
     def _give_back(self, block: Block) -> None:
-        """Give a free block back to the device if it is a whole segment (release_blocks)."""
+        """Release a free block to the device if it is a whole segment (release_blocks)."""
         if not block.is_split:
             block.free.remove(block)
             self._reserve("segment_free", block.address, block.size, block.free.stream)
 
     def _release_oversize(self, free: FreeBlocks, size: int) -> bool:
-        """Release free blocks that are too large to be split, just enough of them to make room for `size` bytes.
+        """Release free blocks that are too large to be split, to make room for `size` bytes.
 
-        Returns True if there were enough (release_available_cached_blocks).
+        Returns True if there were enough such blocks (release_available_cached_blocks).
         """
         max_split = self.config.max_split_size
         if max_split == UNLIMITED:
@@ -303,9 +303,10 @@ class CachingAllocator:
         return released >= wanted
 
     def _collect_garbage(self) -> None:
-        """Release large segments that have been idle longer than average, while too much memory is reserved.
+        """Release the large segments that have been idle the longest, until reserved memory is within its limit.
 
-        The limit is the garbage collection threshold (garbage_collect_cached_blocks).
+        The limit is `garbage_collection_threshold`. Each round releases the segments of at least average idle time
+        (garbage_collect_cached_blocks).
         """
         if self._garbage_from is None or self.reserved <= self._garbage_from:
             return

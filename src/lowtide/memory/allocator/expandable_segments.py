@@ -41,14 +41,16 @@ class ExpandableAllocator(CachingAllocator):
     def _find_best_fit(self, free: FreeBlocks, size: int) -> int:
         """Return the index in `free.blocks` of the best fit for `size` bytes, -1 for none.
 
-        A block counts with the unmapped memory behind it, to which it can grow, so growable blocks are chosen last.
+        A block that fits is skipped while the next one, counted with the unmapped memory behind it, is smaller.
         """
         at = free.first(size)
         if at == len(free.blocks):
             return -1
-        while at + 1 < len(free.blocks) and _reach(free.blocks[at + 1]) < _reach(free.blocks[at]):
+        while at + 1 < len(free.blocks) and _compute_growable_size(free.blocks[at + 1]) < _compute_growable_size(
+            free.blocks[at]
+        ):
             at += 1
-        return at if self._may_have(free.blocks[at], size) else -1
+        return at if self._may_serve(free.blocks[at], size) else -1
 
     def _from_device(self, free: FreeBlocks, size: int) -> Block | None:
         """Map pages at the lowest address where `size` bytes are available, and return their block.
@@ -70,9 +72,9 @@ class ExpandableAllocator(CachingAllocator):
         return block
 
     def _place(self, free: FreeBlocks, size: int) -> Block:
-        """Return the first of adjacent free and unmapped blocks that have `size` bytes in all.
+        """Find adjacent free and unmapped blocks of at least `size` bytes in all; return the first of them.
 
-        Without such blocks, it is a new unmapped segment (find_expandable_block).
+        If there are none, return a new unmapped segment (find_expandable_block).
         """
         for unmapped in free.unmapped:
             start = unmapped
@@ -159,7 +161,7 @@ def make_allocator(
     return kind(config, capacity, total=total, on_segment=on_segment, addresses=addresses)
 
 
-def _reach(block: Block) -> int:
+def _compute_growable_size(block: Block) -> int:
     """Return the size to which a block can grow: its own size plus the unmapped memory behind it."""
     after = block.next
     return block.size + (after.size if after is not None and not after.mapped else 0)

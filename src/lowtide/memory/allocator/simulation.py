@@ -19,7 +19,7 @@ EMPTY_CACHE = "empty cache"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Request that the device refused: that of event `index`, or -1 for blocks that existed before the events."""
+    """Request that the device refused; `index` is its event, or -1 for a block that existed before the events."""
 
     index: int
     requested_bytes: int
@@ -29,9 +29,9 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserved:
-    """GPU memory that a stream needs, entry included: the peaks of `torch.cuda.memory_stats`, each at its own moment.
+    """Peaks that `torch.cuda.memory_stats` would report for a simulated EventStream; they need not coincide in time.
 
-    After a failure they are the peaks up to the failure.
+    Blocks that existed before the events are included. After a failure, the peaks are those up to the failure.
     """
 
     peak_requested_bytes: int
@@ -62,9 +62,10 @@ class Requests:
 
 
 def _rows(stream: EventStream) -> Iterator[tuple[int, int, int, int]]:
-    """Yield a row for each allocation, free and emptying of the cache in `stream`; events of 0 bytes are left out.
+    """Yield a row for each allocation, free and emptying of the cache in `stream`; blocks of 0 bytes are left out.
 
-    The row is the event's index, the block, its bytes (negative if freed), and its CUDA stream.
+    A row is (index of the event, block number, bytes, CUDA stream). Bytes are negative for a free, whose stream is 0.
+    For an emptying of the cache, all but the index are 0.
     """
     streams = stream.streams
     for index, event in enumerate(stream.events):
