@@ -1,6 +1,7 @@
 """Layer norm in one Triton kernel: the bits of torch's kernel, on the GPUs and types where the audit would take it."""
 
 import importlib.util
+import os
 
 import pytest
 import torch
@@ -13,6 +14,23 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 def test_the_recipe_is_tried_on_cuda_only() -> None:
     (recipe,) = IMPLEMENTATIONS["NativeLayerNormBackward0"].values()
     assert recipe.device == "cuda"
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="needs Triton, which is not installed")
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="Triton is told to interpret kernels")
+@pytest.mark.parametrize("affine", [True, False])
+def test_it_compiles_for_a_gpu_that_is_not_here(affine: bool) -> None:
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from lowtide.runtime.kernels import layer_norm
+
+    constants = {"has_weight": affine, "has_bias": affine, "block": 1024}
+    types = {"input": "*bf16", "mean": "*fp32", "rstd": "*fp32", "weight": "*bf16", "bias": "*bf16", "out": "*bf16"}
+    types |= {"width": "i32", **dict.fromkeys(constants, "constexpr")}
+    kernel = triton.compile(ASTSource(layer_norm._rows, types, constants), target=GPUTarget("cuda", 90, 32))
+    assert "st.global" in kernel.asm["ptx"]
 
 
 @pytest.mark.gpu

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton  # type: ignore[import-not-found,unused-ignore]
@@ -16,18 +16,9 @@ MOST_AT_ONCE = 4096
 
 
 @triton.jit  # type: ignore[untyped-decorator,unused-ignore]
-def _rows(
-    input: Any,
-    mean: Any,
-    rstd: Any,
-    weight: Any,
-    bias: Any,
-    out: Any,
-    width: Any,
-    has_weight: tl.constexpr,
-    has_bias: tl.constexpr,
-    block: tl.constexpr,
-) -> None:
+def _rows(  # type: ignore[no-untyped-def]  # Triton reads the annotations of a kernel, and knows none but its own
+    input, mean, rstd, weight, bias, out, width, has_weight: tl.constexpr, has_bias: tl.constexpr, block: tl.constexpr
+):
     """Write one row: `weight * (rstd * (input - mean)) + bias`, in single precision, converted once at the end.
 
     torch's kernel multiplies by the weight and adds the bias in one rounding; `fma` does the same with any compiler.
