@@ -72,7 +72,7 @@ bool is_none(PyObject* it) { return it == nullptr || it == Py_None; }
 #define DECLARE(name) PyObject* s_##name;
 NAMES(DECLARE)
 #define LENT(X)                                                                                                       \
-  X(Value) X(Handle) X(Recompute) X(observed) X(materialize) X(make_in_python) X(changed_in_place) X(lay_out)         \
+  X(Value) X(Handle) X(Recompute) X(ChainedRecompute) X(observed) X(materialize) X(make_in_python) X(changed_in_place) X(lay_out)         \
   X(set_version) X(signed_constant) X(in_slot) X(unpack_in_python) X(strided) X(keys) X(noted_key)   \
   X(raw_saved) X(StopReplay) X(saved) X(unpack) X(Parameter) X(aliases) X(overwritten) X(writes)
 #define DECLARE_LENT(name) PyObject* lent_##name;
@@ -382,7 +382,8 @@ Ref materialized(Value* value) {
     }
     PyObject* maker = top->maker;
     Ref given;
-    if (!is_none(maker)) {
+    bool is_chained = !is_none(maker) && Py_TYPE(maker) == reinterpret_cast<PyTypeObject*>(lent_ChainedRecompute);
+    if (!is_none(maker) && !is_chained) {
       bool is_recompute = Py_TYPE(maker) == reinterpret_cast<PyTypeObject*>(lent_Recompute);
       given = is_recompute ? borrowed(reinterpret_cast<Recompute*>(maker)->operands) : attribute(maker, s_operands);
     }

@@ -16,6 +16,7 @@ from lowtide._torch.nodes import sequence_number
 from lowtide._torch.tensors import find_parts
 from lowtide.planner.address_nodes import INDICES, MASK, NOTED, with_captured_operands
 from lowtide.profiler.backward_timings import BackwardTimings
+from lowtide.profiler.chain_trials import ChainTrials
 from lowtide.profiler.drafts import OVERWRITTEN, ValueDraft
 from lowtide.profiler.fsdp_units import FsdpScopes, ValueNumbering
 from lowtide.profiler.implementations import ExactRun, ImplementationTrials, using
@@ -25,6 +26,8 @@ from lowtide.profiler.released_tensors import FreedValues
 from lowtide.profiler.replay_check import Witness
 from lowtide.runtime.partial_saves import packed
 from lowtide.runtime.recipes import IMPLEMENTATIONS, CannotRecompute
+from lowtide.runtime.recipes.chains import CHAIN
+from lowtide.runtime.recipes.normalization import SAVED_STATISTICS
 from lowtide.runtime.recompute import Recompute, certain
 from lowtide.runtime.replay import ReplayFrame
 from lowtide.runtime.saved_values import Handle, Value, make_value_without_grad_fn, register, registered
@@ -77,6 +80,9 @@ class RecomputeTrials:
         self.operand_changes = OperandChanges(static)
         self.homes = FsdpScopes()
         self._implementations = ImplementationTrials()
+        self._chains = ChainTrials(place)
+        if has_contents and not frugal:
+            self.builder.implementations = self._chains.list_first()
 
     def find_value(self, tensor: Tensor) -> tuple[Value, Geometry | None]:
         """Return the value (output of an autograd node) of a tensor, and the tensor's geometry if it is a view of it.
@@ -171,9 +177,9 @@ class RecomputeTrials:
         Record each implementation that is exact as well.
         """
         index, draft, kind = self.step.index[known], self.step.draft(known), node.name()
-        others = IMPLEMENTATIONS.get(kind)
+        others = [name for name in IMPLEMENTATIONS.get(kind, ()) if name != CHAIN]
         # recipes with captured operands have one implementation
-        if not self._has_contents or others is None or draft.recipe != kind or draft.node != kind:
+        if not self._has_contents or not others or draft.recipe != kind or draft.node != kind:
             return
         value = registered(node, output)
         self._implementations.add(index, kind, "", ExactRun(replace(draft), draft.operands))
@@ -196,10 +202,15 @@ class RecomputeTrials:
             if is_exact:
                 assert isinstance(maker, Recompute)
                 self._implementations.add(index, kind, name, ExactRun(self.meter.of(maker), self._operands(maker)))
+                if self.builder.implementations and name == SAVED_STATISTICS:
+                    with using(self.builder, {kind: CHAIN}):
+                        self._chains.add(known, self.builder.recompute(node, output, base).maker)
+                    if value is not None:
+                        register(node, output, value)
 
     def choose_implementations(self) -> dict[str, str]:
         """Choose an implementation for each kind of node, and set its costs. Return those that are not the first."""
-        return self._implementations.choose(self.step.values)
+        return self._implementations.choose(self.step.values) | self._chains.choose()
 
     def try_packing(self, known: Value, tensor: Tensor) -> None:
         """Try to keep a tensor without a node as the bits of a mask, or as small integers."""
@@ -273,6 +284,7 @@ class RecomputeTrials:
             draft.refuse("recomputing it gives other bits on this device")
             return
         draft.recipe = maker.recipe.node
+        self._chains.add(known, maker)
         if sites:
             ordinals = (site.ordinal for site in sites if site.ordinal is not None)
             draft.node = with_captured_operands(draft.node, ordinals)
@@ -298,6 +310,15 @@ class RecomputeTrials:
                 draft.refuse("recomputing it in backward gives other bits")
         except RuntimeError:  # an operand was changed in place; or the tensor itself, which PyTorch will report
             draft.refuse(OVERWRITTEN)
+        if draft.recipe is not None:
+            self._chains.run(handle.value, self._get_ms)
+
+    def _get_ms(self, value: Value) -> float:
+        """Return the measured time of one recompute of `value`; 0 if it has not run."""
+        if value not in self.step.index:
+            return 0.0
+        draft = self.step.draft(value)
+        return draft.cost_ms + draft.host_ms
 
     def _collect_sites(self, maker: Recompute) -> set[CaptureSite]:
         """Return the sites of operands captured for a recompute, and for recomputes of its operands that it may run."""

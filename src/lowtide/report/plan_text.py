@@ -35,9 +35,10 @@ def show(plan: Plan) -> str:
 
 
 def implementations(record: Plan | Profile) -> Iterator[str]:
-    """Yield a line for each kind of autograd node whose output is recomputed by an alternative implementation."""
-    for node, name in record.implementations.items():
-        yield f"outputs of {node} are recomputed from {name}: the fastest way that is exact here"
+    """Yield a line for each alternative implementation that recomputes outputs of some kinds of autograd nodes."""
+    for name in dict.fromkeys(record.implementations.values()):
+        nodes = ", ".join(node for node, its in record.implementations.items() if its == name)
+        yield f"outputs of {nodes} are recomputed from {name}: the fastest way that is exact here"
 
 
 def extra(extra_ms: float, step_ms: float) -> str:

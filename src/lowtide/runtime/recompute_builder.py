@@ -17,6 +17,7 @@ from lowtide.runtime.operand_capture import NUMBERS
 from lowtide.runtime.operand_lookup import AS_RECORDED, OperandLookup, signed
 from lowtide.runtime.recipes import IMPLEMENTATIONS, RECIPES, CannotRecompute, Recipe
 from lowtide.runtime.recompute import Recompute, in_order
+from lowtide.runtime.recompute_chain import start_chained
 from lowtide.runtime.recompute_path import RecomputePath, describe
 from lowtide.runtime.saved_values import Handle, Value, register, registered
 
@@ -118,8 +119,9 @@ class Builder:
         """
         self.length += 1
         kind = node.name()
-        # other implementations are audited on saved tensors only
-        recipe = RECIPES.get(kind) if like is None else self.find_recipe(kind)
+        recipe = self.find_recipe(kind)
+        if like is None and recipe is not None and recipe.expression is None:
+            recipe = RECIPES[kind]  # other implementations are audited on saved tensors only
         if recipe is None:
             raise CannotRecompute(f"no recipe for {kind}")
         if output and not recipe.several:
@@ -163,7 +165,11 @@ class Builder:
                 arguments[name] = operand
         stride = None if like is None else like.stride()
         operands, places = in_order(recipe, arguments)
-        recompute = Recompute(recipe, operands, places, constants, stride, source.captured_sites)
+        sites = source.captured_sites
+        if recipe.expression is None:
+            recompute = Recompute(recipe, operands, places, constants, stride, sites)
+        else:
+            recompute = start_chained(recipe, operands, places, constants, stride, sites, node, output)
         if self.owners.sharded:
             recompute.sharded = tuple(h for h in recompute.operands if h is not None and h.value.leaf)
         value = Value(maker=recompute, output=output)

@@ -15,6 +15,7 @@ from lowtide._torch.nodes import RAW_SAVED, SAVED, get_output_metadata, node_met
 from lowtide.runtime.operand_capture import CAPTURED_OPERANDS, NUMBERS, CaptureSite, find_captured_operand
 from lowtide.runtime.operand_lookup import AS_RECORDED, OperandLookup, are_same, find_leaf_behind, signed
 from lowtide.runtime.recompute import Recompute
+from lowtide.runtime.recompute_chain import start_chained
 from lowtide.runtime.saved_values import KEYS, NO_NODE, Handle, Value, native, unpack
 
 if TYPE_CHECKING:
@@ -143,7 +144,11 @@ class RecomputePath:
         if (self.owned or self.computed) and not self.look_up(builder, node, output, like, constants):
             return None
         stride = None if like is None else like.stride()
-        value = Value(maker=Recompute(recipe, tuple(operands), self.places, constants, stride, sites), output=output)
+        if recipe.expression is None:
+            maker = Recompute(recipe, tuple(operands), self.places, constants, stride, sites)
+        else:
+            maker = start_chained(recipe, tuple(operands), self.places, constants, stride, sites, node, output)
+        value = Value(maker=maker, output=output)
         value.is_intermediate = like is None
         node_metadata(node)[KEYS[output]] = weakref.ref(value)  # as `register`
         return value
@@ -226,7 +231,8 @@ def describe(
         return None
     if any(number not in constants for number in path.numbers):
         return None
-    if recipe.device is None and all(turn.path is None or turn.path.table is not None for turn in turns):
+    has_table = recipe.device is None and recipe.expression is None
+    if has_table and all(turn.path is None or turn.path.table is not None for turn in turns):
         recorded, when, numbers = tuple(path.recorded), tuple(recipe.when.items()), tuple(path.numbers)
         looks_up = bool(path.owned or path.computed)
         path.table = path.kind, recipe, recorded, when, path.turns, numbers, looks_up, places, recipe.into

@@ -129,7 +129,8 @@ def materialize(value: Any) -> Tensor:
             continue
         maker, missing = top.maker, []
         assert maker is not None
-        for operand in maker.operands:
+        gather = getattr(maker, "gather", None)  # of a recompute that may be the end of a chain
+        for operand in maker.operands if gather is None else gather(top):
             if operand is not None:
                 if operand.last_backward != NEVER:
                     operand.mark_unread()  # unread, so that the recomputed value stays until it is read

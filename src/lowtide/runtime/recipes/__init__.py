@@ -28,3 +28,5 @@ from lowtide.runtime.recipes.registry import CannotRecompute as CannotRecompute
 from lowtide.runtime.recipes.registry import Recipe as Recipe
 from lowtide.runtime.recipes.registry import TooSmall as TooSmall
 from lowtide.runtime.recipes.registry import recipe as recipe
+
+from lowtide.runtime.recipes import chains as chains  # isort: skip  # refers to the recipes above

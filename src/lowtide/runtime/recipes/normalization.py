@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from lowtide.runtime.recipes.registry import aten, recipe
+
+SAVED_STATISTICS: Final = "saved statistics"
+"""Name of the implementation of batch norm that takes the statistics from the node."""
 
 EPS_IN_USE = (1e-5, 1e-6, 1e-12, 1e-8, 1e-7, 1e-3)
 
@@ -172,7 +175,7 @@ def from_statistics(
     owner="weight",
     together={"bias": "weight"},
     when={"training": True},
-    implementation="saved statistics",
+    implementation=SAVED_STATISTICS,
 )
 def batch_norm_from_statistics(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, result1: Tensor, result2: Tensor, *, eps: float
@@ -180,7 +183,7 @@ def batch_norm_from_statistics(
     return from_statistics(input, weight, bias, result1, result2, eps)
 
 
-@recipe("CudnnBatchNormBackward0", **_IN_TRAINING, implementation="saved statistics")
+@recipe("CudnnBatchNormBackward0", **_IN_TRAINING, implementation=SAVED_STATISTICS)
 def cudnn_batch_norm_from_statistics(
     input: Tensor, weight: Tensor, bias: Tensor | None, result1: Tensor, result2: Tensor, *, epsilon: float
 ) -> Tensor:

@@ -91,6 +91,8 @@ class Recipe:
     alias: bool = False
     device: str | None = None
     into: bool = False
+    expression: Callable[..., str] | None = None
+    """Text of the operator in a kernel for a chain of recomputes (`chains.py`); None if a chain can't contain it."""
     recorded: tuple[tuple[str, str], ...] = field(init=False)
     """Constants that the node may record, each with the node's attribute for it."""
     computed: tuple[str, ...] = field(init=False)
