@@ -60,7 +60,7 @@ class Done:
         self._tensors = [*tensors]
 
     def wait(self, *args: Any) -> bool:
-        """Return True at once: nothing was sent."""
+        """Return True at once, because no data was sent."""
         return True
 
     is_completed = is_success = synchronize = wait

@@ -92,7 +92,7 @@ class StepMemory(Record):
 
     @property
     def totals(self) -> tuple[int, ...]:
-        """Bytes at each moment."""
+        """Total allocated bytes at each moment of the step."""
         return tuple(self.floor_bytes + sum(column) for column in zip(*self.bytes.values(), strict=True))
 
     @property

@@ -98,8 +98,8 @@ class Inspections:
     def is_refilled(self, retained: Sequence[RetainedObject]) -> bool:
         """Return True if a container of model outputs was emptied and filled again since the last inspection.
 
-        Loops often do so once an epoch. All entries are then new, and their number differs. In a full queue, the number
-        stays the same.
+        Loops often do so once an epoch: all entries are new, and their number has changed. In a full queue, all entries
+        may be new as well, but their number stays the same.
         """
         is_of_outputs = any(item.calls for item in retained)
         is_large = max(*self.held_bytes, sum(collect_storages(retained).values()), 0) >= LEAST_GATHERED_BYTES

@@ -93,7 +93,7 @@ class _Call:
         return (self.func, torch.get_num_threads(), *tree_leaves((self.args, self.kwargs)))
 
     def trials(self) -> list[Callable[[Callable[[str], None]], tuple[int, ...]]]:
-        """Return functions that run the trials: one with the whole call, two with some of the rows, or none."""
+        """Return functions that run the call once each: one with all rows, two with fewer rows, or none at all."""
         if not all(geometry.whole for geometry in self.geometries):
             return []
         if self.n_bytes <= LARGEST_TRIAL:

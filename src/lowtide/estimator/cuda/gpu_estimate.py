@@ -94,7 +94,7 @@ class GpuMemoryEstimate(MemoryEstimate):
 
     @property
     def fits(self) -> bool:
-        """True if the step fits. Memory in `measured`, known only from one GPU model, counts as it was measured."""
+        """True if the step fits on `gpu`, assuming for `measured` memory the sizes that another GPU model needs."""
         return self.verdict == "fits"
 
     @property

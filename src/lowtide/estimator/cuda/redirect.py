@@ -1,7 +1,7 @@
-"""Redirect `torch.cuda` while a GPU is rehearsed: the GPU is available, and "cuda" means it.
+"""Redirect `torch.cuda` to an absent GPU during an estimate: "cuda" in arguments means that GPU.
 
-Queries are answered for the GPU (`torch_cuda_api.py`). CUDA graphs are not available: torch itself refuses a step that
-records one.
+Functions such as `torch.cuda.get_device_properties` describe the GPU (`torch_cuda_api.py`). CUDA graphs are not
+available.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class CudaRedirect(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self._tracker is not None and reads_attribute(func, types) and func not in _IS_CUDA:
-            with without_function_modes():  # half of all calls, and the other modes have no answer of their own
+            with without_function_modes():  # half of all calls, which the other modes don't change
                 return func(*args)
         func, args, kwargs = as_move(func, args, kwargs or {})
         if func in _IS_CUDA:
@@ -84,7 +84,7 @@ class CudaRedirect(TorchFunctionMode):
         if self._tracker is None:
             return func(*args, **kwargs)
         asks_for_gradients = func in _ASKING_FOR_GRADIENTS and (*args[1:], *kwargs.values(), True)[0]
-        if asks_for_gradients or self._is_written_to(func, args):
+        if asks_for_gradients or self._writes_gpu_data(func, args):
             self._tracker.put_on_gpu(args[0])
         out = func(*args, **kwargs)
         if kwargs.get("requires_grad") is True and isinstance(out, torch.Tensor):
@@ -95,8 +95,8 @@ class CudaRedirect(TorchFunctionMode):
         """Return True if a tensor is on the GPU."""
         return tensor.device.type in (NAME, "cuda")
 
-    def _is_written_to(self, func: Any, args: Any) -> bool:
-        """Return True if a call writes GPU data to a CPU tensor: autograd sends no gradients across devices."""
+    def _writes_gpu_data(self, func: Any, args: Any) -> bool:
+        """Return True if a call writes a GPU tensor into a CPU tensor, such as `cpu_tensor[0] = gpu_tensor`."""
         name = getattr(func, "__name__", "")
         if not (name in _WRITING or (name.endswith("_") and not name.endswith("__"))) or len(args) < 2:
             return False
@@ -131,8 +131,8 @@ _TO_PINNED = (torch.Tensor.pin_memory,)
 _ASKING_FOR_GRADIENTS = (torch.Tensor.requires_grad_, SET_REQUIRES_GRAD)
 
 
-class _Generator(torch.Generator):
-    """Generator that draws on the CPU for the GPU too, because known contents are on the CPU."""
+class _CpuGenerator(torch.Generator):
+    """Random generator that is on the CPU even if the GPU is requested, because random values are drawn on the CPU."""
 
     def __new__(cls, device: Any = "cpu") -> Self:
         return super().__new__(cls, "cpu")  # type: ignore[call-arg]
@@ -146,7 +146,7 @@ def emulated_cuda(
     tracker: GpuAllocationTracker | None = None,
     answers: ValueOracle | None = None,
 ) -> Iterator[None]:
-    """Make `torch.cuda` describe `gpu` in this block, and redirect "cuda" by the function mode `means`.
+    """Make `torch.cuda` describe `gpu` in this block, and enter the function mode `means`, which redirects "cuda".
 
     With `tracker` and `answers`, `torch.autocast` is replaced too.
     """
@@ -157,23 +157,23 @@ def emulated_cuda(
         if answers is not None and tracker is not None:
             shown = fake_devices_shown(torch.device(NAME, 0), CUDA, lambda: tracker.is_inside)
             stack.enter_context(shown)
-            stack.enter_context(_autocast_on_gpu(answers))
-        stack.enter_context(patch.object(torch, "Generator", _Generator))
+            stack.enter_context(_redirect_autocast(answers))
+        stack.enter_context(patch.object(torch, "Generator", _CpuGenerator))
         stack.enter_context(means)
         yield
 
 
 @contextlib.contextmanager
-def _autocast_on_gpu(answers: ValueOracle) -> Iterator[None]:
-    """Redirect autocast for CUDA to the GPU; also autocast for the CPU, which a script without a GPU would request."""
+def _redirect_autocast(answers: ValueOracle) -> Iterator[None]:
+    """Redirect `torch.autocast` for "cuda" to the absent GPU, and for "cpu", which scripts use if they find no GPU."""
     entered: dict[int, str] = {}
     devices: list[str] = []
     """Devices of the autocast contexts in force, the innermost last."""
     is_on, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
     enter, leave, clear = torch.autocast.__enter__, torch.autocast.__exit__, torch.clear_autocast_cache
 
-    def follow(device: str) -> None:
-        """Set the GPU's autocast (enabled, dtype) to the current settings of autocast for `device`, "cuda" or "cpu"."""
+    def copy_settings(device: str) -> None:
+        """Copy the autocast settings of `device`, "cuda" or "cpu", to the absent GPU: enabled or not, and the dtype."""
         torch.set_autocast_enabled(NAME, is_on(device))
         torch.set_autocast_dtype(NAME, dtype(device))
 
@@ -199,7 +199,7 @@ def _autocast_on_gpu(answers: ValueOracle) -> Iterator[None]:
                     devices.pop()
                 self.device = entered.pop(id(self))
             else:  # entered before this block
-                follow(self.device)
+                copy_settings(self.device)
 
     def on_clear() -> None:
         clear()
@@ -220,7 +220,7 @@ def _autocast_on_gpu(answers: ValueOracle) -> Iterator[None]:
             for device in ("cpu", "cuda"):
                 if is_on(device):
                     devices.append(device)
-                    follow(device)
+                    copy_settings(device)
             yield
         finally:
             torch.set_autocast_enabled(NAME, False)

@@ -1,6 +1,6 @@
-"""Tensor types such as `torch.cuda.FloatTensor`: one name for the GPU and a dtype.
+"""Tensor types such as `torch.cuda.FloatTensor`, which stand for CUDA and a dtype.
 
-C++ code refuses torch's own types where torch is built without CUDA.
+They replace torch's own types, which raise an error if torch is built without CUDA.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _OWN = type(torch.FloatTensor)
 class TensorType(type):
     """Metaclass of types such as `torch.cuda.FloatTensor`.
 
-    Calling a type creates a tensor on the GPU; GPU tensors of its dtype are its instances.
+    Calling such a type creates a tensor on the GPU. `isinstance` returns True for GPU tensors of its dtype.
     """
 
     dtype: torch.dtype
@@ -63,7 +63,7 @@ _BY_NAME = {_name(kind): kind for kind in DENSE.values()}
 
 
 def parse_tensor_type(kind: Any) -> tuple[torch.device, torch.dtype] | None:
-    """Return device and dtype of a tensor type or its name; None for a dtype, or if it is no dense tensor type."""
+    """Return the device and dtype of a dense tensor type or of its name; None for anything else, such as a dtype."""
     if tensor_type := kind if isinstance(kind, TensorType) else _BY_NAME.get(kind) if isinstance(kind, str) else None:
         return CUDA, tensor_type.dtype
     if isinstance(kind, _OWN) and not kind.is_cuda:
@@ -84,22 +84,22 @@ def as_move(func: Any, args: Any, kwargs: Any) -> tuple[Any, Any, Any]:
 
 
 def type_name(name: str) -> str:
-    """Return the name of a tensor type on CUDA, as in "torch.cuda.FloatTensor", from torch's name for the stand-in."""
+    """Return the CUDA name, such as "torch.cuda.FloatTensor", for `name`, which torch gives the replacing device."""
     return name.replace("torch.", "torch.cuda.", 1).replace(f"cuda.{NAME}.", "cuda.", 1)
 
 
 def replacements() -> Iterator[tuple[Any, str, Any]]:
-    """Return the stand-ins for tensor types, as (owner, name, object)."""
+    """Yield the replacements for torch's tensor types, as (module, attribute name, object)."""
     for owner, kinds in ((torch.cuda, DENSE), (torch.cuda.sparse, SPARSE)):
         yield from ((owner, name, kind) for name, kind in kinds.items() if hasattr(owner, name))
     yield torch, "set_default_tensor_type", _redirect_default_type(torch.set_default_tensor_type)
 
 
-def _redirect_default_type(true: Callable[[Any], None]) -> Callable[[Any], None]:
+def _redirect_default_type(original: Callable[[Any], None]) -> Callable[[Any], None]:
     def set_default_tensor_type(kind: Any) -> None:
         target = parse_tensor_type(kind)
         if target is None or target[0] != CUDA:
-            true(kind)
+            original(kind)
             torch.set_default_device(None)
         else:
             torch.set_default_dtype(target[1])

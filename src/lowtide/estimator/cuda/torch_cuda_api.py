@@ -1,7 +1,8 @@
-"""Replacements for `torch.cuda` and similar modules on an absent GPU: queries are answered, actions do nothing.
+"""Replacements for the functions of `torch.cuda` and similar modules on an absent GPU.
 
-Functions that wait, seed, empty the cache or mark ranges do nothing, nor do streams and events. Unknown properties of a
-GPU are assumed: none of them changes the memory that a step needs.
+Functions that describe the GPU or its memory return their usual results. Functions that synchronize, seed or mark
+ranges do nothing, and neither do streams and events. Unknown properties of a GPU are assumed; none of them changes the
+memory that a step needs.
 """
 
 from __future__ import annotations
@@ -62,10 +63,10 @@ def properties(gpu: GpuSpec) -> SimpleNamespace:
 
 
 def answers(gpu: GpuSpec, usage: Usage) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the replacements while the GPU is rehearsed, as (owner, name, function)."""
+    """Yield the replacements for an absent GPU, as (module or class, attribute name, new value)."""
     functions = {
-        **_asked(gpu, usage),
-        **_memory(gpu, usage),
+        **_make_queries(gpu, usage),
+        **_make_memory_functions(gpu, usage),
         **dict.fromkeys(_IDLE, _nothing),
         **dict.fromkeys(_ZERO, lambda device=None: 0),
         **dict.fromkeys(_STREAMS, NullStream),
@@ -85,26 +86,26 @@ def answers(gpu: GpuSpec, usage: Usage) -> Iterator[tuple[Any, str, Any]]:
     yield torch.version, "cuda", CUDA_ASSUMED
     yield torch.cuda.nccl, "version", lambda: NCCL_ASSUMED
     yield torch.cuda.nccl, "is_available", lambda tensors: False
-    yield torch.autograd.profiler.profile, "__init__", _without_gpu(torch.autograd.profiler.profile.__init__)
+    yield torch.autograd.profiler.profile, "__init__", _profile_only_cpu(torch.autograd.profiler.profile.__init__)
     for name in ("__enter__", "__exit__"):
         yield torch.autograd.profiler.emit_nvtx, name, lambda self, *error: None if error else self
     for name in torch.cuda.tunable.__all__:
         yield torch.cuda.tunable, name, _nothing
     for name in ("Stream", "Event"):
         yield torch, name, NullStream
-    yield torch.serialization, "default_restore_location", _restored(torch.serialization.default_restore_location)
+    yield torch.serialization, "default_restore_location", _load_onto_cpu(torch.serialization.default_restore_location)
     for storage in (torch.UntypedStorage, torch.TypedStorage):
         yield storage, "cuda", lambda self, *args, **kwargs: self
     yield torch.Tensor, "record_stream", _nothing
-    yield torch.nn.DataParallel, "forward", _alone
+    yield torch.nn.DataParallel, "forward", _forward_on_one_gpu
     yield torch.accelerator, "current_stream", NullStream  # FSDP2 asks, too
     for name, function in _list_accelerator_functions(gpu, usage).items():
         if hasattr(torch.accelerator, name):
-            yield torch.accelerator, name, _answer_unless_torch_asks(getattr(torch.accelerator, name), function)
+            yield torch.accelerator, name, _replace_except_for_torch(getattr(torch.accelerator, name), function)
 
 
-def _asked(gpu: GpuSpec, usage: Usage) -> dict[str, Any]:
-    """Return the stand-ins for torch's queries about a GPU."""
+def _make_queries(gpu: GpuSpec, usage: Usage) -> dict[str, Any]:
+    """Return the functions of `torch.cuda` that describe a GPU, by name."""
     known = properties(gpu)
     capability = known.major, known.minor
     state = torch.zeros(16, dtype=torch.uint8, device="cpu")  # seed and offset
@@ -121,7 +122,7 @@ def _asked(gpu: GpuSpec, usage: Usage) -> dict[str, Any]:
         "can_device_access_peer": lambda device, peer_device: False,
         "is_bf16_supported": lambda including_emulation=True: including_emulation or known.major >= 8,
         "is_tf32_supported": lambda: known.major >= 8,
-        "memory_stats_as_nested_dict": lambda device=None: _nested(usage.stats()),
+        "memory_stats_as_nested_dict": lambda device=None: _nest(usage.stats()),
         "memory_snapshot": lambda *args, **kwargs: usage.snapshot()["segments"],
         CUDA_SNAPSHOT: lambda *args, **kwargs: usage.snapshot(),
         "list_gpu_processes": lambda device=None: "GPU:0\nno processes are running",
@@ -138,20 +139,20 @@ def _asked(gpu: GpuSpec, usage: Usage) -> dict[str, Any]:
 
 
 class _Runtime:
-    """Stand-in for `torch.cuda.cudart()`: every call of the CUDA runtime does nothing and returns 0, for success.
+    """Replacement for the result of `torch.cuda.cudart()`: every CUDA runtime call does nothing and returns 0.
 
-    `cudaMemGetInfo` returns the rehearsed GPU's free and total bytes.
+    Only `cudaMemGetInfo` returns something else: the absent GPU's free and total bytes.
     """
 
     def __init__(self, gpu: GpuSpec, usage: Usage) -> None:
-        self.cudaMemGetInfo = lambda device=0: _memory(gpu, usage)["mem_get_info"](device)
+        self.cudaMemGetInfo = lambda device=0: _make_memory_functions(gpu, usage)["mem_get_info"](device)
 
     def __getattr__(self, name: str) -> Callable[..., int]:
         return lambda *args, **kwargs: 0
 
 
 class _UsersStream(NullStream):
-    """A CUDA stream that the script makes."""
+    """A CUDA stream that the script creates."""
 
 
 def _check_stream(stream: NullStream | None) -> NullStream:
@@ -184,20 +185,20 @@ _MARKS = {
 }
 
 
-def _memory(gpu: GpuSpec, usage: Usage) -> dict[str, Callable[..., Any]]:
+def _make_memory_functions(gpu: GpuSpec, usage: Usage) -> dict[str, Callable[..., Any]]:
     """Return the functions of `torch.cuda` and `torch.accelerator` about the allocator."""
 
-    def taken() -> int:
-        """Return the bytes of the GPU in use, including the largest context."""
+    def count_used() -> int:
+        """Return the used bytes of the GPU, including those of the largest CUDA context."""
         return min(usage.level("reserved_bytes.all.current") + CONTEXT_BYTES[1], gpu.total_bytes)
 
     return {
         **{name: lambda device=None, of=of: usage.level(of) for name, of in _LEVELS.items()},
         **{name: lambda device=None, what=what: usage.mark(what) for name, what in _MARKS.items()},
         "memory_stats": lambda device=None: usage.stats(),
-        "device_memory_used": lambda device=None: taken(),
+        "device_memory_used": lambda device=None: count_used(),
         **dict.fromkeys(
-            ("mem_get_info", "get_memory_info"), lambda device=None: (gpu.total_bytes - taken(), gpu.total_bytes)
+            ("mem_get_info", "get_memory_info"), lambda device=None: (gpu.total_bytes - count_used(), gpu.total_bytes)
         ),
     }
 
@@ -227,7 +228,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
     return None
 
 
-def _nested(stats: Counter[str]) -> dict[str, Any]:
+def _nest(stats: Counter[str]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for name, value in stats.items():
         *kinds, last = name.split(".")
@@ -238,8 +239,8 @@ def _nested(stats: Counter[str]) -> dict[str, Any]:
     return nested
 
 
-def _without_gpu(profile: Callable[..., None]) -> Callable[..., None]:
-    """Return a version of the profiler's constructor that profiles only the CPU, because no kernels run on the GPU."""
+def _profile_only_cpu(profile: Callable[..., None]) -> Callable[..., None]:
+    """Wrap the profiler's constructor so that it profiles only the CPU, because no kernels run on an absent GPU."""
 
     def init(
         self: Any, enabled: bool = True, *, use_cuda: Any = False, use_device: Any = None, **settings: Any
@@ -251,8 +252,8 @@ def _without_gpu(profile: Callable[..., None]) -> Callable[..., None]:
     return init
 
 
-def _restored(restore: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
-    """Return a version of `restore`, part of `torch.load`, that loads onto the CPU where CUDA is requested."""
+def _load_onto_cpu(restore: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
+    """Wrap `restore`, a part of `torch.load`, so that it loads CUDA storages onto the CPU."""
 
     def restored(storage: Any, location: str) -> Any:
         return restore(storage, "cpu" if str(location).startswith("cuda") else location)
@@ -260,8 +261,8 @@ def _restored(restore: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
     return restored
 
 
-def _alone(self: torch.nn.DataParallel[Any], *inputs: Any, **kwargs: Any) -> Any:
-    """Run the forward of `DataParallel` on one GPU: call the wrapped module itself, with its inputs on the GPU."""
+def _forward_on_one_gpu(self: torch.nn.DataParallel[Any], *inputs: Any, **kwargs: Any) -> Any:
+    """Replace `DataParallel.forward` on one GPU: move the inputs to the GPU and call the wrapped module."""
 
     def move_to_the_gpu(leaf: Any) -> Any:
         return leaf.cuda() if isinstance(leaf, torch.Tensor) else leaf
@@ -272,7 +273,7 @@ def _alone(self: torch.nn.DataParallel[Any], *inputs: Any, **kwargs: Any) -> Any
 
 def _list_accelerator_functions(gpu: GpuSpec, usage: Usage) -> dict[str, Callable[..., Any]]:
     return {
-        **_memory(gpu, usage),
+        **_make_memory_functions(gpu, usage),
         "is_available": lambda: True,
         "current_accelerator": lambda check_available=False: torch.device("cuda"),
         "device_count": lambda: gpus_per_node[-1],
@@ -284,13 +285,13 @@ def _list_accelerator_functions(gpu: GpuSpec, usage: Usage) -> dict[str, Callabl
     }
 
 
-def _answer_unless_torch_asks(true: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that calls `true` for torch's own code, which would otherwise pin memory for a GPU.
+def _replace_except_for_torch(original: Callable[..., Any], replacement: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that calls `original` if its caller is torch's own code, otherwise `replacement`.
 
-    For all other callers it calls `answer`.
+    If torch called `replacement`, it would pin memory for a GPU.
     """
 
-    def ask(*args: Any, **kwargs: Any) -> Any:
-        return (true if is_own(sys._getframe(1)) else answer)(*args, **kwargs)
+    def choose(*args: Any, **kwargs: Any) -> Any:
+        return (original if is_own(sys._getframe(1)) else replacement)(*args, **kwargs)
 
-    return ask
+    return choose

@@ -1,4 +1,4 @@
-"""Parts of `torch.cuda` that an absent GPU does not support: refused by name, each with an alternative."""
+"""Parts of `torch.cuda` that an absent GPU does not support: calling one raises an error that names an alternative."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ _REFUSED: tuple[tuple[tuple[Any, ...], tuple[str, ...], str], ...] = (
     ((torch.cuda.comm, torch.nn.parallel.comm), _MOVING, _GPUS),
     ((torch.cuda,), tuple(name for name in dir(torch.cuda) if name.endswith("Storage")), _STORAGES),
 )
-"""Modules, names in them, and the reason for the refusal."""
+"""Tuples (modules, names in them, text of the error): the reason and an alternative."""
 
 
 def replacements() -> Iterator[tuple[Any, str, Any]]:
-    """Return the stand-ins for unsupported functions of torch, as (owner, name, function or class)."""
+    """Yield replacements that raise `RehearsalError`, as (module, attribute name, function or class)."""
     for owners, names, why in _REFUSED:
         for owner in owners:
             for name in names:
                 if (obj := getattr(owner, name, None)) is not None:
-                    yield owner, name, _refusing(obj, f"{owners[0].__name__}.{name}", why)
+                    yield owner, name, _make_refusal(obj, f"{owners[0].__name__}.{name}", why)
 
 
-def _refusing(obj: Any, name: str, why: str) -> Any:
+def _make_refusal(obj: Any, name: str, why: str) -> Any:
     def refuse(*args: Any, **kwargs: Any) -> NoReturn:
         raise RehearsalError(f"{name}: {why}")
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class PythonQueries(TorchFunctionMode):
-    """Function mode that answers if Python code reads the contents of a fake tensor, as by `.item()` or `if`."""
+    """Function mode that returns a value if Python code reads a fake tensor, as by `.item()` or `if mask.any()`."""
 
     def __init__(self, answers: ValueOracle, tracker: AllocationTracker) -> None:
         super().__init__()

@@ -1,7 +1,7 @@
 """Attention: the choice among CUDA's kernels, and the memory of each.
 
-`scaled_dot_product_attention` takes the first kernel, in an order of preference, that supports the call. Torch without
-CUDA would take none of them and hold all scores.
+`scaled_dot_product_attention` runs the first kernel, in an order of preference, that supports the call. Torch without
+CUDA would run none of them and store all attention scores.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The properties of an attention call by which CUDA's kernel is chosen."""
+    """The arguments of a `scaled_dot_product_attention` call, by which torch chooses the CUDA kernel."""
 
     query: Tensor
     key: Tensor
@@ -52,7 +52,7 @@ class Call:
 
     @property
     def needs_gradient(self) -> bool:
-        """Return True if a backward pass may follow."""
+        """True if gradients are enabled and query, key or value requires one."""
         return torch.is_grad_enabled() and any(t.requires_grad for t in (self.query, self.key, self.value))
 
     @property
@@ -67,14 +67,14 @@ class Call:
 
 
 def choose_kernel(call: Call) -> str:
-    """Return the name of the kernel that CUDA chooses: "cudnn", "flash", "efficient" or "math" (select_sdp_backend)."""
+    """Return the kernel that torch chooses on CUDA: "cudnn", "flash", "efficient" or "math" (select_sdp_backend)."""
     order: tuple[str, ...] = ("flash", "efficient", "math")
     if capability()[0] in (9, 10):  # check_prefer_cudnn_attention, with the cuDNN that torch's wheels bring
         order = ("cudnn", *order)
     return next((name for name in order if _CAN[name](call)), "math")
 
 
-def _fused(call: Call) -> bool:
+def _is_fusible(call: Call) -> bool:
     """Return True if the call meets the conditions of every kernel except "math"."""
     query, key, value = call.tensors
     if any(t.dim() != 4 or not t.numel() or (t.stride(-1) != 1 and t.shape[-1] != 1) for t in call.tensors):
@@ -87,7 +87,7 @@ def _fused(call: Call) -> bool:
     return same_heads or (call.grouped and query.shape[1] % key.shape[1] == 0 == query.shape[1] % value.shape[1])
 
 
-def _halves(call: Call) -> bool:
+def _has_half_dtype(call: Call) -> bool:
     return call.query.dtype in (HALF if capability()[0] >= 8 else (torch.float16,))
 
 
@@ -95,8 +95,8 @@ def _can_cudnn(call: Call) -> bool:
     query, key, _ = call.tensors
     return (
         attention_allowed("cudnn")
-        and _fused(call)
-        and _halves(call)
+        and _is_fusible(call)
+        and _has_half_dtype(call)
         and capability() >= (8, 0)
         and all(size <= 128 and size % 8 == 0 for size in call.heads)
         and key.shape[2] > 1
@@ -110,14 +110,14 @@ def _can_flash(call: Call) -> bool:
     grad_limit = capability() in ((8, 6), (8, 7), (8, 9), (12, 0), (12, 1)) and call.needs_gradient
     return (
         attention_allowed("flash")
-        and _fused(call)
+        and _is_fusible(call)
         and call.mask is None
         and len(set(call.heads)) == 1
         and head <= 256
         and capability() >= (8, 0)
         and (not grad_limit or head <= 192 or (call.dropout == 0 and head > 224))
         and (not call.causal or call.query.shape[2] == call.key.shape[2])
-        and _halves(call)
+        and _has_half_dtype(call)
     )
 
 
@@ -127,7 +127,7 @@ def _can_efficient(call: Call) -> bool:
     alignment = 8 if query.dtype in HALF and capability()[0] >= 7 else 4 if capability()[0] >= 8 else 1
     return (
         attention_allowed("efficient")
-        and _fused(call)
+        and _is_fusible(call)
         and query.dtype in known
         and query.shape[-1] == key.shape[-1]
         and query.shape[-1] % alignment == 0 == value.shape[-1] % alignment
@@ -160,7 +160,7 @@ def attention(
     attn_mask = None if attn_mask is None else to_gpu(attn_mask)
     call = Call(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa)
     kernel = choose_kernel(call)
-    mask = _numbers(attn_mask, query.dtype)
+    mask = _convert_bool_mask(attn_mask, query.dtype)
     if kernel == "flash":
         head = query.shape[-1]
         if head % 8:
@@ -175,19 +175,19 @@ def attention(
     if enable_gqa and kernel == "efficient":
         key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
     if mask is not None:
-        mask = _padded(mask).expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+        mask = _pad_mask(mask).expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     run = getattr(aten, f"_scaled_dot_product_{kernel}_attention")
     return run(query, key, value, mask, call.needs_gradient, dropout_p, is_causal, scale=scale)[0]
 
 
-def _numbers(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+def _convert_bool_mask(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if mask is None or mask.dtype is not torch.bool:
         return mask
     return torch.where(mask, 0.0, torch.full((), -torch.inf, dtype=dtype, device=mask.device))
 
 
-def _padded(mask: Tensor) -> Tensor:
-    """Return a mask whose rows begin at multiples of 8 elements, as the kernel needs it."""
+def _pad_mask(mask: Tensor) -> Tensor:
+    """Return `mask`, copied if need be so that each row begins at a multiple of 8 elements, as the kernel requires."""
     length = mask.shape[-1]
     if not length % 8:
         return mask

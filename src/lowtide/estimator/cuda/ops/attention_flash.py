@@ -1,7 +1,8 @@
 """Scratch memory of flash attention and of cuDNN's attention.
 
-If thread blocks are few, work is split over the keys, so that all multiprocessors are busy. The table of GPUs does not
-state the number of multiprocessors: the number of splits is known only within bounds, and the upper bound is counted.
+If there are few thread blocks, the kernel splits the keys among more of them to keep all multiprocessors busy. The
+table of GPUs does not state the number of multiprocessors, so the number of splits is known only within bounds. The
+upper bound is counted.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ _MULTIPROCESSORS = range(4, 193)
 _MOST_SPLITS = 128
 
 
-def _splits(blocks: int, parts: int, processors: int) -> int:
-    """Return the number of splits of the keys that flash attention chooses (num_splits_heuristic).
+def _choose_splits(blocks: int, parts: int, processors: int) -> int:
+    """Return the number of parts into which flash attention splits the keys (num_splits_heuristic).
 
     It is the smallest number that keeps the multiprocessors at least 85 % as busy as the best number does. `blocks` is
     the number of thread blocks without a split, `parts` the largest number of splits, `processors` the number of
@@ -60,12 +61,12 @@ def _splits(blocks: int, parts: int, processors: int) -> int:
     slots = 2 * processors
     if blocks >= 0.8 * slots:
         return 1
-    eligible = [n for n in range(1, min(_MOST_SPLITS, slots, parts) + 1) if n == 1 or _differs(parts, n)]
+    eligible = [n for n in range(1, min(_MOST_SPLITS, slots, parts) + 1) if n == 1 or _changes_part_size(parts, n)]
     busy = {n: (blocks * n / slots) / ceil(blocks * n / slots) for n in eligible}
     return next(n for n in eligible if busy[n] >= 0.85 * max(busy.values()))
 
 
-def _differs(parts: int, n: int) -> bool:
+def _changes_part_size(parts: int, n: int) -> bool:
     return -(-parts // n) != -(-parts // (n - 1))
 
 
@@ -73,7 +74,7 @@ def _differs(parts: int, n: int) -> bool:
 def _bound_splits(blocks: int, parts: int) -> tuple[int, int]:
     if parts == 1:
         return 1, 1
-    splits = [_splits(blocks, parts, processors) for processors in _MULTIPROCESSORS]
+    splits = [_choose_splits(blocks, parts, processors) for processors in _MULTIPROCESSORS]
     return min(splits), max(splits)
 
 
@@ -81,7 +82,7 @@ def _bound_splits(blocks: int, parts: int) -> tuple[int, int]:
 def forward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
     """Return the scratch blocks of flash attention's forward; none with dropout, or if the keys are not split.
 
-    For each split and each row of queries there is one float32 number, and a partial result in float32.
+    For each split and each query row, the blocks hold one float32 number and a partial result in float32.
     """
     query, key = args[:2]
     if len(args) > 3 and args[3] > 0:
@@ -92,7 +93,7 @@ def forward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]
     columns = 256 if head <= 64 else 128 if head <= 128 else 64
     least, most = _bound_splits(batch * heads * -(-length // 64), -(-key.shape[2] // columns))
     rows = batch * heads * length * 4
-    widths = _widths(head)
+    widths = _bound_padded_size(head)
     scratch = []
     for width in ((1, 1), widths):
         least_bytes, most_bytes = (n * rows * w if n > 1 else 0 for n, w in zip((least, most), width, strict=True))
@@ -100,8 +101,8 @@ def forward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]
     return [inside for inside in scratch if inside.most]
 
 
-def _widths(head: int) -> tuple[int, int]:
-    """Return the bounds of a head's padded size: a multiple of 32, but 224 or 256 for 224, by the kernel's version."""
+def _bound_padded_size(head: int) -> tuple[int, int]:
+    """Return the bounds of a head size padded to a multiple of 32; some kernel versions pad 224 further, to 256."""
     width = -(-head // 32) * 32
     return width, 256 if width == 224 else width
 
@@ -110,13 +111,14 @@ def _widths(head: int) -> tuple[int, int]:
 def backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
     """Return the scratch blocks of flash attention's backward.
 
-    These are copies of the result and its gradient unless they are contiguous in rows before heads; the kernel's
-    buffers softmax_d and dq_accum; and, if query heads share keys and values, the gradients of both per query head.
+    The result and its gradient are copied unless they are contiguous in the order batch, row, head. The kernel has the
+    buffers softmax_d and dq_accum. If query heads share keys and values, there are key and value gradients for each
+    query head.
     """
     gradient, query, key = args[:3]
     batch, heads, length, head = query.shape
     rows = batch * heads * -(-length // 128) * 128 * 4
-    least, most = (rows * width for width in _widths(head))
+    least, most = (rows * width for width in _bound_padded_size(head))
     expected = most
     if torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled():
         least *= -(-_MULTIPROCESSORS[0] // (batch * heads))
@@ -132,7 +134,7 @@ def backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock
 
 @cuda_op(aten._scaled_dot_product_cudnn_attention_backward.default, of=_CUDNN)
 def cudnn_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
-    """Return the block for the workspace of cuDNN attention's backward, whose size is known only within bounds."""
+    """Return the workspace of cuDNN attention's backward. Its size is known only within bounds."""
     query = args[1]
     n_bytes = query.numel() * 4
     return [ScratchBlock(n_bytes, 0, 3 * n_bytes)]

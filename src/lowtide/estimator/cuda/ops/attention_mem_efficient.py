@@ -1,7 +1,7 @@
 """Memory-efficient attention: scratch memory of its kernels, by their tiles.
 
-The first kernel of a list that supports the head size and fits into the GPU's shared memory is taken. For heads of at
-most 64 numbers all remaining kernels have the same tiles; beyond that the tiles are known within bounds.
+Torch runs the first kernel of a list that supports the head size and fits into the GPU's shared memory. For head sizes
+up to 64 all candidates have the same tiles; for larger ones the tile sizes are known within bounds.
 """
 
 from __future__ import annotations
@@ -46,15 +46,18 @@ _MOST_SPLITS = 200
 
 
 class Tiles(NamedTuple):
-    """Numbers of queries and keys in one thread block's tile, and True if the gradients of keys stay in registers."""
+    """Size of a thread block's tile in queries and keys; `in_registers` if it sums key gradients in registers."""
 
     queries: int
     keys: int
     in_registers: bool
 
 
-def _tiles(dtype: torch.dtype, head: int, dropout: bool) -> list[Tiles]:
-    """Return the tiles of kernels for this head size, up to the first that fits into any GPU's shared memory."""
+def _list_tiles(dtype: torch.dtype, head: int, dropout: bool) -> list[Tiles]:
+    """Return the tile sizes of the kernels that may run for this head size.
+
+    The last of them fits into the shared memory of any GPU.
+    """
     generation = capability()
     small = Tiles(64, 64, dtype in HALF and head <= 64)
     if head <= 64:
@@ -70,8 +73,8 @@ def _tiles(dtype: torch.dtype, head: int, dropout: bool) -> list[Tiles]:
     return [Tiles(128, 64, False), small] if dtype is torch.float32 and generation >= (8, 0) else [small]
 
 
-def _workspace(tiles: Tiles, query: Tensor, key: Tensor, value: Tensor) -> int:
-    """Return the bytes of backward's workspace for one kernel: the partial sums of gradients."""
+def _count_workspace_bytes(tiles: Tiles, query: Tensor, key: Tensor, value: Tensor) -> int:
+    """Return the bytes of the workspace in which a backward kernel stores partial sums of gradients."""
     pairs = query.shape[0] * query.shape[1]
     accumulates = query.dtype in HALF and not tiles.in_registers
     splits = -(-key.shape[2] // tiles.keys)
@@ -79,28 +82,28 @@ def _workspace(tiles: Tiles, query: Tensor, key: Tensor, value: Tensor) -> int:
         splits = 1
     if accumulates:
         splits = min(splits, _MOST_SPLITS // pairs)
-    if splits < 1 or capability() < (7, 0) or _deterministic():
+    if splits < 1 or capability() < (7, 0) or _is_deterministic():
         splits = 1
     numbers = 0
     if accumulates:
-        numbers += splits * tiles.keys * sum(_up(t.shape[-1], tiles.queries) for t in (key, value))
+        numbers += splits * tiles.keys * sum(_round_up(t.shape[-1], tiles.queries) for t in (key, value))
     if query.dtype in HALF or capability() >= (7, 0):
         n_tiles = -(-query.shape[2] // tiles.queries) * -(-query.shape[3] // tiles.keys)
         numbers += n_tiles * (tiles.queries * tiles.keys + _LOCK // 4)
-    return pairs * _up(numbers, 4) * 4
+    return pairs * _round_up(numbers, 4) * 4
 
 
-def _deterministic() -> bool:
+def _is_deterministic() -> bool:
     return torch.are_deterministic_algorithms_enabled() and not torch.is_deterministic_algorithms_warn_only_enabled()
 
 
-def _up(number: int, multiple: int) -> int:
+def _round_up(number: int, multiple: int) -> int:
     return -(-number // multiple) * multiple
 
 
 @cuda_op(aten._scaled_dot_product_efficient_attention.default, of=_FORWARD)
 def forward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
-    """Return the block for forward's float32 sums; none if the result is float32 or fits in registers."""
+    """Return the block in which forward sums a half-precision result in float32; none if the sums fit in registers."""
     query, key, value = args[:3]
     if query.dtype not in HALF or max(key.shape[-1], value.shape[-1]) <= _HEAD_IN_REGISTERS:
         return []
@@ -111,14 +114,14 @@ def forward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]
 def backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
     """Return the scratch blocks of memory-efficient attention's backward: delta, temporaries for it, and the workspace.
 
-    Delta is the result times its gradient, summed over each head. If the result's gradient is not contiguous in rows
-    before heads, a block for its copy comes first; it is allocated before the gradients that backward returns.
+    Delta is the result times its gradient, summed over each head. The result's gradient is copied first if it is not
+    contiguous in the order batch, row, head; that copy is allocated before the gradients that backward returns.
     """
     gradient, query, key, value = args[:4]
     dropout = float(args[9]) > 0
     rows = query.shape[0] * query.shape[1] * query.shape[2]
     product = rows * value.shape[-1] * 4
-    tiles = _tiles(query.dtype, max(query.shape[-1], value.shape[-1]), dropout)
+    tiles = _list_tiles(query.dtype, max(query.shape[-1], value.shape[-1]), dropout)
     inside = []
     if not gradient.transpose(1, 2).is_contiguous():
         inside.append(ScratchBlock.exactly(gradient.numel() * gradient.element_size(), first=True))
@@ -129,7 +132,7 @@ def backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock
             ScratchBlock.exactly(rows * 4, through=1)
         ]
     inside.append(ScratchBlock.exactly(rows * 4))
-    workspaces = [_workspace(tile, query, key, value) for tile in tiles]
+    workspaces = [_count_workspace_bytes(tile, query, key, value) for tile in tiles]
     inside.append(ScratchBlock(workspaces[0], min(workspaces), max(workspaces)))
     return [block for block in inside if block.most]
 

@@ -1,7 +1,7 @@
 """Autocast: precision of operators on CUDA, and the cache of casts.
 
-The lists are those of torch for CUDA; torch has none for a custom backend. A cast of a parameter is kept until the
-outermost autocast ends, so that a parameter used twice is cast once.
+The lists of operators are torch's own lists for CUDA, because torch has none for a custom backend. A cast copy of a
+parameter lives until the outermost autocast ends, so that a parameter used twice is cast once.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot s
 """
 
 _casts: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""The cache: casts by parameter."""
+"""Cast copies of parameters, by parameter."""
 
 
 def forget_casts() -> None:
@@ -82,13 +82,18 @@ def forget_casts() -> None:
 
 def kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
     """Yield the name and the kernel of each operator that autocast casts."""
-    for names, make in ((_LOWER, _lower), (_SINGLE, _single), (_SINGLE_RESULT, _single_result), (_WIDEST, _widest)):
+    for names, make in (
+        (_LOWER, _make_lower_kernel),
+        (_SINGLE, _make_single_kernel),
+        (_SINGLE_RESULT, _make_single_result_kernel),
+        (_WIDEST, _make_widest_kernel),
+    ):
         for name in names.split():
             packet, _, overload = name.partition(".")
             yield name, make(getattr(getattr(aten, packet), overload or "default"))
 
 
-def _lower(op: Any) -> Callable[..., Any]:
+def _make_lower_kernel(op: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         dtype = torch.get_autocast_dtype(NAME)
         with without_autocast():
@@ -97,7 +102,7 @@ def _lower(op: Any) -> Callable[..., Any]:
     return kernel
 
 
-def _single(op: Any) -> Callable[..., Any]:
+def _make_single_kernel(op: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with without_autocast():
             return op(*_cast(args, torch.float32), **_cast(kwargs, torch.float32))
@@ -105,7 +110,7 @@ def _single(op: Any) -> Callable[..., Any]:
     return kernel
 
 
-def _single_result(op: Any) -> Callable[..., Any]:
+def _make_single_result_kernel(op: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with without_autocast():
             if _is_eligible(args[0]) and kwargs.get("dtype") is None and args[0].dtype is not torch.float32:
@@ -118,10 +123,10 @@ def _single_result(op: Any) -> Callable[..., Any]:
     return kernel
 
 
-def _widest(op: Any) -> Callable[..., Any]:
+def _make_widest_kernel(op: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         lower = torch.get_autocast_dtype(NAME)
-        single = any(t.dtype is torch.float32 for t in _tensors(args))
+        single = any(t.dtype is torch.float32 for t in _find_eligible(args))
         with without_autocast():
             dtype = torch.float32 if single else lower
             return op(*_cast(args, dtype), **_cast(kwargs, dtype))
@@ -129,12 +134,12 @@ def _widest(op: Any) -> Callable[..., Any]:
     return kernel
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _find_eligible(value: Any) -> Iterator[Tensor]:
     if _is_eligible(value):
         yield value
     elif isinstance(value, tuple | list):
         for item in value:
-            yield from _tensors(item)
+            yield from _find_eligible(item)
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

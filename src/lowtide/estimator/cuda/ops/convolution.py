@@ -2,8 +2,8 @@
 
 The layout of the result, the cases without a workspace, and the needs of common algorithms are known. Kernels for
 tensor cores work on channels-last tensors: others are converted, into the workspace. Single precision has kernels for
-either layout (`..._f32_nchwkcrs_nchw_...`), so the workspace may be empty. On Hopper, cuDNN 9.19 was observed to take
-kernels for channels-last also in single precision where TF32 is allowed, except for 1 x 1 convolutions.
+either layout (`..._f32_nchwkcrs_nchw_...`), so the workspace may be empty. On Hopper, cuDNN 9.19 was observed to run
+channels-last kernels also in single precision if TF32 is allowed, except for 1 x 1 convolutions.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ _WORKSPACE = Behaviour(
 HALF = (torch.float16, torch.bfloat16)
 
 MOST_TIMES, MOST_MORE = 3, 9 * 2**20
-"""Bounds of a workspace: multiple of the bytes of input, weight and output, and bytes beyond that.
+"""Upper bound of a workspace: MOST_TIMES the bytes of input, weight and output together, plus MOST_MORE bytes.
 
-Of 144 workspaces measured on an H200 the largest is 2.8 times those bytes; for small convolutions, whose sums are
-split, 8.4 MB.
+The largest of 144 workspaces measured on an H200 is 2.8 times the bytes of input, weight and output. Small
+convolutions, whose sums are split, need up to 8.4 MB.
 """
 
 
@@ -115,7 +115,7 @@ def _workspace(x: Tensor, weight: Tensor, out: Tensor, groups: int) -> list[Scra
 
 
 def _on_tensor_cores(x: Tensor, weight: Tensor) -> bool:
-    """Return True if cuDNN is expected to run a tensor-core kernel, which takes channels-last tensors."""
+    """Return True if cuDNN is expected to run a tensor-core kernel, which needs channels-last tensors."""
     if x.dtype in HALF:
         return capability()[0] >= 7
     in_tf32 = x.dtype is torch.float32 and torch.backends.cudnn.allow_tf32

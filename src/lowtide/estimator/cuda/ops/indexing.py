@@ -64,18 +64,18 @@ def _embedding(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlo
         return inside
     listed, segments = ScratchBlock.exactly(n * itemsize), min(n, n_rows)
     partial = n // _ROWS_EACH + segments  # sums of up to ten gradients
-    inside += [listed, listed, ScratchBlock.exactly(n * itemsize, through=1), _sorting(n, 2 * itemsize)]
+    inside += [listed, listed, ScratchBlock.exactly(n * itemsize, through=1), _make_sort_block(n, 2 * itemsize)]
     inside += [listed] * bool(by_frequency)
     inside += [listed, ScratchBlock.exactly(_COUNT), ScratchBlock.exactly(n * itemsize, through=0)]
     inside += [ScratchBlock.exactly(segments * itemsize)] * 2
     inside += [ScratchBlock.exactly(_COUNT), ScratchBlock.exactly(partial * itemsize)]
-    return [*inside, _sums(gradient, partial, segments, n_rows * width, itemsize)]
+    return [*inside, _make_sum_block(gradient, partial, segments, n_rows * width, itemsize)]
 
 
-def _sums(gradient: Tensor, partial: int, segments: int, table: int, itemsize: int) -> ScratchBlock:
-    """Return the scratch block in which the kernel adds up gradients by row of the table.
+def _make_sum_block(gradient: Tensor, partial: int, segments: int, table: int, itemsize: int) -> ScratchBlock:
+    """Return the scratch block in which the kernel sums the gradients of each row of the embedding table.
 
-    The kernel takes one pass if there are few thread blocks for each multiprocessor, else two. The number of
+    The kernel runs in one pass if there are few thread blocks for each multiprocessor, else in two. The number of
     multiprocessors is not known, so the block may be known only within the bounds of both. `partial` and `segments` are
     the largest numbers of partial sums and of different indices, `table` is the table's number of elements, and
     `itemsize` an index's bytes.
@@ -95,8 +95,8 @@ def _sums(gradient: Tensor, partial: int, segments: int, table: int, itemsize: i
     return ScratchBlock(max(one_pass, two_passes), min(one_pass, two_passes), max(one_pass, two_passes))
 
 
-def _sorting(n: int, itemsize: int) -> ScratchBlock:
-    """Return the block for sorting `n` pairs of key and index: a second array of each, and histograms."""
+def _make_sort_block(n: int, itemsize: int) -> ScratchBlock:
+    """Return the block for sorting `n` (key, index) pairs: second arrays of keys and indices, and histograms."""
     return ScratchBlock(n * itemsize, 0, n * (itemsize + 1) + _HISTOGRAMS, through=0)
 
 
@@ -119,4 +119,9 @@ def _index_put(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlo
     inside = [ScratchBlock.exactly(n * 8)]
     if values.numel() != n_written or not values.is_contiguous():
         inside.append(ScratchBlock.exactly(n_written * values.element_size()))
-    return [*inside, *[ScratchBlock.exactly(n * 8)] * 2, ScratchBlock.exactly(n * 8, through=1), _sorting(n, 16)]
+    return [
+        *inside,
+        *[ScratchBlock.exactly(n * 8)] * 2,
+        ScratchBlock.exactly(n * 8, through=1),
+        _make_sort_block(n, 16),
+    ]

@@ -49,13 +49,15 @@ LT_WORKSPACE = "cublaslt::workspace"
 
 
 @cuda_op(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default, of=_FACTORS)
-def _factors(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
+def _list_factor_copies(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
     """Return the blocks for copies of the factors (the last two tensor arguments) that cuBLAS can't read directly."""
     factors = [arg for arg in args if isinstance(arg, torch.Tensor)][-2:]
-    return [ScratchBlock.exactly(t.numel() * t.element_size()) for t in factors if is_strided(t) and not _is_taken(t)]
+    return [
+        ScratchBlock.exactly(t.numel() * t.element_size()) for t in factors if is_strided(t) and not _is_readable(t)
+    ]
 
 
-def _is_taken(factor: Tensor) -> bool:
+def _is_readable(factor: Tensor) -> bool:
     """Return True if cuBLAS can read a factor without a copy, as it is or transposed."""
     if factor.dim() == 2 and (factor.is_contiguous() or factor.t().is_contiguous()):
         return True
@@ -73,16 +75,18 @@ _IS_SHARED = hasattr(torch.backends.cuda, "cublaslt_workspace_size")
 
 
 def count_lt_workspace_bytes(environment: Mapping[str, str] = os.environ) -> int:
-    """Return the bytes of the cuBLASLt workspace that each thread's first matrix product with a bias allocates; 0 if it
-    shares cuBLAS's workspace.
+    """Return the bytes of the cuBLASLt workspace that each thread's first matrix product with a bias allocates.
+
+    Return 0 if cuBLASLt shares cuBLAS's workspace.
     """
     shared = environment.get("TORCH_CUBLASLT_UNIFIED_WORKSPACE", "1" if _IS_SHARED else "0")
     return 0 if shared == "1" else int(environment.get("CUBLASLT_WORKSPACE_SIZE", "1024")) * 1024
 
 
 def is_with_bias(func: Any, args: Any) -> bool:
-    """Return True if cuBLASLt runs the operator: `addmm` with one bias number for each column
-    (isInputCompliesAddmmCudaLt).
+    """Return True if cuBLASLt runs the operator: `addmm` with one bias number for each column.
+
+    Torch's own check is isInputCompliesAddmmCudaLt.
     """
     if func is not aten.addmm.default:
         return False

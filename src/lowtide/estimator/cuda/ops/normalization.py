@@ -1,4 +1,4 @@
-"""Norms: one kernel each, which saves one or two numbers for a row."""
+"""Norms: each runs as one kernel, which saves one or two numbers for each row or group."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ _MOST_MULTIPROCESSORS = 192
 
 
 class _RmsNorm(torch.autograd.Function):
-    """Stand-in for aten::_fused_rms_norm."""
+    """Replacement for aten::_fused_rms_norm on fake tensors."""
 
     @staticmethod
     @emulates("aten::_fused_rms_norm")
@@ -135,8 +135,8 @@ def _list_partial_sums(x: Tensor, width: int, n_gradients: int) -> list[ScratchB
 def _group_norm(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
     """Return the scratch blocks of group norm.
 
-    A half-precision input needs mean and deviation of each group in float32. With weight or bias, and more than one
-    pixel, scale and shift of each channel are stored as well.
+    For a half-precision input the kernel stores the mean and deviation of each group in float32. With a weight or bias
+    and images of more than one pixel, it also stores a scale and a shift for each channel.
     """
     x, weight, bias, examples, channels, pixels, groups = args[:7]
     itemsize = 8 if x.dtype is torch.float64 else 4
@@ -150,8 +150,8 @@ def _group_norm(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBl
 def _group_norm_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
     """Return the scratch blocks of group norm's backward, in float32, or float64 for a float64 input.
 
-    These are two sums for each channel of each example; if the input needs a gradient, also two numbers for each group
-    and, with a weight, one for each channel. Images of one pixel need only the numbers for each group.
+    They hold two sums for each channel of each example. If the input needs a gradient, they also hold two numbers for
+    each group and, with a weight, one for each channel. Images of one pixel need only the numbers for each group.
     """
     x, weight = args[1], args[4]
     examples, channels, pixels, groups, wanted = args[5:10]
@@ -162,8 +162,8 @@ def _group_norm_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[
     return [channel, channel, *([group, group, *[channel] * (weight is not None)] if wanted[0] else [])]
 
 
-def _is_cudnns(x: Tensor, weight: Tensor | None, training: bool) -> bool:
-    """Return True if cuDNN runs a batch norm or its backward: in training, with weights, and not bfloat16."""
+def _runs_on_cudnn(x: Tensor, weight: Tensor | None, training: bool) -> bool:
+    """Return True if cuDNN runs a batch norm or its backward: only in training, with weights, and not in bfloat16."""
     if weight is None or torch.bfloat16 in (x.dtype, weight.dtype) or not training:
         return False
     mixed = x.dtype is not torch.float16 or weight.dtype is torch.float32
@@ -172,11 +172,12 @@ def _is_cudnns(x: Tensor, weight: Tensor | None, training: bool) -> bool:
 
 @cuda_op(aten.native_batch_norm.default, of=_BATCH_NORM)
 def _batch_norm(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
-    """Return no blocks; note that cuDNN's reserve is unknown: only a GPU reports its size, without a documented
-    bound.
+    """Return no blocks, but note that the size of cuDNN's reserve is unknown.
+
+    Only a GPU reports that size, and cuDNN documents no bound.
     """
     x, weight, training = args[0], args[1], args[5]
-    if _is_cudnns(x, weight, training) and is_channels_last(x):
+    if _runs_on_cudnn(x, weight, training) and is_channels_last(x):
         unbounded.setdefault(
             "aten::cudnn_batch_norm", "aten::cudnn_batch_norm: what cuDNN reserves for channels-last batches"
         )
@@ -186,7 +187,7 @@ def _batch_norm(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBl
 @cuda_op(aten.native_batch_norm_backward.default, of=_BATCH_NORM_BACKWARD)
 def _batch_norm_backward(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
     gradient, x, weight = args[:3]
-    if not _is_cudnns(x, weight, args[7]):
+    if not _runs_on_cudnn(x, weight, args[7]):
         return []
     return copies(gradient, layout=is_channels_last(x) or torch.contiguous_format, first=True)
 
@@ -201,7 +202,7 @@ def _lay_out_batch_norm(args: Any, out: Any) -> Any:
     x, weight, training = args[1], args[2], args[7]
     if out[0] is None:
         return out
-    if training and not _is_cudnns(x, weight, training):
+    if training and not _runs_on_cudnn(x, weight, training):
         return (torch.empty_like(x), *out[1:])
     layout = (is_channels_last(x) if training else None) or torch.contiguous_format
     return (out[0].contiguous(memory_format=layout), *out[1:])

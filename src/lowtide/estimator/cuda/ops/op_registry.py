@@ -1,7 +1,7 @@
-"""Registry of behaviours that CUDA has and the CPU lacks, with their sources, and the functions derived from each.
+"""Registry of operators that behave differently on CUDA than on a CPU, with torch's source file for each difference.
 
-A file registers its functions with the decorators below, so that each number is next to the source it comes from.
-`op_table.py` imports all files.
+The files in this folder register functions with the decorators below, next to the source of each number.
+`op_table.py` imports all of these files.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def is_channels_last(tensor: Tensor) -> torch.memory_format | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Behaviour:
-    """A behaviour of CUDA that the CPU lacks, with its source: a file of torch and the version it was read in."""
+    """A difference between CUDA and the CPU, with its source: a file of torch and torch's version."""
 
     name: str
     does: str
@@ -47,7 +47,7 @@ BEHAVIOURS: list[Behaviour] = []
 
 
 class ScratchBlock(NamedTuple):
-    """A block that an operator allocates and frees internally: expected bytes, and their bounds."""
+    """Memory that an operator allocates and frees internally: expected bytes, with a lower and an upper bound."""
 
     bytes: int
     least: int
@@ -61,7 +61,7 @@ class ScratchBlock(NamedTuple):
     def exactly(cls, n_bytes: int, through: int | None = None, *, first: bool = False) -> ScratchBlock:
         """Return a block of exactly `n_bytes`, freed after `through` further blocks, or at the operator's end if None.
 
-        With `first`, it is allocated before the results.
+        With `first`, the block is allocated before the operator's results.
         """
         return cls(n_bytes, n_bytes, n_bytes, through, first)
 
@@ -70,9 +70,9 @@ CONTIGUOUS = torch.contiguous_format
 
 
 def copies(*tensors: Tensor, layout: torch.memory_format = CONTIGUOUS, first: bool = False) -> list[ScratchBlock]:
-    """Return a block for the copy of each tensor that is not contiguous in the memory format `layout`.
+    """Return a block for a copy of each tensor that is not contiguous in the memory format `layout`.
 
-    With `first`, copies are allocated before the operator's results.
+    With `first`, the copies are allocated before the operator's results.
     """
     away = (t for t in tensors if not t.is_contiguous(memory_format=layout))
     return [ScratchBlock.exactly(t.numel() * t.element_size(), first=first) for t in away]
@@ -85,7 +85,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 @dataclass(slots=True)
 class CudaOp:
-    """Behaviours of one operator on CUDA. Where a field is None, the operator behaves as on a CPU."""
+    """Differences of one operator on CUDA. A field is None if the operator behaves as on a CPU."""
 
     behaviours: list[Behaviour] = field(default_factory=list)
     scratch: Callable[[Any, Any, list[Tensor]], list[ScratchBlock]] | None = None
@@ -117,7 +117,7 @@ def cuda_op(*ops: Any, of: Behaviour, part: Literal["scratch", "layout", "result
 
 
 def ensure_entry(op: Any, of: Behaviour) -> CudaOp:
-    """Return the table's entry for the operator `op`, adding it if need be; record that it is derived from `of`."""
+    """Return the entry of `CUDA_OPS` for `op`, created if missing, and append `of` to its behaviours."""
     entry = CUDA_OPS.setdefault(op, CudaOp())
     entry.behaviours.append(of)
     return entry

@@ -1,4 +1,4 @@
-"""Table of all operators that behave differently on CUDA: this file imports every file that registers some."""
+"""Table of all operators that behave differently on CUDA. Importing it imports every file that registers one."""
 
 from lowtide.estimator.cuda.ops import attention as attention
 from lowtide.estimator.cuda.ops import attention_flash as attention_flash

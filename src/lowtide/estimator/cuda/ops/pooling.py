@@ -1,4 +1,4 @@
-"""Pooling and upsampling: each kernel is for one memory layout, and tensors in another layout are copied."""
+"""Pooling and upsampling: each kernel reads one memory format, and tensors in another format are copied."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def _layout(tensor: Tensor) -> torch.memory_format:
 
 @cuda_op(*_UPSAMPLED, of=_UPSAMPLING)
 @cuda_op(aten.max_pool2d_with_indices.default, aten.avg_pool2d.default, aten._adaptive_avg_pool2d.default, of=_POOLING)
-def _own(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
+def _copy_input(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
     return copies(args[0], layout=_layout(args[0]))
 
 
 @cuda_op(aten.max_pool2d_with_indices_backward.default, aten.avg_pool2d_backward.default, of=_POOLING)
-def _pooled(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
+def _copy_input_and_gradient(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
     """Return the blocks for copies of the input and of the result's gradient, if they are not contiguous.
 
     For a channels-last input, the gradient is copied if it is not channels-last.
@@ -55,10 +55,10 @@ def _pooled(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]
 
 
 @cuda_op(aten._adaptive_avg_pool2d_backward.default, of=_POOLING)
-def _pooled_by_shape(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
-    """Return the block for a copy of the result's gradient, if that is not contiguous.
+def _copy_gradient(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
+    """Return the block for a copy of the result's gradient, if that gradient is not contiguous.
 
-    For a channels-last input there is none: its kernel reads any memory format.
+    For a channels-last input there is no copy, because the channels-last kernel reads any memory format.
     """
     gradient, x = args[:2]
     return [] if is_channels_last(x) else copies(gradient)

@@ -1,4 +1,4 @@
-"""Sums over many rows: several thread blocks write partial sums first."""
+"""Sums over many rows: several thread blocks first write partial sums to scratch memory."""
 
 from __future__ import annotations
 

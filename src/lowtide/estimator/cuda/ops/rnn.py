@@ -83,7 +83,7 @@ def count_workspace_bytes(kind: str, rows: int, settings: dict[str, Any], itemsi
 
 
 class _Recurrent(torch.autograd.Function):
-    """Stand-in for aten::_cudnn_rnn, which returns y, hy and, for an LSTM, cy."""
+    """Replacement for aten::_cudnn_rnn on fake tensors, which returns y, hy and, for an LSTM, cy."""
 
     @staticmethod
     @emulates("aten::_cudnn_rnn")
@@ -130,13 +130,13 @@ def _put_sequence_first(x: Tensor, settings: dict[str, Any]) -> Tensor:
 
 
 def _allocate_in_one_block(weights: tuple[Tensor, ...]) -> list[Tensor]:
-    """Return an uninitialized gradient for each weight; all are views of one block, as cuDNN allocates them."""
+    """Return an uninitialized gradient for each weight. All are views of one block, as cuDNN allocates them."""
     block = weights[0].new_empty((sum(weight.numel() for weight in weights),))
     parts = torch.split(block, [weight.numel() for weight in weights])
     return [part.view(weight.shape) for part, weight in zip(parts, weights, strict=True)]
 
 
-def _kernel(kind: str) -> Callable[..., Any]:
+def _make_kernel(kind: str) -> Callable[..., Any]:
     def kernel(
         x: Tensor,
         hx: Any,
@@ -200,7 +200,7 @@ def _run(
 
 
 for _kind in _KINDS:
-    cuda_kernel(f"{_kind}.input")(_kernel(_kind))
+    cuda_kernel(f"{_kind}.input")(_make_kernel(_kind))
     cuda_kernel(f"{_kind}.data")(_make_packed_kernel(_kind))
 
 

@@ -1,4 +1,4 @@
-"""Batch norm over several processes: `SyncBatchNorm` runs operators of CUDA that torch has no fake kernels for."""
+"""Batch norm over several processes: `SyncBatchNorm` runs CUDA operators for which torch has no fake kernels."""
 
 from __future__ import annotations
 
@@ -70,16 +70,16 @@ def _gradient(gradient: Tensor, x: Tensor, *statistics: Any) -> Tensor:
 
 @cuda_op(aten.batch_norm_stats.default, of=_STAGING)
 def _stats_scratch(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
-    return _partial(args[0], 4)
+    return _make_partial_block(args[0], 4)
 
 
 @cuda_op(aten.batch_norm_backward_reduce.default, of=_STAGING)
 def _reduced_scratch(args: Any, kwargs: Any, results: list[Tensor]) -> list[ScratchBlock]:
-    return _partial(args[1], 2)
+    return _make_partial_block(args[1], 2)
 
 
-def _partial(x: Tensor, n_each: int) -> list[ScratchBlock]:
-    """Return the block of partial statistics for channels-last: `n_each` numbers per channel and thread block."""
+def _make_partial_block(x: Tensor, n_each: int) -> list[ScratchBlock]:
+    """Return the scratch block for a channels-last input: `n_each` partial statistics per channel and thread block."""
     if is_channels_last(x) is None:
         return []
     most = n_each * x.shape[1] * _MOST_BLOCKS * _statistics(x).element_size()
