@@ -180,7 +180,7 @@ def build_engine(how: How, model: nn.Module) -> Engine | None:
 
 
 def repeated_blocks(model: nn.Module) -> Sequence[str]:
-    """Return the paths of repeated blocks: the outermost lists of modules of one class, such as the layers of a transformer."""
+    """Return the paths of repeated blocks: outermost lists of modules of one class, such as a transformer's layers."""
     return [*_find_blocks(model, "")]
 
 
