@@ -23,8 +23,8 @@ def undo_appends(first: int, stop: int) -> None:
     """Remove from all lists and deques in the process the tensors whose autograd nodes have sequence numbers from
     `first` to below `stop`.
 
-    All live objects are scanned. A tensor that replaced another one, as in a dict, stays: the replaced value is
-    unknown.
+    All live objects are scanned. A tensor stored in a dict stays, because the value that it may have
+    replaced is unknown.
     """
     appended = [tensor for tensor in live_objects(Tensor) if _was_made_between(tensor, first, stop)]
     ours = {id(appended)}

@@ -37,7 +37,7 @@ def kind_of(obj: Any) -> Any:
 
 
 class Missing:
-    """Marker for a place without content."""
+    """Marker for a variable or attribute that has no value."""
 
 
 def has_graph(content: Any) -> bool:
@@ -130,9 +130,9 @@ class Bindings:
         return [held.content(current) if type(held) is WeakContent else held for held, current in pairs]
 
     def counts(self) -> Iterator[tuple[str, Any]]:
-        """Yield the whole numbers and strings that have changed, each as its place and its present value.
+        """Yield (name or index, present value) of each whole number or string that has changed.
 
-        If the number of places has changed, the new number is yielded first, with "" as its place.
+        If entries were added or removed, ("", present number of entries) is yielded first.
         """
         now = self.current()
         if len(now) != len(self.held):
@@ -234,7 +234,7 @@ class Items(Bindings):
 
 
 def bind_contents(container: Any) -> Entries | Items:
-    """Return the items of a dict or of another container as restorable places."""
+    """Record the items of a dict or of another container, so that they can be restored."""
     kind = Entries if issubclass(kind_of(container), dict) else Items
     return kind(container)
 
@@ -294,7 +294,7 @@ class Variables(Bindings):
 
 
 class Cell(Bindings):
-    """A function's variable that an inner function shares."""
+    """Closure cell: a variable of a function that an inner function also uses."""
 
     __slots__ = ("_name",)
 

@@ -34,7 +34,7 @@ def identical(one: Tensor, other: Tensor, view: Geometry | None = None) -> bool:
     if is_wrapping(type(one)) and is_wrapping(type(other)):  # torch would compare them in all processes
         one, other = get_own_part(one), get_own_part(other)
     if view is not None:
-        if not (_reaches(one, view) and _reaches(other, view)):
+        if not (_contains_view(one, view) and _contains_view(other, view)):
             return False
         one, other = one.as_strided(*view), other.as_strided(*view)
     return one.stride() == other.stride() and has_same_contents(one, other)
@@ -130,8 +130,8 @@ def _integers(tensor: Tensor) -> Tensor:
     return tensor if tensor.dtype is torch.bool else tensor.view(_AS_INTEGERS[tensor.element_size()])
 
 
-def _reaches(tensor: Tensor, view: Geometry) -> bool:
-    """Return True if all elements of `view` lie in the memory of `tensor`."""
+def _contains_view(tensor: Tensor, view: Geometry) -> bool:
+    """Return True if all elements of `view` lie within the storage of `tensor`."""
     shape, strides, offset = view
     last = offset + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     return 0 in shape or (last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()

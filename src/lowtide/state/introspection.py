@@ -23,7 +23,7 @@ _OBSERVERS = ("lowtide.estimator.", "lowtide.script.")
 
 
 def is_opaque(kind: type) -> bool:
-    """Return True if objects to which instances of the class `kind` refer are not part of a step.
+    """Return True if the search for a step's objects must not look inside instances of the class `kind`.
 
     Such classes belong to the interpreter, or to the part of Lowtide that observes the step, for example from an
     optimizer's hook.
@@ -101,13 +101,13 @@ class NamedAttributes:
         self._kinds: dict[int, type] = {}  # by id: a metaclass may make its classes unhashable
 
     def add_code(self, function: FunctionType) -> list[Any]:
-        """Record the code of a function; return the attributes that it names of objects visited so far."""
+        """Record a function's code; return those attributes of objects visited so far that the code names."""
         new = sorted(set(find_names(function.__code__)) - self._names.keys())
         self._names.update(dict.fromkeys(new))
         return [_find_underlying_function(table[name]) for table in self._tables for name in new if name in table]
 
     def add_object(self, obj: Any) -> list[Any]:
-        """Record an object, or a class itself; return its attributes that were named so far."""
+        """Record an object or a class; return those of its attributes that code visited so far names."""
         tables = [] if isinstance(obj, type) or not hasattr(obj, "__dict__") else [vars(obj)]
         kinds = (obj if isinstance(obj, type) else type(obj)).__mro__
         new = [kind for kind in kinds if id(kind) not in self._kinds and is_user_code(kind)]
@@ -129,7 +129,7 @@ def _find_underlying_function(attribute: Any) -> Any:
 
 
 def find_user_functions(start: Any) -> Iterator[FunctionType]:
-    """Yield the functions of the user's own code that calling `start` may reach, as far as names lead to them."""
+    """Yield the user's own functions that a call of `start` may run, found by the names that their code uses."""
     named = NamedAttributes()
     pending: list[Any] = [start]
     visited: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused

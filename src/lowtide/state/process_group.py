@@ -37,14 +37,12 @@ def several_processes() -> bool:
 
 
 def n_sent() -> int:
-    """Return the number of collective operations that this process has taken part in so far."""
+    """Return the number of collective operations of this process so far, or 0 if it trains alone."""
     return count_collectives() if several_processes() else 0
 
 
 def count_computed_collectives() -> int:
-    """Return the number of collective operations so far, including those that a rehearsal computed in this process
-    alone.
-    """
+    """Return the number of collective operations so far, with those that were only simulated in this process."""
     return n_sent() + count_local_collectives()
 
 
@@ -110,15 +108,15 @@ def check_waits_for_no_process(sent_before: int) -> None:
 
 
 def n_with_new_buckets(modules: Iterable[torch.nn.Module]) -> int:
-    """Count the DDP modules that have rebuilt their buckets in the order of the gradients, which moves memory."""
+    """Count the DDP modules that have rebuilt their buckets in the order of the gradients, which allocates new ones."""
     return sum(map(has_new_buckets, find_ddp_wrappers(modules)))
 
 
 class NoSync:
     """Suspension of communication by DistributedDataParallel and `fully_shard`, from construction until `end()`.
 
-    Modules wrapped or sharded by them send nothing to other processes. The constructor raises RehearsalError for a
-    wrapper with `static_graph=True` that has not had its first backward pass, from which it learns.
+    The constructor raises RehearsalError for a DDP wrapper with `static_graph=True` before its first backward pass, in
+    which DDP records the graph.
     """
 
     def __init__(self, modules: Iterable[torch.nn.Module]) -> None:

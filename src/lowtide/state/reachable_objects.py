@@ -470,14 +470,12 @@ _WORDS: Final = (str, int, float, bool, bytes, complex, types.NoneType, types.Mo
 
 
 def is_lowtide_module(module_name: str) -> bool:
-    """Return True if the name is of a Lowtide module that observes the step; False for the demo, which is trained."""
+    """Return True for the name of a Lowtide module, except for `lowtide.cli.demo`, whose code is a training step."""
     return module_name.partition(".")[0] == "lowtide" and not module_name.startswith("lowtide.cli.demo")
 
 
 def _is_data(content: Any) -> bool:
-    """Return True if `content`, the value of a variable in a library's module, may be state, not a part of the
-    library.
-    """
+    """Return True if `content`, a variable's value in a library module, is data such as a number, list or tensor."""
     words = isinstance(content, LEAVES) and not isinstance(content, types.ModuleType | types.BuiltinFunctionType)
     return words or kind_of(content) is not None or isinstance(content, Tensor | nn.Module) or is_generator(content)
 

@@ -202,7 +202,7 @@ def list_objects(values: np.ndarray[Any, Any], most: int) -> list[Any]:
 
 
 def is_state(tensor: Tensor) -> bool:
-    """Return True if a tensor outside modules may be state of a step: a strided leaf that is not on the meta device."""
+    """Return True if a tensor outside modules may be state of a step: a strided leaf, not meta or inference."""
     return is_leaf_tensor(tensor) and tensor.layout is torch.strided and not (tensor.is_meta or tensor.is_inference())
 
 
@@ -252,20 +252,20 @@ class State:
     def set_scale_to_one(self) -> None:
         """Make a gradient scaler scale by 1.
 
-        Gradients that overflow, as they often do with its first scales, would skip the optimizer's step, and the memory
-        of that step would go unseen.
+        With the high initial scale, gradients often overflow. The scaler would then skip the optimizer's step, and the
+        memory of that step would not be measured.
         """
         if self.scales:
             self._owner.load_state_dict({**_copy_on_devices_of(self._before, {}), "scale": 1.0})
 
 
 def is_generator(obj: Any) -> bool:
-    """Return True if `obj` draws random numbers from a state; the system's generators have none."""
+    """Return True if `obj` is a random number generator whose state can be saved; `random.SystemRandom` has none."""
     return isinstance(obj, _GENERATORS) and not isinstance(obj, random.SystemRandom)
 
 
 def states(owners: Iterable[Any]) -> list[State]:
-    """Return a snapshot of the `state_dict` of each owner that can report one now."""
+    """Return a snapshot of the `state_dict` of each owner; owners whose `state_dict()` raises are left out."""
     reported = []
     for owner in owners:
         try:

@@ -105,9 +105,9 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 
 
 def _comparable(obj: Any) -> Any:
-    """Return an object that compares equal as long as `obj` is unchanged.
+    """Return a value for `obj` that compares equal to a later one if `obj` has not changed.
 
-    It keeps alive the objects that it compares by identity, because their ids would otherwise be reused.
+    The value keeps the objects compared by identity alive, because their ids would otherwise be reused.
     """
     if isinstance(obj, Tensor):
         return None if obj.is_inference() else obj._version, _digest_output(obj)

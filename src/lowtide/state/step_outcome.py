@@ -147,7 +147,7 @@ class Outcome:
         return {kind for kind, names in before.differences(self).items() if any(n in self.digests[kind] for n in names)}
 
     def differences(self, other: Outcome) -> dict[str, tuple[str, ...]]:
-        """Return, for each kind, the names whose bits differ in `other`; an empty tuple if all are equal."""
+        """Return, for each kind of result, the names whose digests differ in `other`."""
         differing = {}
         for kind, digests in self.digests.items():
             others = other.digests[kind]
