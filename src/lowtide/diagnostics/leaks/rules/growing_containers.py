@@ -244,7 +244,7 @@ class RunningTotalOfEmptyGraphs(Rule):
     fix_of_module = "assign values without a graph to `self.{name}`: `.detach()` them first"
 
     def choose_fix(self, item: RetainedObject, history: History) -> str:
-        """Return the advice for `item`: `fix_of_module` for a single value stored on a module, else the usual advice."""
+        """Return the advice for `item`: `fix_of_module` for a single value stored on a module, else the usual one."""
         is_value = item.is_held_as("module") and item.holder is not None and not item.holder.gathers
         return self.fix_of_module if is_value else super().choose_fix(item, history)
 
