@@ -59,7 +59,7 @@ class Del:
 
 @dataclass(slots=True, eq=False)
 class _Inspection:
-    """Memory that only variables hold at one moment: each storage's number, its bytes, and the variables."""
+    """Memory that only variables hold at one moment: (number, bytes, variables) of each storage."""
 
     moments: tuple[Moment, ...]
     names: tuple[str, ...]

@@ -166,7 +166,7 @@ class ReachableObjects(ReachableState):
             more.clear()
 
     def release_unreached(self, *roots: Any) -> None:
-        """Release objects that `roots` no longer reach: neither they nor the places that hold them are restored."""
+        """Release objects that `roots` no longer reach; these objects and references to them are not restored."""
         walk = type(self)()
         walk.visit(*roots)
         unreached = self._seen.keys() - walk._seen.keys()
@@ -187,7 +187,7 @@ class ReachableObjects(ReachableState):
             del self._seen[key]
 
     def counts(self) -> dict[str, str]:
-        """Return the changed whole numbers and strings, as text, by the place that holds each."""
+        """Return the changed whole numbers and strings, as text, by object number and name, such as "3 epoch"."""
         return {
             f"{number} {place}": repr(content)
             for number, places in enumerate(self._places)

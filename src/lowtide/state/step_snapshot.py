@@ -184,7 +184,7 @@ class StepSnapshot:
         self._random.restore()
 
     def counts(self) -> dict[str, str]:
-        """Return the changed whole numbers and strings in Python objects, as text, by the place that holds each."""
+        """Return the changed whole numbers and strings, as text, by object number and name, such as "3 epoch"."""
         return self._reachable.counts()
 
     def restore_for_rerun(self) -> None:
