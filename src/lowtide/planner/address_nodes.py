@@ -36,7 +36,8 @@ def node_name(node: str) -> str:
 
 
 def names_at(slots: Iterable[tuple[str, int]], nodes: Mapping[int, str]) -> dict[str, str]:
-    """Return the name that a plan writes for each address, given slots as (address, value) in the order of a step.
+    """Return the node name that a plan writes for each address. `slots` are pairs (address, value) in the order of a
+    step.
 
     `nodes` maps values to names, with the suffix for captured operands. Only the first call that saves a value captures
     operands for it, so its addresses in later calls get the name without the suffix.

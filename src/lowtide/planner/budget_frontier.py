@@ -42,7 +42,7 @@ class Point(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frontier(Record):
-    """A step's least extra time for each peak: `points` lead from the smallest peak to the plain step."""
+    """Least extra time of a step for each peak memory: `points` lead from the smallest peak to the plain step's."""
 
     fingerprint: Fingerprint
     plain_bytes: int

@@ -194,7 +194,7 @@ def predict_unplanned_step(profile: Profile) -> Prediction:
 
 
 def with_lever_costs(profile: Profile, prediction: Prediction) -> Prediction:
-    """Return `prediction` with the extra time of the profile's levers, which are on whatever is decided."""
+    """Return `prediction` with the extra time of the profile's levers, which are the same under all decisions."""
     return replace(prediction, extra_ms=prediction.extra_ms + _sum_levers_ms(profile))
 
 
@@ -308,8 +308,9 @@ def _solve_with_in_place(
 def _collect_errors(results: list[Decisions | Infeasible]) -> list[Infeasible]:
     """Return the errors among `results`.
 
-    A function that raises such an error must hold no reference to it: a variable that does would close a reference
-    cycle through the traceback, which keeps the frames around alive, and tensors in the training loop's frame.
+    A function that raises one of these errors must have no variable that refers to it. Such a variable would close a
+    reference cycle through the traceback. The cycle would keep the calling frames alive, and with them tensors in the
+    training loop's frame.
     """
     return [result for result in results if isinstance(result, Infeasible)]
 
@@ -329,7 +330,7 @@ def _compute_bound_ms(
 ) -> float:
     """Return a lower bound, in ms, on the extra time of plans that write just the first `n` gradients in place.
 
-    `result` is what the search has found for this `n`: if the bound is close to the time of these decisions, or far
+    `result` is the outcome of the search for this `n`. If the bound is close to the time of these decisions, or far
     below, it is not raised further.
     """
     own_ms = extra_ms(simulator.profile, n)
@@ -366,9 +367,9 @@ def _find_ambiguous_addresses(profile: Profile) -> set[str]:
 def with_free_recomputes(simulator: Simulator, decisions: Decisions) -> Decisions:
     """Add recomputes without cost and operands, unless they raise peak or time.
 
-    An example is the recompute of a tensor of which backward reads only the shape. The solver has no reason to choose
-    such recomputes. Without them the runtime keeps whole tensors, and other recomputes read these kept tensors instead
-    of recomputed operands.
+    An example is a saved tensor whose shape alone is read by backward. The solver has no reason to choose such
+    recomputes. Without them the runtime keeps whole tensors, and other recomputes read these kept tensors instead of
+    recomputed operands.
     """
     values = simulator.profile.values
     slots = [slot for slot in simulator.profile.slots if not slot.is_input and slot.storage is not None]
@@ -412,8 +413,8 @@ def get_simulator(
 def without_expensive(profile: Profile) -> Profile:
     """Return `profile` without expensive recomputes, recomputes that run an expensive one, and replays that cost FLOPs.
 
-    A decision is for all tensors at an address, or for all calls with an id: if one tensor or call is expensive, all
-    are refused. Predictions for the remaining decisions stay the same.
+    A decision is for all tensors at an address, or for all calls with an id: if one tensor or call is expensive, the
+    decision is refused for all. Predictions for the remaining decisions stay the same.
     """
     read = {slot.value for slot in profile.slots if not slot.is_input}
     values_at: dict[str, set[int]] = {}

@@ -45,7 +45,7 @@ class Fingerprint(Record):
     device: str
 
     def differences(self, other: Fingerprint) -> tuple[str, ...]:
-        """Return in words the parts that differ in `other`."""
+        """Return a description of each field that differs in `other`."""
         pairs = ((name, getattr(self, name), getattr(other, name)) for name in ("torch", "model", "batch", "device"))
         return tuple(
             f"{name}: made for {expected}, found {actual}" for name, expected, actual in pairs if expected != actual
@@ -91,7 +91,7 @@ class Storage(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Value(Record):
-    """One output of one autograd node: a base tensor, of which slots may be views.
+    """One output of one autograd node, as a base tensor; slots that save views of it refer to this value, too.
 
     Records refer to a value by its index in `Profile.values`; all `operands` have smaller indices.
     """
@@ -213,7 +213,7 @@ class InPlace(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepClocks(Record):
-    """Host and device times of a step on a GPU, for each position: the host launches work that the device does later
+    """Host and device times of a step on a GPU, for each position: the host launches kernels that the device runs later
     (`simulate/two_clocks.py`).
     """
 
@@ -416,8 +416,8 @@ class Plan(Decided):
     format: int = FORMAT
 
     def timed_by(self, planned_ms: float | None) -> Self:
-        """Return this plan with the plain step's time: `planned_ms`, measured under the plan, less the predicted extra
-        time.
+        """Return this plan with the plain step's time: `planned_ms`, the time measured under the plan, less the
+        predicted extra time.
 
         Return the plan itself if it has a time of the plain step, or if `planned_ms` is None.
         """

@@ -75,7 +75,7 @@ def assemble(
     set_lifetimes_without_trace(index, slots, step.kept, replayed)
     _unify_storages(index, slots)
     groups = _groups(values, step.drafts)
-    _even_out(values, calls, groups)
+    _equalize_times(values, calls, groups)
     records = _Records(step, values, index, captured, several, groups, has_clocks=sections is not None)
     levels = compute_memory_levels(step.stream, records.cuts, set(records.blocks), index)
     profile = Profile(
@@ -334,8 +334,9 @@ def _order_upstream_first(step: StepDrafts) -> list[ValueDraft]:
     return ordered
 
 
-def _even_out(values: list[ValueDraft], calls: list[CallDraft], groups: dict[int, str]) -> None:
-    """Set the times of drafts with equal work to the least time measured among them, so that plans do not follow noise.
+def _equalize_times(values: list[ValueDraft], calls: list[CallDraft], groups: dict[int, str]) -> None:
+    """Set the times of drafts with equal work to the least time measured among them, so that noise does not affect
+    plans.
 
     `groups` names the group of each call that has equals, as `_groups` returns it.
     """

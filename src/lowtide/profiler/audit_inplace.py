@@ -122,10 +122,10 @@ def _same_tensor(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def with_their_own(groups: Sequence[InPlaceGroup], levels: MemoryLevels) -> tuple[int, ...]:
-    """Return the peak bytes in `levels` at each position, raised to what they would be if the gradients of `groups`
-    were not written in place.
+    """Return the peak bytes in `levels` at each position, as they would be without in-place writes of the gradients of
+    `groups`.
 
-    The traced step wrote these gradients in place; without that, torch's kernels allocate memory for each.
+    The traced step wrote these gradients in place. Without in-place writes, torch's kernels allocate memory for each.
     """
     most = list(levels.most)
     for position, level, key in levels.written:

@@ -94,8 +94,10 @@ class AuditedStep(StepDrafts):
         return self.index.get(value) in self.saved
 
     def only_given(self, index: int) -> bool:
-        """Return True if only a call's argument holds the value at `index`, or an operand that its recompute needs: no
-        slot has saved that tensor so far.
+        """Return True if only an argument of a call holds the value at `index`: no slot has saved it, and it can't be
+        recomputed.
+
+        A value whose recompute needs such an operand counts, too.
         """
         draft = self.values[index]
         if index in self.saved or draft.captured_number is not None:

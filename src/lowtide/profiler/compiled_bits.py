@@ -86,7 +86,9 @@ def _step_of(
         outputs = [tensor for tensor in collect_tensors(result) if tensor.requires_grad]
         heads = [tensor for tensor in outputs if tensor.numel() == 1] or outputs
         losses = [cast("torch.Tensor", _Loss.apply(head)) for head in heads]  # type: ignore[no-untyped-call]
-        result = [*map(_digest_output, collect_tensors(result))] if held is None else _some(outputs, held.copy())
+        result = (
+            [*map(_digest_output, collect_tensors(result))] if held is None else _select_by_size(outputs, held.copy())
+        )
         del outputs, heads
         if losses:
             torch.autograd.backward(losses)
@@ -96,8 +98,9 @@ def _step_of(
 
 
 class _Loss(torch.autograd.Function):
-    """Zero, whose gradient with respect to a tensor is the tensor's cosine; computed in backward, it takes no memory
-    before, and is freed as soon as it was read.
+    """A loss of zero whose gradient with respect to a tensor is the tensor's cosine.
+
+    The gradient is computed in backward, so it takes no memory before, and it is freed as soon as it was read.
     """
 
     @staticmethod
@@ -115,8 +118,8 @@ def _digest_output(output: torch.Tensor) -> torch.Tensor:
     return torch.tensor(list(digest(output).encode()), dtype=torch.uint8)
 
 
-def _some(tensors: list[torch.Tensor], n_of_size: Counter[int]) -> list[torch.Tensor]:
-    """Return as many tensors of each size in bytes as `n_of_size` counts. `n_of_size` is counted down."""
+def _select_by_size(tensors: list[torch.Tensor], n_of_size: Counter[int]) -> list[torch.Tensor]:
+    """Return as many of `tensors` of each size in bytes as `n_of_size` counts, and count `n_of_size` down."""
     chosen = []
     for tensor in tensors:
         n_bytes = tensor.untyped_storage().nbytes()

@@ -18,7 +18,7 @@ class CallShape:
 def find_differing_modules(one: Sequence[CallShape], other: Sequence[CallShape]) -> frozenset[str]:
     """Return the paths of the innermost modules with a call that differs between two steps.
 
-    The model's own path, "", means that the steps have nothing else in common.
+    The path "" stands for the model, and for the code that calls it.
     """
     return frozenset(_uneven(_Step(one), _Step(other), None, None))
 
@@ -39,7 +39,8 @@ class _Step:
         return self.inside.get(index, [])
 
     def looks(self, index: int | None) -> tuple[int, list[str]]:
-        """Return how many tensors the call at `index` saved itself, and the paths of the calls directly inside it.
+        """Return the number of tensors that the call at `index` saved itself, and the paths of the calls directly
+        inside it.
 
         None stands for the code around the model's outermost calls, which saves nothing.
         """

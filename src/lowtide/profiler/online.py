@@ -97,7 +97,7 @@ class OnlineProfiler:
     Each step is reported with `begin(batch)` before its first forward and `end()` after the optimizer's update;
     `leave()` removes all hooks from the model. The first batch is audited, as is each batch of a new form or of a much
     larger size; all other batches are traced. With `plain` one more step runs without any plan, for its true peak and
-    time. The profile is made for the largest size so far, once that size came twice; after PATIENCE steps, for the
+    time. The profile is made for the largest size so far, once two steps had that size; after PATIENCE steps, for the
     largest size that was traced. `why` lists the reasons why steps can't be used.
     """
 
@@ -167,7 +167,7 @@ class OnlineProfiler:
 
     @property
     def n_in_round(self) -> int:
-        """Number of steps after which all kinds of steps have come, if a few kinds take turns; else 1."""
+        """The number of steps after which the sequence of kinds repeats itself, if a few kinds alternate; else 1."""
         return min(self._kinds.n_in_round, MOST_KINDS)
 
     def begin(self, batch: Any, optimizers: Iterable[Optimizer] = ()) -> None:
@@ -342,7 +342,9 @@ class OnlineProfiler:
         return replace(profile, static=static, notes=(*profile.notes, *([note] if missing_bytes else [])))
 
     def _varies(self, best: TracedTrainingStep) -> bool:
-        """Return True if steps like `best` may need more memory by their contents, or by what their backward reads."""
+        """Return True if steps like `best` may need more memory, depending on the contents of tensors or on the saved
+        tensors that backward reads.
+        """
         return best.is_sized_by_contents or self._kinds.are_irregular(describe_form(best.fingerprint), best.kind.calls)
 
     def _reads_all(self, best: TracedTrainingStep) -> bool:

@@ -233,7 +233,7 @@ class RecomputeTrials:
             draft.host_ms += packing.host
 
     def is_passable(self, value: Value, node: Node | None, output: int) -> bool:
-        """Return True if a recompute may compute this output of `node` on the way, as an intermediate that is not kept
+        """Return True if a recompute may compute this output of `node` as an intermediate, which is not kept
         afterwards.
         """
         draft = self.step.draft(value)
@@ -247,10 +247,9 @@ class RecomputeTrials:
             register(node, output, value)
 
     def _compare(self, known: Value, value: Value, base: Tensor) -> None:
-        """Run the recompute of `value`, compare the result with the original tensor `base`, and record outcome and
-        cost.
+        """Run the recompute of `value`, and compare the result with the original tensor `base`.
 
-        They go into the draft of `known`, which stands for the same tensor in the drafts.
+        Outcome and cost are written to the draft of `known`, the value that stands for the same tensor in the drafts.
         """
         step, maker = self.step, value.maker
         index, draft = step.index[known], step.draft(known)

@@ -55,7 +55,9 @@ class FreedValues:
         self.add(self._step.held[n][0], maker)
 
     def leave_to(self, frame: ReplayFrame, freed: dict[Value, int]) -> None:
-        """Let the replay of a block restore the values in `freed`, each with its place among the saved tensors."""
+        """Let the replay of a block restore the values in `freed`, each given with its place among the saved
+        tensors.
+        """
         self._relied_on.add(frame)
         frame.values = {place: weakref.ref(value) for value, place in freed.items()}
 
@@ -76,7 +78,7 @@ class FreedValues:
         value = handle.value
         draft, maker = self._step.draft(value), self._timings.get_recompute(value)
         is_cheap = bool(draft.recipe) and not draft.flops
-        if maker is not None and is_cheap and self._may_go(value, maker):
+        if maker is not None and is_cheap and self._may_free(value, maker):
             self.witness.saved(self._step.slot_of[handle], tensor)
             self._recompute_later(value, maker)
 
@@ -109,12 +111,13 @@ class FreedValues:
         self._relied_on.rely_on(handle.value for handle in maker.operands if handle is not None)
         self.add(value, maker)
 
-    def _may_go(self, value: Value, maker: Recompute) -> bool:
+    def _may_free(self, value: Value, maker: Recompute) -> bool:
         """Return True if the value can be freed: backward reads it, and holds the operands of `maker` anyway.
 
-        An operand that backward does not read may be overwritten in between, unnoticed. Inside a block that will be
-        replayed, an operand may be a freed value itself, because the replay restores both. An argument of the block may
-        not: its recompute would replay the block before, and so on.
+        An operand that backward does not read may be overwritten before the recompute, unnoticed. Inside a block that
+        will be replayed, an operand may be a freed value itself, because the replay restores both. An argument of the
+        block may not be freed: its recompute would replay the previous block, which would need its own argument, and so
+        on.
         """
         is_made_here = self._step.is_made_in_freed_block(value)
         operands = [handle.value for handle in maker.operands if handle is not None]

@@ -191,7 +191,7 @@ class ReplayTrials:
         step = self._step
         (value, view), label = step.held[n], step.slots[n].label
         if n and is_workspace(tensor, step.values[step.slots[n - 1].value].node):
-            return None  # what the operator returns is compared
+            return None  # the operator's result is compared
         if value in self._freed:  # the tensor was freed when it was saved, or by the first run
             tensor = tensor if view is None else tensor.as_strided(*view)
             run = "a third run" if value.maker is frame else "running it again"

@@ -105,13 +105,12 @@ class StepKinds:
 
     @property
     def n_in_round(self) -> int:
-        """The number of steps after which kinds that take turns come again; 1 if they follow no such rule."""
+        """The number of steps after which the sequence of kinds repeats itself; 1 if it does not."""
         rounds = (next(_periods(kinds), 1) for kinds in self._kinds.values())
         return max(rounds, default=1)
 
     def is_early(self, form: str, kind: Kind) -> bool:
-        """Return True if this kind has come only in the first steps, so that its recorded steps may lack optimizer
-        state.
+        """Return True if only the first steps were of this kind, so that its recorded steps may lack optimizer state.
 
         Another kind with the same module calls may update further parameters, whose state is created then. The first
         steps are as many as there are such kinds; after N_DRAWS steps in all, no kind counts as early.

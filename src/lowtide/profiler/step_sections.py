@@ -138,7 +138,9 @@ class HostClock:
 
 
 class DeviceClock:
-    """Times of a GPU between boundaries, each section queued behind a kernel that gives the host a lead."""
+    """Times of a GPU between boundaries. A kernel occupies the GPU before each section, while the host launches the
+    section.
+    """
 
     def __init__(self, place: torch.device, host_ms: list[float]) -> None:
         self.boundaries: list[Boundary] = []
@@ -148,8 +150,8 @@ class DeviceClock:
         self.reach(START)
 
     def reach(self, boundary: Boundary) -> None:
-        """End the current section, and begin the section that starts with `boundary`, behind a kernel that gives the
-        host its lead.
+        """End the current section, and begin the section that starts with `boundary`, after a kernel that occupies the
+        GPU.
         """
         if self._events:
             self._events[-1][1].record()

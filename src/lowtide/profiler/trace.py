@@ -71,7 +71,7 @@ class MaxSavingEngine(Engine):
     is_measured = True
 
     def __init__(self, model: nn.Module, audit: Audit, *, in_place: bool = True) -> None:
-        """Take the decisions of `audit` that free the most memory.
+        """Use the decisions of `audit` that free the most memory.
 
         Unless `in_place`, no gradient is written in place, because a batch of another size than the audited batch may
         allow other writes.

@@ -53,7 +53,7 @@ class Update:
     def tried(cls, model: nn.Module, stepped: Sequence[Optimizer]) -> Update | None:
         """Measure an update by the optimizers of `model` that are not in `stepped`; return None if there are none.
 
-        They update `model` twice, which is then restored. Missing gradients are zeros.
+        The optimizers update `model` twice; afterwards the model is restored. Missing gradients are zeros.
         """
         optimizers = [o for o in find_optimizers(model, stepped) if all(o is not known for known in stepped)]
         if not optimizers:
@@ -74,8 +74,10 @@ class Update:
         return cls(names, made_bytes, Timeline(recorder.stream).peak_bytes, updates.untried)
 
     def counted(self, profile: Profile) -> Profile:
-        """Return `profile` with the memory of the update added, and notes on it: optimizer state from the step's
-        beginning on, and gradients and temporary memory at the last position, because the update comes after the step.
+        """Return `profile` with the memory of the update added, and notes on it.
+
+        Optimizer state is counted from the step's beginning on. Gradients and temporary memory are counted at the last
+        position, because the update follows the step.
         """
         base, most_bytes = list(profile.base_bytes), max(profile.gradient_bytes) + self.transient_bytes
         level, in_place = base[-1], []

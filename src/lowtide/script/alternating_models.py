@@ -37,19 +37,19 @@ class AlternatingModels:
         """Number of further updates after which steps may begin anywhere."""
 
     def called(self, module: nn.Module) -> None:
-        """Record a training call of `module` by the script: a backward pass through the call is awaited."""
+        """Record that the script has called `module` in training: a backward pass through the call should follow."""
         self._called[id(module)] = module
         self._awaited[id(module)] = [_gradient(p) for p in module.parameters()]
 
     def join(self, models: Iterable[nn.Module]) -> None:
-        """Treat `models` as one model from now on: a step then begins only after backward passes through all calls of
-        them.
+        """Treat `models` as one model from now on: a step then begins only after backward has run through the calls of
+        all of these models.
         """
         self._joined.update(models)
         self._n_waits = PATIENCE if self._awaits_backward() else 0
 
     def count_update(self) -> None:
-        """Record an optimizer's update: await no more backward passes through models that have new gradients."""
+        """Count an optimizer's update; models with new gradients no longer wait for a backward pass."""
         self._awaited = {
             key: at_call
             for key, module in self._called.items()
@@ -59,7 +59,7 @@ class AlternatingModels:
 
     @property
     def are_in_step(self) -> bool:
-        """Return True if a backward pass through an earlier call is still awaited, so that no step begins here."""
+        """Return True if backward has not yet run through an earlier call, so that the next call begins no step."""
         return self._n_waits > 0
 
     def _awaits_backward(self) -> bool:
@@ -101,7 +101,7 @@ def ids(objects: Iterable[object]) -> set[int]:
 
 
 def parameter_ids(model: nn.Module) -> set[int]:
-    """Return the ids of the model's parameters as optimizers hold them: of a sharded parameter, its shard."""
+    """Return the ids of the model's parameters as optimizers hold them; a sharded parameter counts as its shard."""
     return ids(list_own_parameters(model))
 
 

@@ -76,7 +76,7 @@ class PlanApplier(PlanMonitor):
             try:
                 self._open = Measured(model, batch, optimizers, self._in_force.applied, self._plan.budget_for)
             except RehearsalError as why:
-                self._loses_track(why)
+                self._report_unmeasured(why)
         elif self._measured.n_others >= PATIENCE:
             self._finish()
 
@@ -111,7 +111,7 @@ class PlanApplier(PlanMonitor):
                 self._finish()
 
     def _is_judged(self, model: nn.Module) -> bool:
-        """Return True if no further step on a batch of the planned size needs to be measured."""
+        """Return True if enough steps on batches of the planned size were measured."""
         n = len(self._peaks) - 1
         misses_frees = several_processes() and find_device(model).type == "cpu"
         return n >= (MOST_MEASURED if misses_frees and self._peak_bytes > self._plan.budget_bytes else 1)
@@ -121,7 +121,7 @@ class PlanApplier(PlanMonitor):
         """The smallest peak after the first step, in which an optimizer has no state yet; 0 without any peak."""
         return min(self._peaks[1:] or self._peaks, default=0)
 
-    def _loses_track(self, why: RehearsalError) -> None:
+    def _report_unmeasured(self, why: RehearsalError) -> None:
         """Report that the peak can't be measured, because of the error `why`; leave the plan in force."""
         self._say(f"the peak under the plan is not measured: {why}")
         self._leave_in_force()

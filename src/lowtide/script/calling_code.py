@@ -31,7 +31,7 @@ def end_search_here() -> Iterator[None]:
     """Within this block, end the search of `find_caller_variables` at the function that entered the block."""
     codes = (frame.f_code for frame in walk_frames(sys._getframe(1)) if not module_name(frame).startswith(_BLOCKS))
     code = next(codes)
-    del codes  # which keeps frames, and so the variables of their functions, alive
+    del codes  # the generator keeps frames, and so their variables, alive
     _outermost.append(code)
     try:
         yield
@@ -43,7 +43,8 @@ def find_caller_variables() -> Iterator[Any]:
     """Yield the values of variables in calling functions, innermost first; functions of torch and Lowtide are skipped.
 
     Variables of Lowtide's `accumulate` are included, because they hold the pieces of the caller's batch. The search
-    ends at the script, or at the function with the detected block: callers beyond it, such as a test, are not searched.
+    ends at the script, or at the function with the `with` block in which steps are detected. Callers of that function,
+    such as a test, are not searched.
     """
     for frame in walk_frames(sys._getframe(1)):
         if module_name(frame) == Script.__module__:

@@ -95,9 +95,11 @@ class CompiledChecks:
     def compare(
         self, plan: Plan, plain: Outcome | None, model: nn.Module, code: Callable[..., Any], batch: Any
     ) -> dict[str, tuple[str, ...]]:
-        """Compare compiled code under the plan with `plain`; return the names of results whose bits differ, by kind."""
+        """Compare compiled code under the plan with `plain`, a run without a plan. Return the names of results whose
+        bits differ, by kind.
+        """
         self.compared = plan
-        comparison = None if plain is None else _comparison(plain, model, code, batch)
+        comparison = None if plain is None else _compare_runs(plain, model, code, batch)
         if comparison is None:
             self.proof = NOT_COMPARED
             return {}
@@ -106,14 +108,15 @@ class CompiledChecks:
         return differing
 
 
-def _comparison(
+def _compare_runs(
     plain: Outcome, model: nn.Module, code: Callable[..., Any], batch: Any
 ) -> tuple[dict[str, tuple[str, ...]], tuple[str, ...]] | None:
-    """Compare a run of compiled code with `plain`; return None if there is not enough memory for the run.
+    """Compare a run of compiled code with `plain`, a run without a plan; return None if memory is too small for the
+    run.
 
-    Results that differ between repetitions, and results computed from them, can't be compared. They are not
-    deterministic without a plan either, because a plan adds no kernel whose order varies: several threads of a CPU, for
-    example, add up an embedding's gradient by atomic additions.
+    Results that differ between repetitions of the run can't be compared, nor can results computed from them. The cause
+    is not the plan, which adds no kernel whose order varies. On a CPU, for example, several threads add up an
+    embedding's gradient by atomic additions.
 
     Returns:
         The names of the other results whose bits differ from `plain`, by kind; and the kinds with results that differ
@@ -134,7 +137,7 @@ def find_addresses_with_other_bits(
     def is_identical(addresses: tuple[str, ...]) -> bool:
         recompute = {address: plan.recompute[address] for address in addresses}
         with apply(model, replace(plan, recompute=recompute), say=lambda what: None):
-            comparison = _comparison(plain, model, code, batch)
+            comparison = _compare_runs(plain, model, code, batch)
         return comparison is not None and not comparison[0]
 
     return find_differing_addresses(tuple(plan.recompute), is_identical)

@@ -27,7 +27,7 @@ class _Detector(Protocol):
 
 
 def watch_compiled_functions(detector: _Detector) -> Callable[[], None]:
-    """Patch torch.compile: compiled functions pass their calls to `detector`. Return a function that undoes this."""
+    """Patch torch.compile so that compiled functions are called through `detector`; return a function to undo this."""
     reference: weakref.ref[_Detector] | None = weakref.ref(detector)
 
     def compiles(plain: Callable[..., Any], model: Any = None, **settings: Any) -> Any:

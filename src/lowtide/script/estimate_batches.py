@@ -43,7 +43,7 @@ class BatchSize:
         return [tensor for tensor in near if tensor.is_leaf and tensor.dim() and tensor.shape[0] in lengths]
 
     def resize(self, tensors: list[Tensor], run: TwoStepRun) -> None:
-        """Resize the first dimension of `tensors` to `size`; note each length that was taken to be the batch's."""
+        """Resize the first dimension of `tensors` to `size`, and note in the answers of `run` each former length."""
         size = self.size
         if size is None:
             return
@@ -54,7 +54,7 @@ class BatchSize:
         run.put(tensors, lambda tensor: resized(tensor, 0, tensor.shape[0], size))
 
     def expect_next(self, run: TwoStepRun) -> None:
-        """Count the memory of the script's next batch at `size`, because it is allocated before it can be resized."""
+        """Count the script's next batch at `size` elements: its memory is allocated before the batch can be resized."""
         if self._own_size is not None and self.size is not None:
             run.assume_length((self._own_size, self.size))
 

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class EstimateEngine:
-    """Factory of the engine that runs a script's estimated steps. It compares a plan, if given, with the model and
-    batch.
+    """Factory of the engine that runs a script's estimated steps; compares the model and batch with the plan, if one is
+    given.
     """
 
     def __init__(self, how: How, plan: Plan | None, *, on_any_device: bool) -> None:
-        """Make engines as `how` says, or for `plan`; `on_any_device` allows a plan that was made for another device."""
+        """Make engines of the kind `how`, or engines for `plan`, which may be for another device if `on_any_device`."""
         self._how: How = how
         self._plan, self._on_any_device = plan, on_any_device
         self._differences: tuple[str, ...] = ()
@@ -39,17 +39,19 @@ class EstimateEngine:
         self._compare(self._plan, model, batch)
         if self._differences:
             return None
-        self.remove_levers()  # those of a model that the script no longer trains
+        self.remove_levers()  # levers of a model that the script no longer trains
         self._levers = enable_plan_levers(self._plan, model, ())
         return planned(model, self._plan)
 
     def check_batch(self, model: nn.Module, batch: Any) -> None:
-        """Compare the batch of a later step with the plan's; `check_model` raises if they differ."""
+        """Compare the batch of a later step with the plan's batch, and record differences for `check_model`."""
         if self._plan is not None and not self._differences:
             self._compare(self._plan, model, batch)
 
     def check_model(self, model: nn.Module) -> None:
-        """Raise StalePlan if `model`, which the script trains, or its batch is not the plan's."""
+        """Raise StalePlan if the plan was made for another model than `model`, or for another batch than the last
+        step's.
+        """
         if self._differences:
             raise build_stale_plan(model, self._differences)
 

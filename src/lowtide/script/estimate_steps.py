@@ -64,9 +64,10 @@ MOST_PASSES = 32
 
 
 class StepEstimator(StepListener):
-    """A listener that runs a script's first two steps on fake tensors, from the model's first forward on, then ends it.
+    """A listener that runs a script's first two steps on fake tensors, from the model's first forward on, and then ends
+    the script.
 
-    The estimate is of the second step, or of the only step of a script that takes just one.
+    The estimate is of the second step, or of the first if the script runs only one.
 
     The tensors are on `gpu`, which the machine need not have; without `gpu`, each is on the device on which the script
     has put it.
@@ -205,7 +206,7 @@ class StepEstimator(StepListener):
     def on_checkpoint(self, function: Any, batch: Any) -> None:
         """Switch the model to fake tensors if `function`, which is about to be checkpointed, calls the model itself.
 
-        Inside the checkpoint it would be too late.
+        While a checkpoint runs, real tensors can't be replaced.
         """
         if self._rehearsal is not None or not torch.is_grad_enabled() or not self._may_enter(batch):
             return
@@ -245,7 +246,9 @@ class StepEstimator(StepListener):
         self._has_run_backward = False
 
     def _enter(self, model: nn.Module, batch: Any, resizing: Sequence[Tensor] = ()) -> None:
-        """Replace the model's and other reachable tensors by fake ones, except `resizing`, which are resized first."""
+        """Replace the model's tensors and other reachable ones by fake tensors, but leave out `resizing`: these are
+        resized first.
+        """
         for unit in find_units(model.modules()):
             unit.reshard()  # type: ignore[operator]  # whole after an evaluation, and gathered again by the next forward
         state = ReachableState(*find_caller_variables())

@@ -29,7 +29,7 @@ class FitRequest:
 
     @property
     def ends_training(self) -> bool:
-        """Return True if training ends where no plan fits."""
+        """Return True if training ends when no plan fits."""
         return self.on_infeasible == "raise" and not self.is_for_next
 
 

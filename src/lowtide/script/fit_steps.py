@@ -356,7 +356,7 @@ class StepFitter(PlanMonitor):
         return is_beyond and self.plans.rehearsing.may_differ(creates_graph=step.creates_graph)
 
     def _rehearse_others(self, model: nn.Module) -> None:
-        """Rehearse the next steps, until a step of a kind that was not rehearsed yet has come."""
+        """Rehearse the next steps, until a kind of step has run that was not rehearsed before."""
         self._has_rehearsed_others = True
         rehearsing = self.plans.rehearsing
         self._in_force.give_up()  # hooks may be changed in the next step
@@ -382,7 +382,7 @@ class StepFitter(PlanMonitor):
             self._keep(plan)
 
     def _stays_over(self, plan: Plan, why: OverBudget) -> None:
-        """Continue as `on_infeasible` says if no plan keeps to the budget. Raises OverBudget."""
+        """Continue as `on_infeasible` says if every plan's measured peak is over the budget. Raises OverBudget."""
         has_begun = self.plans.later.has_begun
         if self._request.ends_training and not has_begun:
             raise why
@@ -445,8 +445,9 @@ class StepFitter(PlanMonitor):
         self.plans.release()
 
     def on_later_update(self) -> bool:
-        """Count an update under the plan; return True if more steps have to be observed: because a batch exceeded all
-        planned sizes, or to measure or rehearse later steps.
+        """Count an update under the plan; return True if more steps have to be observed.
+
+        They have to be if a batch exceeded all planned sizes, or if later steps are due to be measured or rehearsed.
         """
         plans = self.plans
         plans.later.n_updates += 1  # this runs in every step, so it makes few calls

@@ -110,7 +110,7 @@ class LaterSteps:
             self.has_begun, self._held_since_s = True, monotonic()
             if not is_sure:
                 self._next_look = 1
-        if not several_processes():  # one of them would plan again alone
+        if not several_processes():  # one process would plan again alone
             self.due_at = 0 if self.is_changed or self.is_different or self.has_more_state else self._next_look
             self.counts_at, self._place, self._room_bytes = self.n_updates + 1, place, max(0, room_bytes)
             self._least_held_bytes = held_bytes(place)
@@ -150,7 +150,7 @@ class LaterSteps:
                 self.due_at = max(self.due_at, self._predict_n_updates(MOST_TIME, self._measured_s))
 
     def _predict_n_updates(self, most: float, spent_s: float) -> float:
-        """Return the number of updates after which `spent_s` seconds are only the share `most` of the time of ordinary
+        """Return the number of updates at which `spent_s` seconds make up the share `most` of the time of ordinary
         steps.
         """
         others_s = monotonic() - self._held_since_s - self._measured_s - self._counted_s

@@ -195,8 +195,8 @@ class ModelPlans:
         return True
 
     def added_bytes(self, static: Static) -> int:
-        """Return by how much `static`, the memory before a step, exceeds the memory before the rehearsed one; 0 if
-        little.
+        """Return the bytes by which `static`, the memory before a step, exceeds the memory before the rehearsed step; 0
+        if the difference is small.
         """
         if self.profile is None:
             return 0

@@ -109,7 +109,7 @@ class Repeats:
         """Repeat each step of `model` that runs out of memory under the plan `applied`, if repeats were requested."""
         if not self._are_asked_for:
             return
-        if applied.plan.graphs:  # and because a model whose calls are compiled must not have a wrapper in front
+        if applied.plan.graphs:  # compiled calls of a model must not pass through a wrapper
             self._say(_NOT_REPEATED)
         else:
             applied.also(StepRepeater(model, applied, self._say, self._count).remove)

@@ -183,7 +183,7 @@ class StepRehearser(StepListener):
         self._known_kinds = frozenset()
 
     def on_steps_changed(self, model: nn.Module) -> None:
-        """Forget the recordings; rehearse until a step of a kind that was not rehearsed so far has come."""
+        """Forget the recordings, and rehearse until a kind of step has run that was not rehearsed before."""
         kinds = self._observed.kinds if isinstance(self._observed, OnlineProfiler) else frozenset()
         self.on_model_replaced(model)
         self._known_kinds = kinds
@@ -206,7 +206,7 @@ class StepRehearser(StepListener):
 
     @property
     def n_in_round(self) -> int:
-        """The number of steps after which each kind of step has come, if a few kinds take turns; else 1."""
+        """The number of steps after which the sequence of kinds repeats itself, if a few kinds alternate; else 1."""
         return self._observed.n_in_round if isinstance(self._observed, OnlineProfiler) else 1
 
     def predict_peak_with(self, record: Callable[[Counter[int]], EventStream | None]) -> int | None:

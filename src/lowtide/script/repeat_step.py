@@ -63,7 +63,9 @@ part of the peak.
 
 
 class StepRepeater(Removable):
-    """Guard around calls and backward passes of a planned model: repeats each one that runs out of memory once."""
+    """A guard around calls and backward passes of a planned model, which repeats a call or pass once if it runs out of
+    memory.
+    """
 
     def __init__(
         self, model: nn.Module, applied: Applied, say: Callable[[str], None], repeated: Callable[[], object]
@@ -250,7 +252,7 @@ class StepRepeater(Removable):
 
 
 def _why_never(model: nn.Module, applied: Applied) -> str | None:
-    """Return the reason why no step under this plan can be repeated; None if there is none."""
+    """Return the reason why steps under this plan can't be repeated; None if they can."""
     if several_processes():
         return "other processes train with this one, and would not repeat it"
     if type(model) is CompositeModel:

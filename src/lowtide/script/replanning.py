@@ -73,7 +73,9 @@ class Replanner:
         return True
 
     def _leave_growth(self, why: RehearsalError) -> None:
-        """Make no plans for larger batches, because of `why`: they run under the plan with the smallest peak."""
+        """Make no plans for larger batches, because of the error `why`; such batches run under the plan with the
+        smallest peak.
+        """
         self._say(f"larger batches are not planned for: {why}")
         self._plans.larger.give_up()
 

@@ -56,7 +56,7 @@ class Script:
             except (Exception, KeyboardInterrupt) as error:
                 traces = _drop_own_frames(error)
                 sys.excepthook(type(error), error, error.__traceback__)
-                for trace in traces:  # whose frames hold the step's tensors as long as a traceback refers to them
+                for trace in traces:  # their frames hold the step's tensors as long as a traceback refers to them
                     traceback.clear_frames(trace)
                 return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
         return 0
@@ -82,7 +82,7 @@ class Script:
     def _spec(self) -> ModuleSpec | None:
         try:
             return importlib.util.find_spec(self.target)
-        except ModuleNotFoundError as error:  # nor can its parent package be found
+        except ModuleNotFoundError as error:  # its parent package can't be found either
             if error.name is not None and f"{self.target}.".startswith(f"{error.name}."):
                 return None
             raise

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def as_one_of(processes: AbsentProcesses | None) -> Iterator[None]:
-    """Within this block, let a script run as one of `processes`, of which no other exists.
+    """Within this block, let a script run as one of `processes`, while the other processes do not exist.
 
     The script may start a process group, which is simulated, and finds the environment variables of torchrun. Without
     `processes`, nothing changes.

@@ -35,7 +35,7 @@ class Saved(Future[None]):
 
 
 class SkippedSaves(contextlib.ExitStack):
-    """Context in which functions that save files do nothing, from the call of `begin` on."""
+    """Context in which functions that save files do nothing, once `begin` was called."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -66,15 +66,15 @@ if TYPE_CHECKING:
 class StepDetector:
     """A detector of steps inside a `with` block, until the listener is done, and again if it needs more.
 
-    All steps are of one thread: the one that enters the block, or one that starts inside it, whichever trains first.
-    With `model` they are the steps of that model alone, also if it is called by a wrapper.
+    All detected steps run in one thread: the one that enters the block, or one that starts inside it, whichever trains
+    first. With `model`, only steps of that model are detected, including those in which a wrapper calls the model.
 
-    A failure of the listener is raised as StopScript, which passes every `except Exception` of the program. With
-    `when_failed`, that function is called, which ends the block, and the failure itself is raised: the program may go
-    on without the listener.
+    A failure of the listener is raised as StopScript, which an `except Exception` of the program does not catch. With
+    `when_failed`, that function is called, which ends the block, and the failure itself is raised: the program may
+    continue without the listener.
 
-    Within the block `nn.Module.__call__` is patched: a hook would come too late, when the call is already past the
-    point at which the engine intercepts it.
+    Within the block `nn.Module.__call__` is patched: a hook would run too late, when the call is already past the point
+    at which the engine intercepts it.
     """
 
     def __init__(
@@ -142,7 +142,7 @@ class StepDetector:
         self._watch()
 
     def end_last_step(self) -> None:
-        """End the last step, whose end no further call will show, and report the mean time of a step."""
+        """End the last step, which no further call of the model follows, and report the mean time of a step."""
         if self._afterwards is not None:
             self._afterwards.ended()
         if self._step.is_late and self.failed is None:
@@ -253,7 +253,7 @@ class StepDetector:
 
     @never_compiled
     def _handle_outermost_call(self, module: nn.Module, batch: Any) -> None:
-        """Observe that the program calls a module in training: a step may be over, and another one may begin."""
+        """Handle a training call of a module by the program itself: a step may be over, and another one may begin."""
         if self.failed is not None:  # the program has caught the error and goes on
             raise StopScript from self.failed
         if self.is_given and not self._is_ours(module):
@@ -284,7 +284,7 @@ class StepDetector:
                 self.by_hand.called(module)
 
     def _end_step_if_over(self) -> None:
-        """End the open step if its update is over, which this next call shows."""
+        """End the open step, before the next call, if its update is over."""
         if self._all_stepped() or self._detect_update_by_hand():
             self._end_step()  # a parameter had a gradient, but is in no optimizer
         elif (search := self.updates.search()) is not None and search.detect_move():
@@ -292,7 +292,7 @@ class StepDetector:
             self._end_step()
 
     def _choose_model(self, module: nn.Module) -> None:
-        """Take the called module as the model if there is none yet, or if it is a better choice."""
+        """Choose the called module as the model if there is none yet, or if the module is a better choice."""
         if self.model is None:
             self.model = module
             self._prompted.forget()
@@ -415,10 +415,10 @@ class StepDetector:
 
     @contextlib.contextmanager
     def _ending_on_error(self) -> Iterator[None]:
-        """End training if this block raises, and note the error as `failed`.
+        """End training if this block raises, and store the error in `failed`.
 
-        A loop that continues after each Exception would meet the error again and again, and train nothing: StopScript
-        ends the script.
+        A loop that continues after each Exception would meet the error again and again, and train nothing. So
+        StopScript, which is no Exception, ends the script.
         """
         try:
             yield

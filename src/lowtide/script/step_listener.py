@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 class StopScript(BaseException):
     """Signal that ends a script when no more steps have to be observed. It is no Exception, because scripts may catch
-    each Exception.
+    every Exception.
     """
 
 
@@ -103,7 +103,9 @@ class StepListener:
         """React to `torch.multiprocessing.spawn`, which starts processes before anything is trained in this one."""
 
     def on_timed(self, step_ms: float) -> None:
-        """Take the mean time of a step, once, after all work is done. Called from an optimizer's hook or at the end."""
+        """Receive the mean time of a step, once, after all work is done. Called by an optimizer's hook or at the
+        end.
+        """
 
     def on_unplanned_model(self) -> None:
         """React to the training of another model after all work is done. Called from an optimizer's hook, once for each
@@ -128,4 +130,4 @@ class StepListener:
         """Finish the work with the steps observed so far, because the script has ended without an error."""
 
     def on_stop(self) -> None:
-        """Remove recordings, hooks and other things that serve one step only, because detection is over."""
+        """Remove recordings, hooks and other things that are for one step only, because detection is over."""

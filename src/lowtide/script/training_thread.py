@@ -19,7 +19,7 @@ class TrainingThread:
         """Threads that had started before, in which steps are not detected."""
 
     def begin(self) -> None:
-        """Take the current thread as the one that trains."""
+        """Record the current thread as the one that trains."""
         self._thread = threading.current_thread()
 
     @never_compiled

@@ -31,10 +31,14 @@ MANY: Final = 4
 
 
 class UnlikeSteps:
-    """Counter and measurements of steps that call the planned model, or run backward, unlike the rehearsed steps."""
+    """Counter and measurements of steps whose calls of the planned model, or backward passes, differ from the rehearsed
+    ones.
+    """
 
     def __init__(self, calls: KnownCalls, budget_for: BudgetFor, say: Callable[[str], None]) -> None:
-        """Start without a step unlike the rehearsed ones, whose calls `calls` knows. Messages go to `say`."""
+        """Begin with no such step counted. `calls` holds the calls of the rehearsed steps; `say` is called with
+        messages.
+        """
         self.calls = calls
         self.open: Measured | None = None
         """The step in progress, if it is measured."""
@@ -73,8 +77,8 @@ class UnlikeSteps:
                 self.open = self._measure(applied, model, batch, with_coming=with_coming)
 
     def notice_backward(self, what: str, later: LaterSteps) -> None:
-        """Let `later` measure the next steps, because a backward pass was unlike those so far: the next steps may have
-        one, too.
+        """Let `later` measure the next steps, because a backward pass differed from all earlier ones, and more such
+        passes may follow.
 
         `what` is a clause that describes the difference. From the second time on, measurements begin just before such a
         pass is expected again.

@@ -71,7 +71,7 @@ class Run(Displayed):
 
         Peaks are in requested bytes. If the budget is for reserved bytes, `lowtide_reserved_peak_bytes` was measured.
 
-        Names are letters and underscores, which TensorBoard, Weights & Biases and MLflow all take.
+        Names are letters and underscores, which TensorBoard, Weights & Biases and MLflow all accept.
         """
         plan, verdict = self.plan, self.verdict
         if plan is None:
@@ -191,12 +191,12 @@ def within(
         budget_for: The bytes that the budget bounds: the "requested" ones, or on a GPU "reserved" ones, as for `fit`.
         model: The model to plan for, which the loop may call through a wrapper. By default the one that is trained.
         on_infeasible: If no plan fits, "raise" ends training with the error, "smallest" continues under the plan
-            with the smallest peak, and "plain" continues without a plan. The updates so far stand, and are those of the
-            plain loop.
-        levers: Changes to the step, as `lowtide run --lever` takes them: "outputs", "loss head", "micro-batches=4".
+            with the smallest peak, and "plain" continues without a plan. Updates made before then
+            are kept; they equal those of the plain loop.
+        levers: Changes to the step, as for `lowtide run --lever`: "outputs", "loss head", "micro-batches=4".
         in_place: If False, no gradient is written over the one that it is computed from.
-        retry: If True, a step that runs out of memory is repeated once, under the plan with the smallest peak, to the
-            same bits. If memory runs out again, the error has the explanation of `lowtide explain`.
+        retry: If True, a step that runs out of memory is repeated once, under the plan with the smallest peak, with
+            bit-identical results. If memory runs out again, the error has the explanation of `lowtide explain`.
         progress: If False, neither lines nor bars are written to stderr; the log named "lowtide" has all lines.
 
     Returns:

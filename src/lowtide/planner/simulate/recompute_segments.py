@@ -34,7 +34,7 @@ NodeDemand = tuple[int, int, int, int]
 def combine_demands(one: NodeDemand, other: NodeDemand) -> NodeDemand:
     """Combine two demands on a node: the earlier `demanded`, the later `wanted` and `held` (see `NodeDemand`).
 
-    `later` is that of the earlier demand; for demands at the same position, the larger one.
+    The number `later` is the earlier demand's; for demands at the same position, the larger one.
     """
     later = one[3] if one[0] < other[0] else other[3] if other[0] < one[0] else max(one[3], other[3])
     return min(one[0], other[0]), max(one[1], other[1]), max(one[2], other[2]), later
@@ -64,7 +64,9 @@ class SegmentResult:
 
 
 class Demands:
-    """Demands on nodes (values or calls), by backward and by the segments visited so far."""
+    """Demands on nodes (values or calls): positions at which backward, or a recompute in a visited segment, reads
+    them.
+    """
 
     def __init__(self, by_node: list[NodeDemand]) -> None:
         self.by_node = by_node
@@ -91,7 +93,9 @@ class Segment:
         self._visits: dict[object, SegmentResult] = {}
 
     def visit(self, assignment: Assignment, demand: Demands) -> SegmentResult:
-        """Return cost and memory of this segment's recomputes under `assignment`, for the demands `demand`. Cached."""
+        """Return cost and memory of this segment's recomputes under `assignment`, for the demands `demand`; results are
+        cached.
+        """
         restores = {call: tuple(demand.restores[call]) for call in self.calls if call in demand.restores}
         key = (
             assignment.state[self._near].tobytes(),
@@ -108,8 +112,10 @@ class Segment:
 
 
 class Segments:
-    """All nodes in topological order, cut into segments. Looking up all segments in their caches takes about as long as
-    visiting one segment.
+    """All nodes in topological order, cut into segments.
+
+    The length of a segment is chosen so that looking up all segments in their caches takes about as long as visiting
+    one.
     """
 
     def __init__(self, index: Index) -> None:

@@ -103,7 +103,7 @@ class Simulator:
         return self._sweeper.sweep(choice)
 
     def decisions(self, choice: DecisionVector) -> Decisions:
-        """Return the flags in `choice` as decisions by slot address and call id."""
+        """Return the decisions that are flagged in `choice`, by slot address and call id."""
         return Decisions(
             recompute=frozenset(self.index.slots.addresses[address] for address in np.flatnonzero(choice.recompute)),
             replay=frozenset(self.index.calls.ids[id_] for id_ in np.flatnonzero(choice.replay)),

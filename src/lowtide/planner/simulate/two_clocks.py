@@ -40,9 +40,7 @@ def compute_step_ns(host: Ints, device: Ints) -> int:
 
 
 def compute_hand_overs(host: Ints, device: Ints) -> Ints:
-    """Return, for each position, the ns of the path that follows the host up to that position and the device from that
-    position on.
-    """
+    """Return, for each position, the ns of a step in which the host works up to that position, and then the device."""
     ways: Ints = host.cumsum() + device[::-1].cumsum()[::-1]
     return ways
 

@@ -87,7 +87,9 @@ class ValueTable:
         return shared
 
     def recompute_cost(self, value: int, passed: Flags) -> RecomputeCost:
-        """Return the cost of recomputing `value`, and on the way the values that it needs and that `passed` flags."""
+        """Return the cost of recomputing `value`, including recomputes of the values that it needs and that `passed`
+        flags.
+        """
         on_the_way = passed & self.recomputable & ~self.shared
         try:
             return compute_recompute_cost(value, self._values, self.operands, on_the_way)

@@ -144,7 +144,7 @@ class BranchAndBound:
         return candidate.extra_ms + self.tie * candidate.extra_flops
 
     def choice(self, variables: Floats) -> DecisionVector:
-        """Return the decisions in a solution of the program, given its `variables`: those above 0.5 are taken."""
+        """Return the decisions in a solution of the program: those whose variable in `variables` is above 0.5."""
         choice = self.simulator.keep_everything()
         for group, of_storages in zip(self.moves.groups, self._recompute_variables, strict=True):
             if variables[of_storages].max() > 0.5:

@@ -63,7 +63,7 @@ class GreedySearch:
         return self.sweep(choice).peak <= limit
 
     def find_fitting_choices(self, limit: int, *starts: DecisionVector) -> Iterator[DecisionVector]:
-        """Yield choices whose peak is at most `limit`: first those to which `reduce` leads from each of `starts`.
+        """Yield choices whose peak is at most `limit`: first the results of `reduce` for each of `starts`.
 
         Then, for each nesting level of module calls, the choice with all cheap recomputes and just enough replays of
         the level's first calls.
@@ -105,8 +105,8 @@ class GreedySearch:
     ) -> Move | None:
         """Return a move whose worth is nearly the best, or None if no move removes bytes over `limit`.
 
-        Worth is the bytes removed per cost. `moves` come with upper bounds of their worth, best first. Moves that turn
-        out to remove nothing are added to `useless`.
+        Worth is the bytes removed per cost. `moves` are given with upper bounds of their worth, best first. Moves that
+        turn out to remove nothing are added to `useless`.
         """
         missing, cost = _sum_excess_bytes(sweep, limit), self.moves.cost(sweep)
         best, most = None, 0.0
@@ -144,10 +144,10 @@ class GreedySearch:
         return best_move
 
     def prune(self, choice: DecisionVector, limit: int) -> DecisionVector:
-        """Return `choice` without decisions that are not needed for a peak of at most `limit`. The costliest decisions
-        are undone first, and among equals those about later calls.
+        """Return `choice` without decisions that are not needed for a peak of at most `limit`.
 
-        Several decisions are undone at once as long as the choice still fits, which takes fewer simulations.
+        The costliest decisions are undone first, and among decisions of equal cost those about later calls. Several
+        decisions are undone at once as long as the choice still fits, which takes fewer simulations.
         """
         sweep = self.sweep(choice)
         full = self._flag_storages_without_room(sweep, limit)
@@ -214,7 +214,7 @@ class GreedySearch:
     def search_smallest(self) -> list[DecisionVector]:
         """Return one or two choices with the smallest peak that is found by greedy searches for ever lower limits.
 
-        Searches start from nothing, and from choices that take many decisions at once.
+        Searches start from the choice that keeps everything, and from choices with many decisions.
         """
         moves = self.moves
         starts = [
@@ -243,7 +243,7 @@ class GreedySearch:
         return [best, *([other] if self.fits(other, self.sweep(best).peak) else [])]
 
     def _floor(self) -> int:
-        """Return a lower bound on the peak of any choice: that of a step that holds and recomputes nothing."""
+        """Return a lower bound on the peak of any choice: the peak of a step that keeps and recomputes nothing."""
         index = self.simulator.index
         changes = np.zeros(index.end + 1, np.int64)
         np.add.at(changes, index.storages.allocated_at, index.storages.bytes)

@@ -69,7 +69,7 @@ class Spans(NamedTuple):
         return np.where((self.start <= position) & (position < self.end), self.bytes, 0)
 
     def usage(self, n_positions: int, shares: Floats | float = 1.0) -> Floats:
-        """Return, for each position, the bytes in use if each storage counts with its share."""
+        """Return, for each position, the bytes in use if only the share `shares` of each storage is counted."""
         size = np.where(self.start < self.end, self.bytes * shares, 0.0)
         changes = np.zeros(n_positions + 1)
         np.add.at(changes, self.start, size)

@@ -228,7 +228,7 @@ class _MatrixForm:
             most.append(np.array([limit]))
             n_rows += 1
         self.n = n_fixed + n_own
-        # 32-bit integers: SciPy 1.11 solves with no others.
+        # 32-bit integers: SciPy 1.11 accepts no others.
         places = tuple(np.concatenate(columns).astype(np.int32) for columns in (rows, variables))
         entries = np.concatenate(values), places
         self.matrix = csr_array(entries, shape=(n_rows, self.n))

@@ -197,7 +197,7 @@ class Moves:
     def list_undo_moves(self, choice: DecisionVector) -> list[Move]:
         """Return one move for each group or call that `choice` does not keep, to undo that decision.
 
-        The costliest decisions come first, and among equals those about later groups and calls.
+        The costliest decisions are first, and among decisions of equal cost those about later groups and calls.
         """
         index = self.simulator.index
         parts: list[tuple[float, int, Move]] = [
@@ -258,7 +258,7 @@ class Moves:
 
 
 def _strides(n: int) -> list[int]:
-    """Return the strides to try in a chain of `n` results of which every stride-th is kept; with the last, none is."""
+    """Return the strides to try when every stride-th of `n` results in a chain is kept; the last stride keeps none."""
     strides, stride = [], 2
     while stride <= n:
         strides.append(stride)

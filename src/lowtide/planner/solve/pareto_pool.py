@@ -44,7 +44,9 @@ class CostRange(NamedTuple):
 
 
 class ParetoPool:
-    """Simulated choices, none matched or beaten by another in both peak and cost. The first of equals stays."""
+    """Simulated choices, none matched or beaten by another in both peak and cost. Among equal choices the first
+    stays.
+    """
 
     def __init__(self) -> None:
         self.candidates: list[Candidate] = []

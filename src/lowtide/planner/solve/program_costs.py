@@ -83,8 +83,8 @@ class VariableCosts:
 
 
 def _packing(index: Index, clocks: TwoClocks, variables: Variables, saved: SavedValues) -> tuple[Floats, Ints]:
-    """Return, for each variable, the host milliseconds of packing its slots, and the position by which all of them are
-    packed.
+    """Return, for each variable, the host milliseconds of packing its slots, and the position by which all these slots
+    are packed.
     """
     packing_ms, packed_by = np.zeros(variables.n_fixed), np.full(variables.n_fixed, index.end, np.int64)
     rows = np.flatnonzero(~index.slots.is_input)
