@@ -69,9 +69,9 @@ _unfinished: list[profile] = []
 class CpuRecorder(Recorder):
     """Recorder of CPU allocations in this thread, and in the backward threads it starts, while the `with` block runs.
 
-    If a tensor in `watch` is freed during the recording, its bytes are subtracted from the level. The default is all
-    existing tensors, which takes up to 100 ms to find. Garbage is collected first, unless `has_garbage` returns False. A mark costs 1.5 us, and the end
-    of the recording about 10 us per allocation or free.
+    If a tensor in `watch` is freed during the recording, its bytes are subtracted from the level. The default is
+    all existing tensors, which takes up to 100 ms to find. Garbage is collected first, unless `has_garbage` returns
+    False. A mark costs 1.5 us, and the end of the recording about 10 us per allocation or free.
 
     Entering raises RehearsalError while any profiler runs or warms up, and inside a backward pass.
     """

@@ -126,7 +126,7 @@ class Timeline(Displayed):
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """Spans from each mark labelled PHASE to the next, with their peaks; events before the first mark are left out."""
+        """Spans from each mark labelled PHASE to the next, with peaks; events before the first mark are left out."""
         starts = [(i, e.data) for i, e in enumerate(self.stream) if type(e) is Mark and e.label == PHASE]
         stops = [first for first, _ in starts[1:]] + [len(self.stream)]
         phases = []
