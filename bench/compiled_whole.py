@@ -11,6 +11,8 @@ Each model is compiled by `torch.compile(model)` with inductor.
 - *way*: Lowtide's budgets are the peaks of the other methods, and shares of the plain step's peak.
 - *peak*: the highest use of the CPU allocator, parameters and gradients included.
 - *MFLOP again*: matrix products, convolutions and attention that backward computes again, as torch counts FLOPs.
+  Lowtide looks for little estimated time: one small convolution may be estimated to take less time than much
+  arithmetic, which has no FLOPs in this count.
 - *gradients*: compared bit by bit with those of the compiled step without a budget, if inductor compiled the row's
   kernels. In the other rows (*not compared*), code that writes zeros and needs the same memory takes the kernels'
   place. If backward draws other random numbers, gradients are wrong.
