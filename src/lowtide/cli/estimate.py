@@ -218,7 +218,7 @@ def _check_how(gpu: GpuSpec | None, how: How, *, fewest: bool) -> None:
 def _check_several(
     gpu: GpuSpec | None, n_gpus: int | None, rank: int | None, *, fewest: bool, has_report: bool
 ) -> None:
-    """Raise UsageError for options of several GPUs that do not go with `--device` or with each other."""
+    """Raise UsageError for options of several GPUs that can't be combined with `--device` or with each other."""
     if gpu is None and (rank is not None or fewest):
         raise click.UsageError('--rank and --fewest are for several GPUs, as in --device "8 x H100-80".')
     if gpu is not None and n_gpus is None and (rank is not None or fewest):

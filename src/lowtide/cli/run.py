@@ -149,7 +149,8 @@ def run(
 
 
 def _check_options(budget: str | None, plan_file: str | None, needing_budget: Mapping[str, tuple[bool, str]]) -> None:
-    """Raise UsageError unless exactly one of `--budget` and `--plan` is given, and only with options that go with it.
+    """Raise UsageError unless exactly one of `--budget` and `--plan` is given, and no option that can't be combined
+    with it.
 
     `needing_budget` holds, for each option that needs `--budget`, True if the option is given, and the reason why a
     plan file makes it useless.

@@ -52,8 +52,8 @@ class SeveralGpus:
     def estimate(self, n_gpus: int, json_to: str | None, *, fewest: bool) -> int:
         """Print the estimates of the first and of the last process; return the exit code.
 
-        Parameters are sharded by rows, evenly except on the last ranks, whose shards are padded; so ranks in between
-        need no more than the first.
+        Parameters are sharded by rows, evenly except on the last ranks, whose shards are padded. So the ranks between
+        the first and the last need no more memory than the first.
         """
         self._n_gpus = n_gpus
         with tempfile.TemporaryDirectory() as folder:
@@ -175,9 +175,10 @@ def _alike(gpu: GpuSpec) -> list[GpuSpec]:
 
 
 def find_other_generation(gpu: GpuSpec) -> GpuSpec:
-    """Return the largest listed GPU of the kernel generation that is not that of `gpu`: from 8.0 on, or below 8.0.
+    """Return the largest listed GPU of the other kernel generation: compute capability 8.0 and later, or earlier than
+    8.0.
 
-    The same step needs other memory on it.
+    On a GPU of another generation than `gpu` the same step needs a different amount of memory.
     """
     return max((other for other in GPUS if _is_newer(other) != _is_newer(gpu)), key=lambda other: other.total_bytes)
 

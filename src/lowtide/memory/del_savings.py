@@ -71,9 +71,9 @@ class _Inspection:
 
 @dataclass(slots=True)
 class DelObserver:
-    """Observer of a function's variables: it inspects those of `frame` at several moments between `begin` and `end`.
+    """Observer of a function's variables, which are inspected at several moments between `begin` and `end`.
 
-    `mark` puts a mark among the recorded events. Without a frame, only the moments are marked.
+    `frame` is the function's frame; without it the moments are only marked. `mark` adds a mark to the recorded events.
     """
 
     frame: FrameType | None

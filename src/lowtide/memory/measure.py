@@ -132,14 +132,14 @@ def measure(
     """Measure the memory of the code in the `with` block: `peak_bytes` above the level before it, and the blocks alive.
 
     Blocks still alive at the end that are parameters, gradients, buffers or optimizer state are labelled so. On a CPU,
-    all others that are alive when backward begins are activations. The rest are temporaries. Blocks are named by
+    all other blocks that are alive when backward begins are activations. The rest are temporaries. Blocks are named by
     operator. Nothing is kept alive. On CUDA, torch's own peak counters are reset.
 
     Around one step of a plain loop, `memory.dels()` gives the saving of each `del`.
 
     Args:
-        model: Names its parameters, gradients and buffers.
-        optimizer: Names its state.
+        model: The model whose parameters, gradients and buffers are named.
+        optimizer: The optimizer whose state is named.
         device: The device to measure; by default the model's, else the current CUDA device if CUDA is in use, else the
             CPU.
 

@@ -58,8 +58,8 @@ class Block(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """The events `first <= index < stop` of a phase, and their highest level above that at the start,
-    reached at `peak_index`.
+    """The events `first <= index < stop` of a phase. `peak_bytes` is the highest level, above the level at the
+    start.
     """
 
     name: str

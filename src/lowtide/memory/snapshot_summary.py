@@ -53,8 +53,8 @@ class State:
 class Summary:
     """Summary of one device in a snapshot. `peak_bytes` is the peak of requested bytes while the history was recorded.
 
-    `categories` is empty if the blocks have no labels. `under` holds, for each other allocator setting that was given,
-    the peak of reserved bytes to which the same requests, all on one stream, lead in the simulated allocator.
+    `categories` is empty if the blocks have no labels. `under` maps each other allocator setting that was given to the
+    peak of reserved bytes that the simulated allocator reaches for the same requests, all on one stream.
     """
 
     device: int

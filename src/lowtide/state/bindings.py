@@ -94,8 +94,9 @@ ATOMS = (str, int, float, bool, types.NoneType, types.FunctionType, bytes, compl
 
 
 class Bindings:
-    """Base class for the places of one object that refer to other objects, such as entries or attributes, with their
-    contents as recorded at construction.
+    """Base class for the places in one object that refer to other objects, such as dict entries or attributes.
+
+    The contents of the places are recorded at construction.
     """
 
     __slots__ = ("container", "held")

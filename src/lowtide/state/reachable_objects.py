@@ -207,7 +207,7 @@ class ReachableObjects(ReachableState):
         return tuple(dict.fromkeys(descriptions))
 
     def _find_name(self, obj: Any, within: str) -> str:
-        """Return a name for something within `obj`: that of the place that holds `obj`, followed by `within`, as in
+        """Return a name for something within `obj`: the name of the place that holds `obj`, followed by `within`, as in
         `Trainer.stream.position`.
         """
         if within and hasattr(obj, "__dict__"):

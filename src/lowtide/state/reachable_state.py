@@ -61,7 +61,9 @@ DATA = {"datasets", "multiprocessing", "queue"}
 
 
 class ReachableState:
-    """Every module, tensor and object with a `state_dict` that is reachable from `roots`. None of their code is run."""
+    """Every module, tensor and object with a `state_dict` that is reachable from `roots`. The search runs no code of
+    these objects.
+    """
 
     largest = LARGEST
 
@@ -72,7 +74,7 @@ class ReachableState:
         """Schedulers, gradient scalers, and other objects with `state_dict` and `load_state_dict`."""
         self.generators: list[Any] = []
         """Random number generators of torch, NumPy and Python."""
-        self._named = NamedAttributes("forward")  # `model(x)` leads there
+        self._named = NamedAttributes("forward")  # `model(x)` calls it
         self._seen: dict[int, Any] = {}  # keeps the objects alive, so that no id is reused
         self.visit(*roots)
 
@@ -156,7 +158,7 @@ class ReachableState:
         if type(attributes) is not dict:
             return (*read_slots(obj), *self._named.add_object(obj)) if is_user_code(type(obj)) else ()
         if defined_in.startswith("torch.distributed.") and not isinstance(obj, nn.Module):
-            return ()  # such as FSDP's tensors, whose memory comes and goes
+            return ()  # such as FSDP's tensors, whose memory is freed between uses
         self._classify(obj)
         return (attributes, *read_slots(obj), vars(type(obj)).get("__call__"), *self._named.add_object(obj))
 

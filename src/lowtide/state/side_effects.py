@@ -64,7 +64,7 @@ class CodeState(ReachableState):
         tables = {id(vars(part)) for part in parts}
         self._watched = [obj for obj in self.visited if id(obj) not in tables]
         self._before = list(map(_comparable, self._watched))
-        gathered = () if context.mutable_state.units else parts  # parameters of units come and go
+        gathered = () if context.mutable_state.units else parts  # units free their parameters between uses
         self._parameters = [(p, Contents(p)) for part in gathered for p in part._parameters.values() if p is not None]
 
     def _is_of_interest(self, obj: Any) -> bool:

@@ -92,7 +92,7 @@ class Outcome:
     ) -> Outcome:
         """Run the step and digest its results.
 
-        Gradients are digested as the optimizer was about to use them; without an optimizer, at the end of the step. If
+        Gradients are digested just before the optimizer uses them; without an optimizer, at the end of the step. If
         there are none at the end either, the gradients that backward produced are digested. `counts` is called after
         the step, and returns changed numbers and strings.
         """
@@ -200,7 +200,8 @@ def find_varying_results(
 ) -> dict[str, tuple[str, ...]]:
     """Return the `differences` that can't be compared, because repetitions of one step differ in these results as well.
 
-    Results computed from results that vary can't be compared either. Some kernels add up in any order.
+    A kernel that adds numbers in any order, for example, gives results that vary. Results computed from such results
+    can't be compared either.
 
     Args:
         outcome: The outcome of the step.

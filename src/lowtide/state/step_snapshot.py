@@ -234,7 +234,7 @@ class StepSnapshot:
         if id(optimizer) in self._stepped:
             return
         self._stepped[id(optimizer)] = optimizer
-        self._reachable.visit_late(optimizer)  # an optimizer that nothing reached may come here; it has not stepped yet
+        self._reachable.visit_late(optimizer)  # perhaps not reached from the step's objects; it has not stepped yet
         state_tensors = collect_tensors([*optimizer.param_groups, *optimizer.state.values()])
         self._optimizers[id(optimizer)] = [
             _TensorContents(t) for t in _unique(state_tensors) if id(t) not in self._known

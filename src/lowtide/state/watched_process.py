@@ -25,7 +25,7 @@ ONE_AT_A_TIME: Final = (
 
 
 def end_left_over() -> None:
-    """End all watched blocks whose loops are over and that no callback has ended, by the functions in `left_over`."""
+    """End each watched block whose loop is over and that no callback has ended: call the functions in `left_over`."""
     for end in [*left_over]:
         end()
 

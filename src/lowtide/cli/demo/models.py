@@ -24,7 +24,9 @@ VOCAB = 8000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Size:
-    """Size of a demo: rows a batch, `length` in tokens or pixels a side, and `layers` (for ResNet, layers a stage)."""
+    """Size of a demo: rows per batch, `length` in tokens or in pixels per side, and `layers` (for ResNet, layers per
+    stage).
+    """
 
     batch_size: int
     length: int
@@ -127,10 +129,10 @@ def bert(size: Size) -> Parts:
 
     15 % of the tokens are masked.
 
-    Encoder and embeddings are trained ones. Of the 30,522 tokens only those of the text are taken, because the
+    Encoder and embeddings have trained weights. Of the 30,522 tokens only those in the text are used, because the
     embeddings of the rest would be most of the parameters. The package has no head for masked tokens, so the head's
     dense layer and norm are random, and its output matrix is the word embeddings (tied, as in BERT). As in BERT's own
-    pre-training code the head sees the masked places only. With fewer than 6 `layers`, the first ones are taken.
+    pre-training code the head sees only the masked places. With fewer than 6 `layers`, only the first layers are used.
     Adafactor keeps little state.
     """
     transformers = need("transformers")

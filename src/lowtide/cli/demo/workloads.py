@@ -100,7 +100,7 @@ class Workload:
             (attributes, {name: attributes[name] for name in _SWITCHED if name in attributes})
             for attributes in (module.__dict__ for module in model.modules())
         ]
-        # transformers 5.23 renames the switch; the old name goes with version 6.
+        # transformers 5.23 renames the switch; version 6 drops the old name.
         switch_on = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         try:
             switch_on({"use_reentrant": False})
@@ -133,8 +133,9 @@ def workload(
 ) -> Workload:
     """Build one of MODELS: "gpt2", "bert", "llama" or "resnet". Two builds with equal arguments are equal bit by bit.
 
-    The sizes are those of the demo unless given: rows of a batch, tokens a row (or pixels a side), and layers (ResNet:
-    a stage). torch's generators are restored. Needs the packages of `lowtide[demo]` (else raises PackageMissing).
+    The sizes are those of the demo unless given: rows per batch, tokens per row (or pixels per side), and layers
+    (ResNet: per stage). torch's generators are restored. Raises PackageMissing without the packages
+    of `lowtide[demo]`.
     """
     if name not in BUILDERS:
         raise ValueError(f"there is no workload {name!r}: take one of {', '.join(MODELS)}")

@@ -57,9 +57,10 @@ class CachingAllocator:
 
     `capacity` is the memory that the device can give to the allocator: its memory less the CUDA context and other
     processes; None for no limit. `total` is all of its memory, to which `per_process_memory_fraction` applies; by
-    default `capacity`. `on_segment` is called when memory is taken from the device or given back. `addresses` of new
-    segments are invented, ascending, unless an iterator or a function of bytes gives them; they decide only between
-    free blocks of equal size.
+    default `capacity`. `on_segment` is called when a segment is requested from the device or released to it.
+
+    New segments get invented, ascending addresses, unless `addresses` is an iterator or a function of bytes that
+    returns others. Addresses decide only between free blocks of equal size.
 
     The levels `requested`, `allocated` and `reserved` are those of `torch.cuda.memory_stats`, and `peak_*` their peaks.
     """
@@ -152,9 +153,10 @@ class CachingAllocator:
     def adopt(
         self, address: int, n_bytes: int, used: Sequence[tuple[int, int, int]], *, stream: int, is_small: bool
     ) -> list[Block]:
-        """Take over a segment that exists before any allocation; return a block for each entry of `used`, in order.
+        """Add a segment that exists before any allocation; return a block for each entry of `used`, in order.
 
-        Each entry of `used` is an offset, a size and the requested bytes, by offset; memory in between is free.
+        Each entry of `used` is an offset, a size and the requested bytes, sorted by offset; memory between the entries
+        is free.
         """
         free = self._pools[is_small].get(stream) or self._make_pool(SMALL_SIZE if is_small else n_bytes, stream)
         blocks: list[Block] = []

@@ -31,7 +31,7 @@ class History:
     """One device's memory from the start of the recording to the snapshot.
 
     The first `n_entry` events of the stream are the allocations of blocks that existed when the recording began, so
-    levels are all that the device holds, in bytes requested. `places` gives the line of the user's program that
+    levels include all memory of the device, in bytes requested. `places` has the line of the user's program that
     requested a block, if its stack was recorded. `reserved` has the bytes held from the device after each event of the
     stream.
     """
@@ -46,7 +46,7 @@ class History:
 
 
 class Held(NamedTuple):
-    """A block in use: the bytes requested, and the record of the snapshot that tells most about it."""
+    """A block in use: the bytes requested, and the snapshot's record that says most about the block."""
 
     bytes: int
     source: Entry
