@@ -64,6 +64,7 @@ WITH_NUMBERS = {
     "subtracted": lambda x, number: (x.tanh() - number) * x,
     "from which it is subtracted": lambda x, number: (number - x.tanh()) * x,
     "with alpha": lambda x, number: torch.add(x.tanh(), number, alpha=3) * x,
+    "by name": lambda x, number: torch.add(x.tanh(), other=number) * x,
     "in place": lambda x, number: x.tanh().mul(2).add_(number) * x,
     "on the way": lambda x, number: (x + number).exp(),
     "chosen": lambda x, number: torch.where(x > 0, x.tanh(), number) * x,
