@@ -249,7 +249,7 @@ def _write_files(records: list[dict[str, Any]], json_to: str | None, record_to: 
 
 
 def _record(estimates: Mapping[int | None, MemoryEstimate], target: str, budget_bytes: int | None) -> RunRecord:
-    """Return the RunRecord of the estimates for all batch sizes; its memory over the step is that of the last size."""
+    """Return the RunRecord of the estimates for all batch sizes; its memory over the step is from the last estimate."""
     from lowtide.estimator.cuda.gpu_estimate import GpuMemoryEstimate
 
     shown = estimates[[*estimates][-1]].to_record(format_command_line(), subject=target)

@@ -45,7 +45,7 @@ def check_profile(profile: Profile) -> None:
 
 
 def _check_calls(profile: Profile, end: int) -> None:
-    """Raise LowtideError unless each call comes after its parent, and spans positions of its parent, before `end`."""
+    """Raise LowtideError unless each call follows its parent, and spans positions of its parent, before `end`."""
     depth: list[int] = []
     for index, call in enumerate(profile.calls):
         if call.parent is not None and not 0 <= call.parent < index:

@@ -171,8 +171,8 @@ class _Records:
         return sections.spread({False: enter, True: first_read}, len(self.cuts))
 
     def storages(self) -> tuple[Storage, ...]:
-        """Return the storages of memory blocks, then those of state (such as RNG state) held only for recomputes and
-        replays.
+        """Return the storages of memory blocks, then the storages of state (such as RNG state) held only for recomputes
+        and replays.
         """
         index = self._index
         of_groups = (index.leave[k] for k, group in self._groups.items() if group and k in index.leave)
@@ -192,7 +192,7 @@ class _Records:
     def _state(self, draft: ValueDraft) -> Storage:
         """Return the storage of state, such as RNG state, that a call holds for recomputes and replays.
 
-        It takes no memory by itself: plans that need the state hold it from the call's start on.
+        Only plans that need the state hold it, from the call's start on; in other plans it takes no memory.
         """
         assert draft.state_of is not None
         at = self.position(self._index.enter[draft.state_of])

@@ -72,7 +72,7 @@ def _without_gradients(model: nn.Module) -> None:
 def _step_of(
     model: nn.Module, call: Callable[..., Any], held: Counter[int] | None = None
 ) -> Callable[[tuple[Any, Any]], Any]:
-    """Return a step that runs `call`, and backward from its losses or outputs, which it releases before.
+    """Return a step that runs `call`, releases its outputs, and runs backward from its losses or outputs.
 
     The step returns digests of the outputs. With `held`, it keeps and returns as many outputs of each size in bytes as
     `held` counts.

@@ -255,10 +255,11 @@ class _Graph:
 
 
 def _explained(joint: JointGraph, half: GraphHalf, events: Sequence[Event]) -> dict[int, int]:
-    """Return the `unmodelled` bytes of half a graph, by node; zeros unless they explain the recorded peak.
+    """Return the `unmodelled` bytes of half a graph, by node; zeros if they do not explain why more memory was
+    recorded.
 
-    They explain it if the recorded peak is clearly above the modelled one, and not below the modelled one with these
-    bytes added.
+    They do if the recorded peak is clearly larger than the modelled peak, and at least the modelled peak with these
+    bytes.
     """
     more_bytes = unmodelled(joint, half, events)
     recorded_bytes = max(accumulate(map(count_added_bytes, events)), default=0)

@@ -32,7 +32,7 @@ checks as many others.
 
 
 class _Memory:
-    """Memory of one kept value, with the tensors by which the rehearsal holds it."""
+    """Memory of one kept value, with the tensors through which the rehearsal refers to it."""
 
     __slots__ = ("looked", "storage", "tensors")
 
@@ -45,7 +45,9 @@ class _Memory:
 
     @property
     def ours(self) -> int:
-        """Number of tensors by which the rehearsal owns the memory: a tensor with several holders counts once."""
+        """Number of tensors through which the rehearsal refers to the memory; a tensor with several holders counts
+        once.
+        """
         return len(self.tensors)
 
 
@@ -87,7 +89,7 @@ class ExternalReferences:
                 pending += [operand for operand in value.maker.operands if operand is not None]
 
     def _count(self, holder: Value | Handle, tensor: Tensor) -> None:
-        """Count the reference to `tensor` as the rehearsal's own while `holder` lives."""
+        """Count the reference to `tensor` as one of the rehearsal while `holder` lives."""
         tensor = get_own_part(tensor)
         key = id(holder)
         if key in self._counted or not get_storage_id(tensor):

@@ -17,7 +17,7 @@ from lowtide.profiler.trace_reader import TraceIndex
 def reject_unavailable(values: list[ValueDraft], slots: list[SlotDraft], trace: TraceIndex) -> None:
     """Refuse recomputes of values whose operands have been freed when the value is saved.
 
-    In `values`, operands come before the values computed from them.
+    In `values`, operands precede the values computed from them.
     """
     saved: dict[int, list[int]] = {}
     for n, slot in enumerate(slots):

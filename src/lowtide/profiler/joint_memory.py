@@ -91,8 +91,8 @@ def read_scratch_bytes(
 ) -> dict[int, int]:
     """Return, by node, the bytes of scratch memory of extern kernels on 16-bit values, which sum in 32 bits.
 
-    Matrix products are found by the bytes of their operands, because inductor reorders them; others by their order. A
-    kernel is left out if its recorded allocations are not as many as its nodes.
+    Matrix products are found by the bytes of their operands, because inductor reorders them; other kernels are found by
+    their order. A kernel is left out unless it has one recorded allocation for each node.
 
     Args:
         joint: The graph.
@@ -147,8 +147,10 @@ def _list_scratch_sizes(events: Sequence[Event]) -> dict[_Kernel, list[int]]:
 
 
 def unmodelled(joint: JointGraph, half: GraphHalf, events: Sequence[Event]) -> dict[int, int]:
-    """Return the recorded bytes that no written value accounts for: those in memory when each value of the half is
-    computed, by value, and those at the half's end, under -1.
+    """Return the recorded bytes that no written value accounts for.
+
+    They are given by value, as the bytes in memory when each value of the half is computed; the bytes at the half's end
+    are under -1.
 
     Such bytes belong to copies of arguments, and to values that inductor writes because many calls read them.
     Allocations are matched with written values in order: a match has equal size, and both are freed within the half, or

@@ -54,7 +54,9 @@ CAPTURED_ELSEWHERE = "it takes what an operator was given in another call than t
 
 
 class RecomputeTrials:
-    """Trials of the recipes of all values of an audited step, whose outcome and cost go into its drafts."""
+    """Trials of the recipes of all values of an audited step. The outcome and cost of each are recorded in the step's
+    drafts.
+    """
 
     def __init__(
         self,

@@ -37,7 +37,9 @@ CHANGED = "it reads something that changes between forward and backward"
 
 
 class ReplayTrials:
-    """Trials of the replays of an audited step's calls, whose outcome and cost go into its drafts."""
+    """Trials of the replays of an audited step's calls. The outcome and cost of each are recorded in the step's
+    drafts.
+    """
 
     def __init__(
         self,
@@ -76,7 +78,7 @@ class ReplayTrials:
     def try_call(self, opened: OpenCall) -> None:
         """Try to replay a call that has just ended, and to advance it if it is a repeated block.
 
-        The outcome and the costs go into the call's draft.
+        The outcome and the costs are recorded in the call's draft.
         """
         call, frame = opened.draft, opened.frame
         assert frame is not None

@@ -12,7 +12,7 @@ TRACE: Final = "trace"
 
 
 class Entered(NamedTuple):
-    """Beginning of a module call; `addresses` are those of its tensor arguments."""
+    """Beginning of a module call; `addresses` has the addresses of its tensor arguments."""
 
     call: int
     addresses: tuple[int, ...]

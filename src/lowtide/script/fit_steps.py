@@ -292,9 +292,9 @@ class StepFitter(PlanMonitor):
             self.is_timed |= self.plans.plan is not None
 
     def _wait_for_others(self, model: nn.Module) -> bool:
-        """Count a step in which models that may take turns with this one are waited for: the plan has to cover them.
+        """Count a step of waiting for models that may take turns with this one, because the plan has to cover them.
 
-        Return False if there is none, or if enough steps were waited.
+        Return False if there are no such models, or if enough steps were counted.
         """
         self._n_waited += 1
         return self._takes_turns and self._n_waited <= TURNS and caller_has_other_optimizers(model)

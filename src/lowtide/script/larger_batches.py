@@ -33,12 +33,12 @@ class LargerBatches:
 
     @property
     def is_awaited(self) -> bool:
-        """Return True if another batch larger than all planned ones is waited for, to be rehearsed."""
+        """Return True if another batch that is larger than all planned batches is still to be rehearsed."""
         return self._n_looked is not None
 
     @property
     def has_waited_enough(self) -> bool:
-        """Return True if many steps have passed without another batch larger than all planned ones."""
+        """Return True if many steps have passed without another batch that is larger than all planned batches."""
         return self._n_looked is not None and self._n_looked >= PATIENCE
 
     def can_be_planned(self, plan: Plan) -> bool:
@@ -48,7 +48,7 @@ class LargerBatches:
         return is_one_size and self.has_optimizers and not several_processes() and self._n_growths < GROWTHS
 
     def await_next(self) -> None:
-        """Begin to wait for another batch larger than all planned ones."""
+        """Begin to wait for another batch that is larger than all planned batches."""
         self._n_looked = 0
 
     def look_at(self, plan: Plan, batch: Any) -> bool:

@@ -100,9 +100,9 @@ class LaterSteps:
     def plan_holds(self, place: torch.device, room_bytes: int, *, is_sure: bool) -> None:
         """Schedule the next measured step, now that the plan is kept after measured steps.
 
-        It comes soon if later steps may need more memory (`is_sure` is False), or if steps have changed; else after an
-        interval that grows. Until then tensors on the device `place` are counted, and the budget has room for
-        `room_bytes` more.
+        The step is measured soon if later steps may need more memory (`is_sure` is False), or if steps have changed;
+        otherwise after an interval that grows. Until then tensors on the device `place` are counted, and the budget has
+        room for `room_bytes` more.
         """
         if self.has_begun:
             self._next_look = max(self._next_look, self.n_updates + FIRST_LOOK)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class Search:
-    """A step of an optimizer in progress, in which its closure evaluates the model."""
+    """A call of an optimizer's `step` that is in progress, and in which its closure evaluates the model."""
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer

@@ -97,7 +97,7 @@ class ModelPlans:
         calls: KnownCalls,
         say: Callable[[str], None],
     ) -> None:
-        """Begin without a plan; `calls` are those of the rehearsed steps."""
+        """Begin without a plan; `calls` holds the calls of the rehearsed steps."""
         self.name: str | None = None
         """The class of the model."""
         self.plan: Plan | None = None
@@ -436,7 +436,7 @@ class ModelPlans:
         return plan
 
     def _rehearse_larger(self, what: str) -> bool:
-        """Rehearse the next batch that is larger than all planned ones, because such a batch has come.
+        """Rehearse the next batch that is larger than all planned batches, because a first one has already run.
 
         `what` describes the batch in words. Return False if it can't get another plan.
         """
@@ -451,7 +451,7 @@ class ModelPlans:
         return True
 
     def _on_unlike_call(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], what: str) -> None:
-        """Count a step whose call of `model` is unlike those of the rehearsed steps, and measure the first of each
+        """Count a step that calls `model` in another form than the rehearsed steps, and measure the first step of each
         form.
 
         `KnownCalls` calls this method at such a call, with its arguments; `what` describes the difference in words.
@@ -476,20 +476,22 @@ class ModelPlans:
             self.unlike.end_between(n_calls, self.plan.budget_bytes)
 
     def _on_unlike_backward(self, what: str) -> None:
-        """Schedule measurements of the next steps, because a backward pass was unlike those of measured steps, as
-        `what` says.
+        """Schedule measurements of the next steps, because a backward pass differed from the measured steps, as `what`
+        says.
         """
         if self.plan is not None and self.later.can_rehearse(self.plan):
             self.unlike.notice_backward(what, self.later)
 
     def end_unlike(self) -> None:
-        """End the measured step that was unlike the rehearsed ones, and report its peak."""
+        """End the measured step that differed from the rehearsed steps, and report its peak."""
         step, self.unlike.open = self.unlike.open, None
         assert step is not None
         self.judge_unlike(step.peak_bytes())
 
     def judge_unlike(self, measured_bytes: int) -> None:
-        """Report the measured peak of a step unlike the rehearsed ones, if no such step had a larger one."""
+        """Report the measured peak of a step that differed from the rehearsed steps, if no such step had a larger
+        peak.
+        """
         assert self.plan is not None
         over_bytes = measured_bytes - self.plan.budget_bytes
         if not self.unlike.record_peak(measured_bytes):

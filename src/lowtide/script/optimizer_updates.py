@@ -44,7 +44,7 @@ class OptimizerUpdates:
         self.add(optimizer)
 
     def add(self, optimizer: Optimizer) -> None:
-        """Add `optimizer` to those that have updated parameters, and its parameters to the updated ones."""
+        """Record that `optimizer` has stepped, and that its parameters were updated."""
         if id(optimizer) not in self.optimizers:
             self.optimizers[id(optimizer)] = optimizer
             self._updated.update({id(p): p for p in list_parameters(optimizer)})

@@ -247,8 +247,8 @@ class Measured:
 
     @property
     def is_usual(self) -> bool:
-        """Return True unless DistributedDataParallel replaced its buckets: the recorder misses the release of the old
-        ones.
+        """Return True unless DistributedDataParallel replaced its buckets: the recorder does not see that the old ones
+        are freed.
         """
         return self._n_with_new_buckets == n_with_new_buckets(self._model.modules())
 

@@ -210,7 +210,7 @@ class StepRehearser(StepListener):
         return self._observed.n_in_round if isinstance(self._observed, OnlineProfiler) else 1
 
     def predict_peak_with(self, record: Callable[[Counter[int]], EventStream | None]) -> int | None:
-        """Return the rehearsed step's peak, with its compiled calls replaced by those in the recording of `record`.
+        """Return the rehearsed step's peak if its compiled calls allocated the memory that `record` records.
 
         Return None if there is no recording; see `OnlineCompiledProfiler`.
         """

@@ -219,8 +219,8 @@ class StepRepeater(Removable):
     def _begin(self, where: str, failed: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Prepare to repeat a step: free unused memory, put the plan with the smallest peak in force, and report it.
 
-        `where` names the part of the step that ran out of memory, `failed` is the text of the error, and `args` and
-        `kwargs` are those of the model's call.
+        `where` names the part of the step that ran out of memory, and `failed` is the text of the error. `args` and
+        `kwargs` are the arguments of the model's call.
         """
         saves_more = self._applied.save_most(args, kwargs)
         gc.collect()

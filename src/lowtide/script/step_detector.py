@@ -476,7 +476,7 @@ class StepDetector:
         self.listener.on_model_replaced(given_up)
 
     def _replace(self, other: nn.Module) -> None:
-        """Switch to another model, with which a step begins now."""
+        """Switch to another model, whose call begins a step."""
         self._give_up(other)
         self._step.is_open = False
 

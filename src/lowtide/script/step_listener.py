@@ -58,13 +58,11 @@ class StepListener:
         """
 
     def on_further_call(self, batch: Any) -> None:
-        """React to a call of a module, with the arguments `batch`, that the program is about to make in the step in
-        progress.
-        """
+        """React to a further call of a module in the current step, just before the call; `batch` has its arguments."""
 
     def on_inner_call(self, called: Callable[..., Any], batch: Any) -> None:
-        """React to a call of a module or compiled function, with the arguments `batch`, that is about to run inside a
-        step.
+        """React to a call of a module or compiled function inside a step, just before the call; `batch` has its
+        arguments.
         """
 
     def on_step_end(self, model: nn.Module) -> None:
@@ -75,7 +73,7 @@ class StepListener:
         raise NotImplementedError
 
     def on_model_replaced(self, model: nn.Module) -> None:
-        """Give up `model`, with which a step began: the program trains another model, or will from here on.
+        """Forget `model`, with which a step began, because the program trains another model.
 
         Steps of the new model are then observed from the beginning.
         """
@@ -108,13 +106,15 @@ class StepListener:
         """
 
     def on_unplanned_model(self) -> None:
-        """React to the training of another model after all work is done. Called from an optimizer's hook, once for each
-        model on which work is done.
+        """React to the training of another model after all work is done.
+
+        Called from an optimizer's hook, once for each model on which work is done.
         """
 
     def on_next_model(self) -> None:
-        """Forget the last model, because another one is trained, whose steps are now detected. Called if `plans_next`,
-        from an optimizer's hook, where no hooks may be changed.
+        """Forget the last model, because another model is trained and its steps are detected from now on.
+
+        Called if `plans_next`, from an optimizer's hook, where no hooks may be changed.
         """
 
     def on_release(self) -> None:

@@ -61,7 +61,7 @@ class UnlikeSteps:
     def begin(
         self, applied: Applied | None, model: nn.Module, batch: Any, what: str, *, n_updates: int, with_coming: bool
     ) -> None:
-        """Count a step that is unlike the rehearsed ones, and begin to measure it if it is the first of its form.
+        """Count a step that differs from the rehearsed steps, and begin to measure it if it is the first of its form.
 
         `what` is a clause that describes the difference, `batch` has the arguments of the call that differs, and
         `applied` is the plan in force.
@@ -118,13 +118,15 @@ class UnlikeSteps:
             )
 
     def record_peak(self, measured_bytes: int) -> bool:
-        """Record the peak of a step unlike the rehearsed ones; return True if it is the largest so far."""
+        """Record the peak of a step that differs from the rehearsed steps; return True if it is the largest such peak
+        so far.
+        """
         is_most = measured_bytes > self._most_bytes
         self._most_bytes = max(self._most_bytes, measured_bytes)
         return is_most
 
     def end_count_if_many(self, n_updates: int) -> bool:
-        """Return True if enough steps unlike the rehearsed ones were counted to rehearse again; then count from zero
+        """Return True, and count from zero again, if enough steps differed from the rehearsed steps to rehearse
         again.
         """
         are = self._n >= MANY and self._n * MANY > n_updates - self._first_at

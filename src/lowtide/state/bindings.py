@@ -41,7 +41,7 @@ class Missing:
 
 
 def has_graph(content: Any) -> bool:
-    """Return True if `content` is a tensor with a graph, or a collection or dataclass that has one inside."""
+    """Return True if `content` is a tensor with a graph, or a collection or dataclass that contains such a tensor."""
     if isinstance(content, torch.Tensor):
         return producer(content) is not None
     if isinstance(content, dict):
@@ -320,7 +320,7 @@ class Cell(Bindings):
 
 
 class ContextValue(Bindings):
-    """The value of a context variable. If there was none, a later value stays, because it can't be removed."""
+    """The value of a context variable. If the variable had none, a later value stays, because it can't be removed."""
 
     __slots__ = ()
 

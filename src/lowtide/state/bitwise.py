@@ -28,8 +28,9 @@ _AS_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def identical(one: Tensor, other: Tensor, view: Geometry | None = None) -> bool:
-    """Return True if two tensors have the same strides and bits (also of signed zeros and NaNs); with `view`, if these
-    views of both have.
+    """Return True if two tensors have the same strides and bits; signed zeros and NaNs are compared by bits, too.
+
+    With `view`, only this view of both tensors is compared.
     """
     if is_wrapping(type(one)) and is_wrapping(type(other)):  # torch would compare them in all processes
         one, other = get_own_part(one), get_own_part(other)
@@ -41,9 +42,9 @@ def identical(one: Tensor, other: Tensor, view: Geometry | None = None) -> bool:
 
 
 def has_same_contents(one: Tensor, other: Tensor) -> bool:
-    """Return True if two tensors have the same dtype, shape and bits, whatever their strides.
+    """Return True if two tensors have the same dtype, shape and bits; strides may differ.
 
-    Fake tensors have no bits: two of them are equal if dtype and shape are.
+    Fake tensors have no bits: two fake tensors are equal if dtype and shape are equal.
     """
     if one.dtype != other.dtype or one.shape != other.shape:
         return False

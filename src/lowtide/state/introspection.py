@@ -101,13 +101,13 @@ class NamedAttributes:
         self._kinds: dict[int, type] = {}  # by id: a metaclass may make its classes unhashable
 
     def add_code(self, function: FunctionType) -> list[Any]:
-        """Record a function's code; return those attributes of objects visited so far that the code names."""
+        """Record a function's code; return the attributes of visited objects that the code names."""
         new = sorted(set(find_names(function.__code__)) - self._names.keys())
         self._names.update(dict.fromkeys(new))
         return [_find_underlying_function(table[name]) for table in self._tables for name in new if name in table]
 
     def add_object(self, obj: Any) -> list[Any]:
-        """Record an object or a class; return those of its attributes that code visited so far names."""
+        """Record an object or a class; return the attributes of it that visited code names."""
         tables = [] if isinstance(obj, type) or not hasattr(obj, "__dict__") else [vars(obj)]
         kinds = (obj if isinstance(obj, type) else type(obj)).__mro__
         new = [kind for kind in kinds if id(kind) not in self._kinds and is_user_code(kind)]

@@ -176,7 +176,8 @@ class Outcome:
         return {"gradients": gradients, "parameters": parameters, "optimizer state": all_of["optimizer state"]}
 
     def relative_differences(self, other: Outcome) -> dict[str, float]:
-        """Return the relative distance of `other` from this outcome, for each kind of which both have copies.
+        """Return the relative distance of `other` from this outcome, for each kind of result that both outcomes hold
+        copies of.
 
         The distance is |other - this| / |this| in the Euclidean norm, with all tensors of a kind taken as one long
         vector.

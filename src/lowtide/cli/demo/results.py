@@ -51,7 +51,7 @@ class Run(Record):
 
     @property
     def within_budget(self) -> bool:
-        """Return True if the run trained, and its peak was not above its budget, if it has one."""
+        """Return True if the run was trained and, if it has a budget, its peak was within the budget."""
         if self.measured_peak_bytes is None:
             return False
         return self.budget_bytes is None or self.measured_peak_bytes <= self.budget_bytes

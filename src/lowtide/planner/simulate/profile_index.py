@@ -57,7 +57,7 @@ class Index:
         return (1.0, HIDDEN) if is_host_bound else (HIDDEN, 1.0)
 
     def compute_weighted_ms(self, cost: RecomputeCost) -> float:
-        """Return the weighted sum of a cost's host and device time, to compare moves by before they are simulated."""
+        """Return the weighted sum of a cost's host and device time, for comparing moves before they are simulated."""
         host, device = self._weights
         return host * cost.host_ms + device * cost.ms
 

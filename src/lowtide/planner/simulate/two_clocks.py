@@ -35,7 +35,7 @@ def round_to_ns(ms: float) -> int:
 
 
 def compute_step_ns(host: Ints, device: Ints) -> int:
-    """Return the nanoseconds of a step, given those of host and device at each position."""
+    """Return the nanoseconds of a step, given the nanoseconds of host and device at each position."""
     return int(compute_hand_overs(host, device).max())
 
 

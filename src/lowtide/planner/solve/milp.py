@@ -121,10 +121,10 @@ class MilpProblem:
         return best
 
     def solve_decisions(self, *, accept_any: bool = False) -> Solution:
-        """Return integer decisions within the limit at all `positions`: nearly the cheapest, or the first ones found.
+        """Return integer decisions within the limit at all `positions`: nearly the cheapest, or with `accept_any` the
+        first ones found.
 
-        The first ones found are returned with `accept_any`. Larger and larger parts of the decisions (CORES) are
-        searched, until a larger part would not be worth its time.
+        Larger and larger parts of the decisions (CORES) are searched, until a larger part would not be worth its time.
         """
         relaxed = self._relaxation()
         least = relaxed.answer.bound
@@ -196,7 +196,9 @@ class _Relaxation:
         return int(np.count_nonzero(np.abs(decisions - 0.5) < 0.5 - OPEN))
 
     def fixed_variables(self, slack: float) -> tuple[Flags, Flags]:
-        """Flag the decisions that are 0 in all solutions that cost at most `slack` more than this one; likewise 1."""
+        """Flag the decisions that are 0, and those that are 1, in all solutions that cost at most `slack` more than
+        this one.
+        """
         fixed = np.arange(self.rows.n) < self.rows.covering.variables.n_decisions
         return fixed & (self.cost_above_zero > slack), fixed & (self.cost_below_one > slack)
 

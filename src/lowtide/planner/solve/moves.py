@@ -158,7 +158,7 @@ class Moves:
     def _make_replay_move(self, replay: Replay, *, cheap: bool) -> Move:
         """Return the move that replays a call, and no longer recomputes the groups that the replay restores.
 
-        With `cheap`, groups that are cheap to recompute are recomputed all the same.
+        With `cheap`, groups that are cheap to recompute are still recomputed.
         """
         inside = tuple(group for group in self.groups if replay.id in group.inside)
         return Move(

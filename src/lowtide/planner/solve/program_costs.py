@@ -96,7 +96,9 @@ def _packing(index: Index, clocks: TwoClocks, variables: Variables, saved: Saved
 
 
 def _choose_hand_over_positions(clocks: TwoClocks, end: int) -> list[int]:
-    """Return the positions whose rows bound the extra time: first, last, the critical one and HAND_OVERS in between."""
+    """Return the positions whose rows bound the extra time: first, last, the critical one, and HAND_OVERS others
+    between them.
+    """
     elapsed = (clocks.host + clocks.device).cumsum()
     shares = elapsed[-1] * np.arange(1, HAND_OVERS + 1) // (HAND_OVERS + 1)
     between = np.minimum(np.searchsorted(elapsed, shares), end - 1).tolist()
