@@ -261,7 +261,8 @@ def _record(estimates: Mapping[int | None, MemoryEstimate], target: str, budget_
 def _explain_if_slow(target: str) -> Iterator[Callable[..., None]]:
     """Print one hint during this block if the script has not begun to train after SLOW_S seconds.
 
-    Yields a function for the script's first training step: it cancels the hint, and prints the texts passed to it.
+    Yields a function that the script's first training step calls: the function cancels the hint, and prints the texts
+    passed to it.
     """
     timer = threading.Timer(
         SLOW_S,

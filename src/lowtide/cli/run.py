@@ -165,7 +165,9 @@ def _check_options(budget: str | None, plan_file: str | None, needing_budget: Ma
 
 
 class _KeptPlan:
-    """Writer of the plan that stays in force: its file at once, its report when the script has ended."""
+    """Writer of the plan that stays in force: the plan's file is written at once, its report when the script has
+    ended.
+    """
 
     def __init__(self, monitor: StepFitter, save_to: str | None, json_to: str | None, report_to: str | None) -> None:
         self._monitor, self._save_to, self._json_to, self._report_to = monitor, save_to, json_to, report_to

@@ -247,8 +247,8 @@ def find_smallest_plan(profile: Profile, minimize: Objective = "time") -> Plan:
 def recompute_arithmetic(profile: Profile) -> Plan:
     """Return the plan for compiled code that recomputes all results of arithmetic, and no extern kernel's result.
 
-    Its predicted peak may be above the plain step's: values that one fused kernel recomputes are forecast as if each
-    were written to memory.
+    The plan's predicted peak may be above the plain step's: values that one fused kernel recomputes are forecast as if
+    each were written to memory.
     """
     cheap = get_simulator(profile, "cheap").profile
     arithmetic = {i for i, value in enumerate(cheap.values) if value.recipe and not value.refused}

@@ -56,7 +56,9 @@ WAITS = "it waits for other processes, which need not run it again when this one
 
 
 class AuditEngine(Engine):
-    """The engine of an audit, which observes no calls after the audited step. Its interceptors may be removed later."""
+    """The engine of an audit, which observes no calls after the audited step. The audit's interceptors may be removed
+    later.
+    """
 
     is_over = False
     """True once the step has ended; the model may be called until `remove`."""

@@ -168,8 +168,8 @@ class OnlineCompiledProfiler:
     def end(self) -> None:
         """End the recording of the step, and make the profile if enough steps were recorded.
 
-        Hooks of the optimizer may call this method: it changes no hooks. Raises RehearsalError if the step can't be
-        planned.
+        Hooks of the optimizer may call this method, because it changes no hooks. Raises RehearsalError if the step
+        can't be planned.
         """
         if self._running is None:
             return
@@ -209,7 +209,9 @@ class OnlineCompiledProfiler:
         return None if peak_bytes is None else self._best.static.total + peak_bytes
 
     def restart(self) -> None:
-        """Forget the recorded steps, so that a profile for larger batches can be made. The next step completes it."""
+        """Forget the recorded steps, so that a profile for larger batches can be made. The next step completes that
+        profile.
+        """
         self.profile, self._best, self._patience = None, None, 0
         self._steps_of.clear()
 

@@ -255,10 +255,9 @@ class _Graph:
 
 
 def _explained(joint: JointGraph, half: GraphHalf, events: Sequence[Event]) -> dict[int, int]:
-    """Return the `unmodelled` bytes of half a graph, by node; zeros if they do not explain why more memory was
-    recorded.
+    """Return the `unmodelled` bytes of half a graph, by node, if they can explain the recorded peak; zeros otherwise.
 
-    They do if the recorded peak is clearly larger than the modelled peak, and at least the modelled peak with these
+    The recorded peak must be clearly larger than the modelled one, and no smaller than the modelled peak with these
     bytes.
     """
     more_bytes = unmodelled(joint, half, events)

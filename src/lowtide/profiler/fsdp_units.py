@@ -79,7 +79,7 @@ class FsdpUnits:
                 group.keep_gathered()
 
     def reshard(self, module: nn.Module) -> None:
-        """Free the gathered parameters of `module`, if it is a unit: its call and all trials are over."""
+        """Free the gathered parameters of `module`, if it is a unit, because its call and all trials are over."""
         if module in self.resharded:
             self._held.remove(module)
             self._reshard(module)
@@ -144,7 +144,7 @@ class FsdpScopes:
         return None if number is None else self.around(number)
 
     def around(self, number: int) -> int | None:
-        """Return the innermost call of a unit in which the node with sequence number `number` was made, or None."""
+        """Return the innermost call of a unit in which the node with sequence number `number` was created, or None."""
         enclosing = [(first, call) for call, (first, stop) in self.spans.items() if first <= number < stop]
         return max(enclosing)[1] if enclosing else None
 
@@ -194,8 +194,10 @@ def refuse_ungathered(step: StepDrafts, homes: FsdpScopes) -> None:
 
 
 def _upstream(index: int, values: Sequence[ValueDraft], home: Collection[int], held: Collection[int]) -> set[int]:
-    """Return the values of `home` that a recompute of the value `index` computes: that value, and operands upstream of
-    it that are not in `held`. `home` has the values that are computed inside units.
+    """Return the values of `home` that a recompute of the value `index` computes.
+
+    These are that value, and operands upstream of it that are not in `held`. `home` has the values that are computed
+    inside units.
     """
     reached: set[int] = set()
     pending = [index]

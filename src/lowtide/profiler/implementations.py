@@ -25,7 +25,7 @@ CLEARLY = 0.8
 
 @dataclass(frozen=True, slots=True)
 class ExactRun:
-    """A run of an implementation that gave the original bits: its costs and its operands."""
+    """A run of an implementation whose result had the original bits: its costs and its operands."""
 
     spent: ValueDraft
     operands: tuple[int, ...]

@@ -158,8 +158,8 @@ class Meter:
 def advance(frame: ReplayFrame, returned: Any, meter: Meter) -> tuple[Tensor, Times, int] | None:
     """Run the call of `frame` forward again, only for its result, and compare the result with the original.
 
-    Returns the original result tensor in `returned`, and the times and FLOPs of the second run; None if that run gives
-    other bits or is not possible.
+    Returns the original result tensor in `returned`, and the times and FLOPs of the second run. Returns None if the
+    second run is not possible, or if its result has other bits.
     """
     node = find_result_node(frame, returned)
     if node is None:

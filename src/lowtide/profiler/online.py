@@ -156,8 +156,8 @@ class OnlineProfiler:
     def may_differ(self, *, creates_graph: bool) -> bool:
         """Return True if a later step may differ from the profiled step only in backward.
 
-        That is so if the profiled step left saved tensors unread, or if the later step `creates_graph` (a backward pass
-        builds a graph itself) and the profiled step had no such pass.
+        It may if the profiled step left saved tensors unread. It also may if the later step `creates_graph` (a backward
+        pass builds a graph itself) and the profiled step had no such pass.
         """
         if self._best is None:
             return False
@@ -203,7 +203,7 @@ class OnlineProfiler:
     def end(self) -> None:
         """End the recording of the step, and set `profile` if enough steps were recorded.
 
-        Hooks of the optimizer may call this method: it changes no hooks.
+        Hooks of the optimizer may call this method, because it changes no hooks.
         """
         recording = self._recording
         if recording is None or not recording.is_running:
@@ -326,7 +326,7 @@ class OnlineProfiler:
             yield f"{LEFT_ALONE} calls other modules in each step: {', '.join(skipping)}. {DRAWN_LAYERS}"
 
     def _with_state(self, profile: Profile) -> Profile:
-        """Return `profile` with the optimizer state that steps of other kinds have made, or may make."""
+        """Return `profile` with the optimizer state that steps of other kinds have allocated, or may allocate."""
         place = find_device(self.model)
         coming_bytes, note = predict_coming_history(known := find_optimizers(self.model))
         if coming_bytes >= NOTEWORTHY * profile.static.total:

@@ -218,9 +218,9 @@ def _torch_share(share: float, numbers: torch.Tensor, *args: Any, **kwargs: Any)
 
 @torch.no_grad()
 def _torch_even(share: float, numbers: torch.Tensor, *args: float, **kwargs: Any) -> torch.Tensor:
-    """Replace a result of Tensor.uniform_ by the number at `share` of its range, as the tensor's type has it.
+    """Replace a result of Tensor.uniform_ by the number at `share` of its range, in the tensor's dtype.
 
-    Rounding could make it the upper end, which is excluded.
+    The upper end of the range is excluded, although rounding to the dtype could reach it.
     """
     low, high = args[0] if args else kwargs.get("from", 0.0), args[1] if len(args) > 1 else kwargs.get("to", 1.0)
     below = high - abs(high) * torch.finfo(numbers.dtype).eps / (2 if high > 0 else 1)

@@ -298,7 +298,9 @@ class RecomputeTrials:
             self.timings.add(known, maker, index)
 
     def time_late(self, handle: Handle) -> None:
-        """Time a slot's recompute when backward is about to read the slot, and check that it gives the same bits."""
+        """Time a slot's recompute when backward is about to read the slot, and check that the result has the same
+        bits.
+        """
         n = self.step.slot_of.get(handle)
         maker = self.timings.take(handle.value)
         if n is None or maker is None or needs_a_replay(maker):

@@ -39,7 +39,7 @@ class FreedValues:
     def add(self, value: Value, maker: Recomputation | None) -> None:
         """Free the tensor of `value`, which `maker` recomputes when it is read.
 
-        Without a `maker`, nothing can recompute the value: it can be read only once `give_back` has set its tensor.
+        Without a `maker`, nothing can recompute the value, so it can be read only once `give_back` has set its tensor.
         """
         value.tensor, value.maker = None, maker
         self._values.add(value)

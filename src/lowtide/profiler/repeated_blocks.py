@@ -61,7 +61,9 @@ class AuditedBlocks:
 
 
 def worth_a_replay(module: nn.Module) -> bool:
-    """Return True if a replay of `module` may recompute more than recipes do: it has children or is not torch's own."""
+    """Return True if a replay of `module` may recompute more than recipes do: the module has children or is not torch's
+    own.
+    """
     return has_children(module) or not _torch_own(module) or isinstance(module, BARE_LEAVES)
 
 
@@ -125,7 +127,7 @@ def find_freed_blocks(model: nn.Module) -> frozenset[nn.Module]:
 
 
 def is_list(module: nn.Module) -> bool:
-    """Return True if the module has no forward: it only contains other modules, and is never called itself."""
+    """Return True if the module has no forward: such a module contains other modules, and is never called itself."""
     return inspect.getattr_static(type(module), "forward") is nn.Module.forward
 
 

@@ -49,15 +49,17 @@ class Witness:
             self._saved[key] = self._sum(tensor)
 
     def differs(self, key: int, tensor: Tensor) -> bool:
-        """Return True if a checksum is stored for `key` and `tensor` has another one: its bits surely differ."""
+        """Return True if the checksum stored for `key`, if any, differs from that of `tensor`, so that the bits surely
+        differ.
+        """
         known = self._saved.get(key)
         return known is not None and self._sum(tensor) != known
 
     def read(self, key: int, handle: Handle, tensor: Tensor) -> None:
         """Compare `tensor`, which backward reads, with the checksum for `key`. Raises ReplayMismatch if they differ.
 
-        Nothing is raised if a second replay gives yet other bits: then an operator is nondeterministic (sums in any
-        order), and the plain step's bits vary, too.
+        A nondeterministic operator is no mismatch: nothing is raised if a second replay has yet other bits. Such an
+        operator, which adds numbers in any order, for example, also varies the plain step's bits.
         """
         known = self._saved.get(key)
         if known is None or is_workspace(tensor, get_running_node_name()) or (checksum := self._sum(tensor)) == known:

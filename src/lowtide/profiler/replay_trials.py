@@ -189,7 +189,9 @@ class ReplayTrials:
         return wrong[0] if wrong else None
 
     def _differs(self, n: int, tensor: Tensor, frame: ReplayFrame) -> str | None:
-        """Compare slot `n` with `tensor`, which a replay of `frame` saves there. Return why the two differ, or None."""
+        """Compare slot `n` with `tensor`, which a replay of `frame` saves there. Return the difference in words, or
+        None.
+        """
         step = self._step
         (value, view), label = step.held[n], step.slots[n].label
         if n and is_workspace(tensor, step.values[step.slots[n - 1].value].node):

@@ -29,7 +29,7 @@ class StepKinds:
         return bool(self._audited)
 
     def add_audited(self, form: str, step: AuditedTrainingStep) -> None:
-        """Add an audited step. It replaces an earlier audited step with the same calls."""
+        """Add an audited step, in place of an earlier audited step with the same calls."""
         others = [audited for audited in self._audited.get(form, []) if audited.kind.calls != step.kind.calls]
         self._audited[form] = [*others, step]
         self.add(form, step.kind)

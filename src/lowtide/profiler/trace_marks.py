@@ -65,7 +65,9 @@ class ReadInBackward(NamedTuple):
 
 
 class GivenAway(NamedTuple):
-    """Saved tensor that a graph made by backward, or compiled code, has read and may hold from then on."""
+    """Saved tensor that was read by a graph that backward built, or by compiled code, and that this reader may hold
+    from then on.
+    """
 
     slot: int
     backward: int

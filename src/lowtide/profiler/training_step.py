@@ -139,8 +139,8 @@ class TracedTrainingStep(RecordedStep):
         return bool(self._audit.by_contents)
 
     def lean_peak_bytes(self) -> int:
-        """Return the traced step's peak in bytes, less optimizer state; it ran under the decisions that free the most
-        memory.
+        """Return the traced step's peak in bytes, less optimizer state. The step ran under the decisions that free the
+        most memory.
         """
         static = self._recording.seen_static
         return static.total - static.optimizer + Timeline(self._recording.recorder.stream).peak_bytes

@@ -51,8 +51,9 @@ class CompiledChecks:
         self._n_compiled = n_compiled()
 
     def end_step(self, plan: Plan) -> bool:
-        """Count the measured step if it compiled code under `plan`; return True if its peak can be judged: it compiled
-        none, or is the `PATIENCE`-th that did.
+        """Count the measured step if it compiled code under `plan`; return True if the step's peak can be judged.
+
+        The peak can be judged if the step compiled nothing, or is the `PATIENCE`-th step that compiled code.
         """
         is_compiling = bool(plan.graphs) and n_compiled() != self._n_compiled
         self._n_compiling += is_compiling

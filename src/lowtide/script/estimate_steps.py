@@ -318,7 +318,8 @@ class StepEstimator(StepListener):
         self.estimate = run.estimate(n_passes)
 
     def on_model_replaced(self, model: nn.Module) -> None:
-        """Count the steps of another model from now on; its tensors are fake already, as all reachable tensors are.
+        """Count the steps of another model from now on. Its tensors are fake already, because all reachable tensors
+        were replaced.
 
         If an update has run, the step so far counts as the first one.
         """

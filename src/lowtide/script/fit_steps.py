@@ -423,8 +423,10 @@ class StepFitter(PlanMonitor):
 
     @property
     def plans_next(self) -> bool:  # type: ignore[override]
-        """True if the next trained model gets a plan, too. It gets none if models are trained for a few steps each, or
-        in several processes, because one process would plan alone.
+        """True if the next trained model gets a plan, too.
+
+        The next model gets none if models are trained for a few steps each, or in several processes, because one
+        process would plan alone.
         """
         return self._n_short < MOST_SHORT and not several_processes()
 
@@ -447,7 +449,8 @@ class StepFitter(PlanMonitor):
     def on_later_update(self) -> bool:
         """Count an update under the plan; return True if more steps have to be observed.
 
-        They have to be if a batch exceeded all planned sizes, or if later steps are due to be measured or rehearsed.
+        More steps are observed if a batch exceeded all planned sizes, or if later steps are due to be measured or
+        rehearsed.
         """
         plans = self.plans
         plans.later.n_updates += 1  # this runs in every step, so it makes few calls

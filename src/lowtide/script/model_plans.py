@@ -86,7 +86,9 @@ class AppliedPlans(Applied):
 
 
 class ModelPlans:
-    """The plans of one model for one budget: made from its rehearsal, checked, put in force and replaced."""
+    """The plans of one model for one budget. They are made from the model's rehearsal, checked, put in force and
+    replaced.
+    """
 
     def __init__(
         self,
@@ -414,7 +416,7 @@ class ModelPlans:
     # --- measured
 
     def hold(self, plan: Plan, measured_bytes: int | None, *, is_of_planned_size: bool) -> None:
-        """Keep `plan` in force, make its verdict, and schedule measurements of later steps."""
+        """Keep `plan` in force, set its verdict, and schedule measurements of later steps."""
         self.verdict = RunVerdict(
             budget_bytes=plan.budget_bytes,
             predicted_peak_bytes=plan.predicted.peak_bytes,

@@ -145,8 +145,8 @@ class StepRehearser(StepListener):
     def make_trial_call(self, model: nn.Module, code: Callable[..., Any], batch: Any) -> TrialCall | None:
         """Return a function and its arguments, (args, kwargs), that run all compiled code of a step.
 
-        That is `code` on `batch`, or a repetition of several calls. Return None if the arguments of some calls could
-        not be copied.
+        The function is `code`, called with `batch`, or it repeats several calls. Return None if the arguments of some
+        calls could not be copied.
         """
         is_one = code is not model or type(model) is not CompositeModel
         if self._parts is None or (is_one and len(self._parts) <= 1):
@@ -157,7 +157,7 @@ class StepRehearser(StepListener):
     def on_step_end(self, model: nn.Module) -> None:
         """End the observation of this step; make the profile once enough steps of the same work were observed.
 
-        Raises RehearsalError if there are no such steps after many.
+        Raises RehearsalError if many steps have run, and too few of them do the same work.
         """
         if self._is_hidden:
             return

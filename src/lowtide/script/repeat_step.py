@@ -268,7 +268,9 @@ def format_repeat_count(n: int) -> str:
 
 
 class _Call:
-    """A call of the model: its arguments and the state before it. The graph of its outputs keeps it alive."""
+    """A call of the model: its arguments and the state before it. The autograd graph of its outputs keeps this object
+    alive.
+    """
 
     def __init__(
         self, repeater: StepRepeater, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -396,7 +398,9 @@ class _Gradient:
         self._version = 0 if gradient is None else _version(gradient)
 
     def has_arrived(self) -> bool:
-        """Return True if the pass has added to the gradient: it does so once, when the gradient is complete."""
+        """Return True if the backward pass has added to the gradient, which it does once, when the gradient is
+        complete.
+        """
         now = self.parameter.grad
         if self._before is None or now is None:
             return now is not None or self._before is not None

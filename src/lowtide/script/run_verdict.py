@@ -18,7 +18,7 @@ NOT_COPIED: Final = "bits were not compared, because some arguments of compiled 
 
 @dataclass(frozen=True, slots=True, kw_only=True, repr=False)
 class RunVerdict(Displayed):
-    """Memory of the steps that a plan was made for, as measured in training."""
+    """Memory of the steps for which a plan was made, as measured in training."""
 
     budget_bytes: int
     predicted_peak_bytes: int

@@ -390,7 +390,9 @@ class StepDetector:
                 self._end_step()
 
     def _on_later_update(self, monitor: PostPlanMonitor, optimizer: Optimizer) -> None:
-        """Count an update, and detect steps again if more are needed. It runs in every step, so it makes few calls."""
+        """Count an update, and detect steps again if more are needed. This runs in every step, so it makes few
+        calls.
+        """
         if weakref.ref(optimizer) not in monitor.known:
             if self._is_elsewhere(optimizer):
                 return

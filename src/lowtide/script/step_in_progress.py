@@ -36,7 +36,9 @@ class StepInProgress:
         self._optimizers[id(optimizer)] = optimizer
 
     def leave_others(self, mine: set[int]) -> None:
-        """Forget optimizers that hold none of the parameters with the ids `mine`: they step for other models."""
+        """Forget optimizers that hold none of the parameters with the ids `mine`, because such optimizers step for
+        other models.
+        """
         self._optimizers = {key: o for key, o in self._optimizers.items() if mine & collect_held_ids(o)}
 
     def trained(self) -> list[nn.Module]:

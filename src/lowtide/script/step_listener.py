@@ -84,9 +84,10 @@ class StepListener:
         return False
 
     def on_model_found(self, model: nn.Module, optimizers: tuple[Optimizer, ...]) -> None:
-        """React to the first update of `model`, a frozen model with a trained prompt, which shows that it is trained.
+        """React to the first update of `model`, a frozen model with a trained prompt: only now is it known to be
+        trained.
 
-        Its first step was not observed. Called from an optimizer's hook.
+        The model's first step was not observed. Called from an optimizer's hook.
         """
 
     def detect_update(self, model: nn.Module) -> bool:

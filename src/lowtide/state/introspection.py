@@ -70,7 +70,8 @@ def find_names(code: CodeType) -> Iterator[str]:
 
 
 def variables(function: FunctionType) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the variables that a function refers to: its globals, globals of the user's modules that it names, cells.
+    """Yield the variables that a function refers to: its globals, globals of the user's modules that it names, and
+    cells.
 
     Each is a tuple of the variable's place (a dict or a cell), its name in the place, and its content.
     """

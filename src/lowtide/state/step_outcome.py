@@ -159,7 +159,7 @@ class Outcome:
     def following(self, varying: dict[str, set[str]]) -> dict[str, set[str]]:
         """Return the names of results, by kind, that are computed from the results in `varying`.
 
-        They vary too, even where two runs agree, because rounding may hide a change.
+        Such results vary too, even if two runs agree, because rounding may hide a change.
         """
         all_of = {kind: set(names) for kind, names in self.digests.items()}
         if varying.get("loss"):

@@ -114,8 +114,8 @@ class StepSnapshot:
     def _copy_unowned(self, parameters: list[nn.Parameter]) -> list[_TensorContents | _Storage]:
         """Return copies of the tensors that no module owns; tensors that share a storage share its copy.
 
-        Tensors shaped like a parameter, such as averages of weights, are copied; others only within the limit on copied
-        bytes. Changes to tensors that are not copied are reported by name.
+        Tensors shaped like a parameter, such as averages of weights, are copied; other tensors only within the limit on
+        copied bytes. Changes to tensors that are not copied are reported by name.
         """
         states = {*map(id, list_optimizer_state(self._reachable.reached_optimizers))}
         shapes = {parameter.shape for parameter in parameters} | {torch.Size([sum(p.numel() for p in parameters)])}

@@ -29,7 +29,8 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserved:
-    """Peaks that `torch.cuda.memory_stats` would report for a simulated EventStream; they need not coincide in time.
+    """Peaks that `torch.cuda.memory_stats` would report for a simulated EventStream. The peaks need not coincide in
+    time.
 
     Blocks that existed before the events are included. After a failure, the peaks are those up to the failure.
     """
@@ -90,7 +91,7 @@ def simulate(
 ) -> Reserved:
     """Simulate the memory that `stream` makes the caching allocator reserve. Each CUDA stream has blocks of its own.
 
-    `capacity` is the bytes that the device can give, None for no limit; `total` is the device's memory, to which a
+    `capacity` is the most bytes that can be reserved, None for no limit; `total` is the device's memory, to which a
     memory fraction applies. `at_entry` are the sizes of the blocks that exist when the stream begins and stay; blocks
     that the stream frees and did not allocate are added to them, with their sizes from the stream. `addresses` gives
     the addresses of new segments.

@@ -135,7 +135,8 @@ class Segments:
         """Return the outcome of each segment with nodes that `assignment` recomputes, replays, advances or offloads.
 
         If a replayed call saves a foreign value (`Assignment.foreign_values`), the replay's inputs are held as long as
-        that value. This may hold the value itself longer, so all segments are visited again until nothing changes.
+        that value. Holding the inputs may prolong the value's own lifetime, so all segments are visited again until
+        nothing changes.
         """
         by_node, n_values = self._by_backward.copy(), self.index.n_values
         elsewhere = [(value, n_values + call) for value, call in assignment.foreign_values]

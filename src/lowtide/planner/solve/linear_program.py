@@ -136,8 +136,9 @@ class CoveringProblem:
         self._at: dict[int, Rows] = {}
 
     def _find_always_restored(self) -> dict[int, list[int]]:
-        """Return, for each call that can be replayed, the storages that are saved only in it: its replay restores them
-        unless they are recomputed.
+        """Return, for each call that can be replayed, the storages that are saved only in that call.
+
+        A replay of the call restores these storages unless they are recomputed.
         """
         index, saved = self.index, self.saved
         repeating = set(index.slots.value[index.reruns.repeated.row].tolist())

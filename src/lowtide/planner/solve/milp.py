@@ -243,7 +243,8 @@ class _MatrixForm:
     def solve_relaxation(self) -> _Relaxation:
         """Return the cheapest solution with decisions as shares (0 to 1), with the reduced costs of each variable.
 
-        They are lower bounds on the extra cost of a solution with the variable 1 above 0, or 1 below its upper bound.
+        Reduced costs are lower bounds on the extra cost of a solution with the variable 1 above 0, or 1 below its upper
+        bound.
         """
         from scipy.optimize import linprog
 
