@@ -38,7 +38,9 @@ Allowed = Literal["all", "cheap"]
 
 
 def plain_peak_bytes(profile: Profile) -> int:
-    """Return the peak of the step without recomputes and replays: as measured, or predicted if it was not measured."""
+    """Return the measured peak of the step without recomputes and replays; the predicted peak if the step was not
+    measured.
+    """
     measured = profile.measured_plain_peak_bytes
     return get_simulator(profile).predict(Decisions()).peak_bytes if measured is None else measured
 

@@ -72,7 +72,9 @@ class ExternalReferences:
         """Number of entries so far, removed ones included."""
 
     def watch(self, handle: Handle) -> None:
-        """Watch the memory of the value of `handle`, or of its recompute's operands if it is recomputed."""
+        """Watch the memory of the value of `handle`; if the value is recomputed, watch the memory of its recompute's
+        operands.
+        """
         pending = [handle]
         while pending:
             handle = pending.pop()

@@ -113,7 +113,9 @@ class ReplayChecker(Observer):
 
     @contextlib.contextmanager
     def running(self) -> Iterator[ReplayChecker]:
-        """Compare tensors saved inside this `with` block with those that backward reads in it."""
+        """Record tensors saved inside this `with` block, and compare them with the tensors that backward reads in the
+        block.
+        """
         values.observer = self
         try:
             yield self

@@ -87,9 +87,10 @@ class TimedSections:
 
 
 def time_sections(model: nn.Module, updates: Updates, batch: Any) -> TimedSections | None:
-    """Return the times of the plain step's sections; None where host and device are one resource, or if timing fails.
+    """Return the times of the plain step's sections; None if host and device are one resource (a CPU), or if timing
+    fails.
 
-    Runs the step twice, from the state in which `updates` restores it.
+    Runs the step twice, each time from the state that `updates` restores.
     """
     place = find_device(model)
     if not has_two_clocks(place) or anything_compiled():  # hooks would make torch recompile compiled modules

@@ -66,7 +66,9 @@ Mark = Callable[[str, object], None]
 
 
 class MaxSavingEngine(Engine):
-    """An engine under the decisions that free the most memory, among those that an audit found exact."""
+    """An engine that runs a step under the decisions that free the most memory, among those that an audit found
+    exact.
+    """
 
     is_measured = True
 
@@ -229,7 +231,7 @@ class Trace(Observer):
 
 
 def list_states(maker: Recomputation | None) -> Iterable[Tensor]:
-    """Return the tensors of state that only `maker` holds: none if it is None.
+    """Return the tensors of state that only `maker` holds; none if there is no `maker`.
 
     A replay holds RNG states and buffers; a recompute may hold the bits of a mask.
     """

@@ -90,7 +90,7 @@ class RecordedStep:
 
 
 class AuditedTrainingStep(RecordedStep):
-    """An audited training step: later steps are traced under its decisions, and compared with it."""
+    """An audited training step. Later steps are traced under decisions from this audit, and compared with this step."""
 
     def __init__(self, fingerprint: Fingerprint, audit: Audit, recorder: Recorder) -> None:
         """Complete the audit of a step that has ended.

@@ -62,7 +62,7 @@ class PlanApplier(PlanMonitor):
         return self._plan
 
     def on_step_begin(self, model: nn.Module, batch: Any, optimizers: tuple[Optimizer, ...]) -> None:
-        """Put the plan in force if it is for `model`; measure the step if its batch is no larger than planned."""
+        """Put the plan in force if it was made for `model`; measure the step if its batch is no larger than planned."""
         planned, current = self._plan.fingerprint, fingerprint(model, batch)
         super().on_step_begin(model, batch, optimizers)
         if self._in_force.applied is None:

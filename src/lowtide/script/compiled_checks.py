@@ -60,7 +60,9 @@ class CompiledChecks:
         return not is_compiling or self._n_compiling >= PATIENCE
 
     def must_compare(self, plan: Plan) -> bool:
-        """Return True if the code compiled under `plan` is not the plain code, and was not compared with it yet."""
+        """Return True if the code compiled under `plan` differs from the plain code, and was not compared with the
+        plain code yet.
+        """
         return bool(plan.graphs) and plan.predicted != plan.plain and self.compared is not plan
 
     def scheduled(

@@ -165,7 +165,9 @@ class StepFitter(PlanMonitor):
         self.plans.rehearsing.on_inner_call(called, batch)
 
     def _put_in_force(self, step: BegunStep) -> None:
-        """Measure this step under its plan, or rehearse it if the model has changed since it was rehearsed."""
+        """Put the plan in force, and measure this step. If the model has changed since its rehearsal, rehearse the step
+        instead.
+        """
         rehearsing = self.plans.rehearsing
         try:
             plan = self.plans.put_in_force(step)

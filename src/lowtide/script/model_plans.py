@@ -242,7 +242,9 @@ class ModelPlans:
                 self._say(f"note: {note}")
 
     def _when_timed(self, plan: Plan) -> str:
-        """Return text that says when the share of the plan's extra time will be known; empty text if it is known."""
+        """Return text that says when the share of the plan's extra time will be known; empty text if the share is
+        known.
+        """
         if plan.step_ms or not plan.predicted.extra_ms:
             return ""
         return f" (its share follows {N_UNTIMED + N_TIMED} steps after the measured one)"

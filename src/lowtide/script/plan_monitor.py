@@ -84,7 +84,7 @@ class InForce:
         return self.applied if self._released is None else self._released()
 
     def resume(self) -> Applied | None:
-        """Refer to a released plan again, and return it; return None if it was freed with its model."""
+        """Refer to the released plan again, and return it; return None if the plan was freed with its model."""
         if self._released is not None and (applied := self._released()) is not None:
             self.applied, self._released = applied, None
         return self.applied

@@ -361,7 +361,7 @@ class _Call:
         return self.why_changed()
 
     def again(self) -> list[tuple[Tensor, Tensor]]:
-        """Run the call again from the state before it; return its outputs with the gradients received."""
+        """Restore the state before the call, and run the call again; return its outputs with the gradients received."""
         assert self._hook_recorder is not None
         with without_overrides(), StateAtCall(self.context, self._hook_recorder.acting):
             outputs = [*_with_graph(self.inner(*self.args, **self.kwargs)).values()]

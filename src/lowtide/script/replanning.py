@@ -53,7 +53,7 @@ class Replanner:
             self._plans.put_in_force(step)
 
     def plan_for_larger(self, plan: Plan, model: nn.Module) -> bool:
-        """Plan for a larger batch once it was rehearsed often enough. Returns True if `plan` was replaced."""
+        """Make a plan for larger batches once enough of them were rehearsed. Returns True if `plan` was replaced."""
         plans = self._plans
         plans.larger.is_rehearsed = False
         try:
@@ -171,7 +171,7 @@ class Replanner:
             self._plans.put_in_force(step)
 
     def plan_changed(self, plan: Plan, model: nn.Module) -> bool:
-        """Plan for changed steps once they were rehearsed often enough. Returns True if `plan` was replaced."""
+        """Make a plan for changed steps once enough of them were rehearsed. Returns True if `plan` was replaced."""
         plans = self._plans
         try:
             plans.rehearsing.on_step_end(model)

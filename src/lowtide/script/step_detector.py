@@ -212,7 +212,10 @@ class StepDetector:
 
     @never_compiled
     def _judge_call(self, module: nn.Module, given: Any) -> bool:
-        """Return True if a backward pass of training will follow this call; record calls that only look like it."""
+        """Return True if a backward pass of training will follow this call.
+
+        Otherwise record signs of training whose steps can't be detected, and calls of frozen or evaluated modules.
+        """
         if not torch.is_grad_enabled() or is_tracing() or any(is_lazy(p) for p in module.parameters()):
             return False
         if in_transform():
@@ -327,7 +330,9 @@ class StepDetector:
             self.listener.on_inner_call(called, batch)
 
     def _note_other_call(self, module: nn.Module) -> None:
-        """Record a call of another module, which replaces the model once it was trained for two steps."""
+        """Record a call of a module outside the model. If the module is trained for two steps, it replaces the
+        model.
+        """
         self._candidates.called(module)
         trained, optimizers = self._candidates.trained()
         if trained:

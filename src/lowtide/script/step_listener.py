@@ -119,8 +119,9 @@ class StepListener:
         """
 
     def on_release(self) -> None:
-        """Drop the references to the model: all work is done, and no other model takes turns with it. Hooks must not be
-        changed, as in `on_step_end`.
+        """Drop the references to the model: all work is done, and no other model takes turns with this one.
+
+        Hooks must not be changed, as in `on_step_end`.
         """
 
     def on_later_update(self) -> bool:

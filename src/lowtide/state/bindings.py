@@ -32,7 +32,7 @@ _COUNTS = (int, str, bytes, type(None), Enum)
 
 
 def kind_of(obj: Any) -> Any:
-    """Return the container type in `_KINDS` of an object; None if it is no container."""
+    """Return the container type in `_KINDS` of an object; None if the object is no container."""
     return next((kind for kind in _KINDS if isinstance(obj, kind)), None)
 
 
@@ -73,7 +73,7 @@ class WeakContent:
     def content(self, now: Any) -> Any:
         """Return the recorded content if it is still alive; otherwise `now`, the present content of the place.
 
-        Lists and dicts allow no weak references; if the place still holds the same list or dict, entries that were
+        Lists and dicts allow no weak references. If the place still holds the same list or dict, entries that were
         appended to it are removed.
         """
         if (content := self._reference()) is not None:

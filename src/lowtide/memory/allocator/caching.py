@@ -247,7 +247,7 @@ class CachingAllocator:
     def _from_device(self, free: FreeBlocks, size: int) -> Block | None:
         """Return a new segment that fits `size` bytes (alloc_block).
 
-        None if the device, or the memory fraction of this process, has no room for it.
+        Return None if the segment does not fit on the device, or in the memory fraction of this process.
         """
         n_bytes = compute_segment_size(size, self.config)
         if not self._is_allowed(n_bytes) or not self._has_room(n_bytes):

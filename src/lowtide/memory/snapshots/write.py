@@ -44,9 +44,9 @@ def make_snapshot(
     """Return `timeline` in the form of `torch.cuda.memory._snapshot()`, for device 0 with allocator `config`.
 
     `at_entry` are the bytes of blocks that exist all the time; blocks that the timeline frees and did not allocate are
-    added to them. Sizes and order are kept, so reading the snapshot back gives the same curve. Phases become
-    annotations; other marks and blocks of no bytes are left out, because the format has no place for them. Times are
-    event numbers.
+    added to them. Sizes and order are kept, so the snapshot has the same memory curve when it is read back. Phases
+    become annotations; other marks and blocks of no bytes are left out, because the format has no place for them. Times
+    are event numbers.
     """
     writer = _Writer(config or AllocatorConfig())
     for n_bytes in at_entry:

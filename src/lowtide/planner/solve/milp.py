@@ -171,7 +171,7 @@ class MilpProblem:
 
 
 def is_over(until: float | None) -> bool:
-    """Return True if it is later than `until`, by `time.monotonic()`; None means no limit."""
+    """Return True if the time `until` has passed, by `time.monotonic()`; None means no limit."""
     return until is not None and time.monotonic() >= until
 
 
