@@ -191,7 +191,7 @@ def estimate(
     if json_to != "-" and len(sizes) > 1:
         click.echo(sweep(estimates))
     if json_to != "-" and budget_bytes is not None:
-        click.echo("\n".join(_against(budget_bytes, estimates)))
+        click.echo("\n".join(_compare_with_budget(budget_bytes, estimates)))
     records = [record(estimate, size, budget_bytes, plan) for size, estimate in estimates.items()]
     _write_files(records, json_to, record_to)
     if report_to is not None:
@@ -231,7 +231,7 @@ def _check_several(
         raise click.UsageError("--report is of one process: add --rank 0.")
 
 
-def _against(budget_bytes: int, estimates: Mapping[int | None, MemoryEstimate]) -> Iterator[str]:
+def _compare_with_budget(budget_bytes: int, estimates: Mapping[int | None, MemoryEstimate]) -> Iterator[str]:
     """Yield a line for each batch size: the peak compared with the budget."""
     for size, estimate in estimates.items():
         budget, peak = format_apart(budget_bytes, estimate.peak_bytes)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 RECORD = click.Path(dir_okay=False, path_type=Path)
 
 
-def _share(ctx: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
+def _parse_share(ctx: click.Context, parameter: click.Parameter, text: str | None) -> float | None:
     """Parse the option `--fail-above`, `2%` or `0.02`, to a fraction; return None if it is not given.
 
     Raises BadParameter for any other text.
@@ -50,7 +50,7 @@ def _share(ctx: click.Context, parameter: click.Parameter, text: str | None) -> 
 @click.option("--github", is_flag=True, help="Print the findings as annotations of GitHub Actions.")
 @click.option(
     "--fail-above",
-    callback=_share,
+    callback=_parse_share,
     metavar="SHARE",
     help='With two runs: exit code 1 if the second peak is higher than the first by more than this share, as in "2%".',
 )

@@ -96,7 +96,7 @@ class SeveralGpus:
         MOST_GPUS. Numbers for which the script fails are left out; if it fails for `n_gpus`, the list is empty.
         `requested` is the record of the plain step on `n_gpus` of the GPU that the command line names.
         """
-        names = [other.name for other in _alike(gpu)]
+        names = [other.name for other in _list_same_generation(gpu)]
         powers = [2**power for power in range(MOST_GPUS.bit_length())]
         record: Mapping[str, Any] | None = requested
         if (gpu, how) != (self._gpu, "plain"):
@@ -169,7 +169,7 @@ def _is_newer(gpu: GpuSpec) -> bool:
     return gpu.capability is None or gpu.capability >= (8, 0)
 
 
-def _alike(gpu: GpuSpec) -> list[GpuSpec]:
+def _list_same_generation(gpu: GpuSpec) -> list[GpuSpec]:
     """Return the listed GPUs of the same kernel generation as `gpu`, the smallest first."""
     return [other for other in GPUS if not other.shared and _is_newer(other) == _is_newer(gpu)]
 
@@ -238,7 +238,7 @@ def table(rows: Sequence[Mapping[str, Any]], gpu: GpuSpec, how: str = "plain") -
     for like in (gpu, find_other_generation(gpu)):
         alike = [row for row in rows if row["gpu"] == like.name]
         enough = {name for row in alike for name in row["enough_of"]}
-        missing = ", ".join(other.name for other in _alike(like) if other.name not in enough)
+        missing = ", ".join(other.name for other in _list_same_generation(like) if other.name not in enough)
         if not alike:
             lines.append(f"  no answer for {missing}: `lowtide estimate --how {how} --rank 0` says why, on {like.name}")
         elif missing:

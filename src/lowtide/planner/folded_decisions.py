@@ -48,7 +48,7 @@ def fold(
         else:
             run[kind][block].append(below)
     blocks: dict[str, Block] = {}
-    for block in sorted(set(recomputed).union(*run.values()), key=_natural):
+    for block in sorted(set(recomputed).union(*run.values()), key=_sort_key):
         all_ = {"recompute": recomputed.get(block), **{kind: run[kind].get(block) for kind in KINDS}}
         blocks[block] = {kind: content for kind, content in all_.items() if content}
     return blocks
@@ -61,7 +61,7 @@ def unfold(blocks: Mapping[str, Block]) -> tuple[dict[str, str], *tuple[tuple[st
     Raises ValueError for an invalid decision.
     """
     written = sum(len(entries) for content in blocks.values() for entries in content.values())
-    n_decisions = sum(_count(block) * sum(map(len, content.values())) for block, content in blocks.items())
+    n_decisions = sum(_count_blocks(block) * sum(map(len, content.values())) for block, content in blocks.items())
     if n_decisions > MOST + written:
         raise ValueError(f"it has {n_decisions} decisions, more than any step can have")
     recompute: dict[str, str] = {}
@@ -121,7 +121,7 @@ def _expand(block: str) -> Iterator[str]:
             yield f"{block[: match.start()]}{number}{block[match.end() :]}"
 
 
-def _count(block: str) -> int:
+def _count_blocks(block: str) -> int:
     """Return the number of blocks that a key covers: `h.{0-7}` -> 8."""
     match = _RANGES.search(block)
     return 1 if match is None else sum(numbers.stop - numbers.start for numbers in _numbers(block, match[1]))
@@ -136,6 +136,6 @@ def _numbers(block: str, runs: str) -> Iterator[range]:
         yield numbers
 
 
-def _natural(block: str) -> tuple[list[str], list[int]]:
+def _sort_key(block: str) -> tuple[list[str], list[int]]:
     """Return a sort key that orders by name, then by number: `h.2` before `h.10`."""
     return re.split(r"[\d,{}-]+", block), [int(n) for n in re.findall(r"\d+", block)]

@@ -73,7 +73,7 @@ class AuditInPlace(InPlacePermission):
             self._refused.add(operator.node)
             return expected
         self._more_ms[key].append(max(0.0, now_ms(self._place) - began - own_ms))
-        if not _same(expected, result):
+        if not _have_same_bits(expected, result):
             self._refused.add(operator.node)
         return expected
 
@@ -88,7 +88,10 @@ class AuditInPlace(InPlacePermission):
         slow = {(node, n): more for (node, n), more in calls.items() if OPERATORS[node].piecewise}
         least = max(int(LARGE * max((n for _, n in slow), default=0)), MIN_BYTES)
         large = {key: more for key, more in slow.items() if key[1] >= least}
-        choices = (free, 0.0), (dict.fromkeys((node for node, _ in large), least), sum(map(_ms, large.values())))
+        choices = (
+            (free, 0.0),
+            (dict.fromkeys((node for node, _ in large), least), sum(map(_sum_fastest_ms, large.values()))),
+        )
         return [
             InPlaceGroup(nodes, ms, {key: n for key, n in self._own_bytes.items() if key[0] in nodes})
             for nodes, ms in choices
@@ -96,7 +99,7 @@ class AuditInPlace(InPlacePermission):
         ]
 
 
-def _ms(calls: list[float]) -> float:
+def _sum_fastest_ms(calls: list[float]) -> float:
     """Return the total ms of calls that do equal work, each counted at the time of the fastest call."""
     return len(calls) * min(calls)
 
@@ -109,7 +112,7 @@ def _allocated(stream: EventStream) -> dict[tuple[str, int], int]:
     return most
 
 
-def _same(expected: Any, result: Any) -> bool:
+def _have_same_bits(expected: Any, result: Any) -> bool:
     """Return True if two kernels' results, each a tensor or a tuple, have the same bits in the same layout."""
     both = ((output if isinstance(output, tuple) else (output,)) for output in (expected, result))
     return all(_same_tensor(one, other) for one, other in zip(*both, strict=True))

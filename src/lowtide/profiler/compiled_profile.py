@@ -70,15 +70,15 @@ def assembled(graphs: Sequence[JointSlots], stream: EventStream, step_ms: float)
     """Graphs that ran, each at one size, in order."""
     calls = [replace(call, graph=ran.setdefault((call.graph, call.sizes), len(ran))) for call in calls]
     first = {call.graph: call for call in reversed(calls)}
-    graphs = _named(graphs)
+    graphs = _make_addresses_unique(graphs)
     both = [
         _Graph.of(graphs[n].at(sizes), (_within(stream, first[at].forward), _within(stream, first[at].backward)))
         for at, (n, sizes) in enumerate(ran)
     ]
-    return _coarser(_Records(both, calls, stream, step_ms).profile())
+    return _merge_positions(_Records(both, calls, stream, step_ms).profile())
 
 
-def _named(graphs: Sequence[JointSlots]) -> list[JointSlots]:
+def _make_addresses_unique(graphs: Sequence[JointSlots]) -> list[JointSlots]:
     """Return `graphs` with unambiguous addresses: a graph that shares an address with another one gets its hash added
     to all of its addresses.
     """
@@ -146,11 +146,11 @@ def compute_peak_with_calls(stream: EventStream, calls: EventStream) -> int | No
         Bytes beyond those that exist when the step begins; None if other calls ran.
     """
     of_kind: dict[object, list[tuple[int, int]]] = {}
-    for kind, begin, end in reversed(_spans(calls)):
+    for kind, begin, end in reversed(_find_compiled_calls(calls)):
         of_kind.setdefault(kind, []).append((begin, end))
     own, own_of_calls = _find_allocated_inside(stream), _find_allocated_inside(calls)
     events, done = list[Event](), 0
-    for kind, enter, leave in _spans(stream):
+    for kind, enter, leave in _find_compiled_calls(stream):
         if kind not in of_kind:
             return None
         begin, end = of_kind[kind].pop() if len(of_kind[kind]) > 1 else of_kind[kind][0]
@@ -162,7 +162,7 @@ def compute_peak_with_calls(stream: EventStream, calls: EventStream) -> int | No
 
 def count_held_after_calls(stream: EventStream) -> Counter[int]:
     """Count, by size, the blocks that compiled calls allocated and no compiled call freed: the program holds them."""
-    spans = [stream.events[enter:leave] for _, enter, leave in _spans(stream)]
+    spans = [stream.events[enter:leave] for _, enter, leave in _find_compiled_calls(stream)]
     own = {event.block: event.bytes for events in spans for event in events if type(event) is Allocate}
     freed = {event.block for events in spans for event in events if type(event) is Free}
     return Counter(n_bytes for block, n_bytes in own.items() if block not in freed)
@@ -170,7 +170,7 @@ def count_held_after_calls(stream: EventStream) -> Counter[int]:
 
 def _find_allocated_inside(stream: EventStream) -> set[int]:
     """Return the numbers of the blocks that compiled calls allocated."""
-    events = (event for _, enter, leave in _spans(stream) for event in stream.events[enter:leave])
+    events = (event for _, enter, leave in _find_compiled_calls(stream) for event in stream.events[enter:leave])
     return {event.block for event in events if type(event) is Allocate}
 
 
@@ -194,7 +194,7 @@ def _with_frees(events: Sequence[Event], own: Collection[int], freed: Counter[in
     yield from (Free(-1, n_bytes) for n_bytes in freed.elements())
 
 
-def _spans(stream: EventStream) -> list[tuple[object, int, int]]:
+def _find_compiled_calls(stream: EventStream) -> list[tuple[object, int, int]]:
     """Return, for each compiled call in order: the tuple of its graph's number, direction and sizes; the index of its
     first event; the index after its last event.
 
@@ -423,7 +423,7 @@ class _Records:
         )
 
 
-def _coarser(profile: Profile) -> Profile:
+def _merge_positions(profile: Profile) -> Profile:
     """Return `profile` with positions only where a storage, slot, call or phase begins or ends."""
     end = len(profile.base_bytes)
     bounds = {0, *profile.phases.values()}

@@ -24,7 +24,7 @@ def reject_unavailable(values: list[ValueDraft], slots: list[SlotDraft], trace: 
         if n in trace.packed:
             saved.setdefault(slot.value, []).append(n)
 
-    claims = _claims(values, saved)
+    claims = _map_operands_to_slots(values, saved)
 
     @cache
     def is_there(index: int, event: int) -> bool:
@@ -47,7 +47,7 @@ def reject_unavailable(values: list[ValueDraft], slots: list[SlotDraft], trace: 
             values[index].refuse("its operands are freed before it is saved")
 
 
-def _claims(values: list[ValueDraft], saved: dict[int, list[int]]) -> dict[int, set[int]]:
+def _map_operands_to_slots(values: list[ValueDraft], saved: dict[int, list[int]]) -> dict[int, set[int]]:
     """Map each captured operand (one that autograd does not record) to the slots whose recomputes read it.
 
     The first slot that is packed captures the operand; later slots find it only while an earlier one holds it. `saved`

@@ -104,7 +104,7 @@ def read_scratch_bytes(
     scratch = dict[int, int]()
     for order, events in zip(orders, recorded, strict=True):
         of_kernel: dict[_Kernel, list[int]] = {}
-        for value in _lowered(joint, order, ()):
+        for value in _order_as_lowered(joint, order, ()):
             if joint.nodes[value].kind == "extern" and joint.nodes[value].is_half:
                 of_kernel.setdefault(_kernel(joint, value), []).append(value)
         sizes = _list_scratch_sizes(events)
@@ -256,7 +256,7 @@ def written(joint: JointGraph, order: Sequence[int], outputs: Collection[int]) -
     return values
 
 
-def _reused(joint: JointGraph, order: Sequence[int], is_written: Collection[int], *, is_twice: bool) -> set[int]:
+def _find_reused(joint: JointGraph, order: Sequence[int], is_written: Collection[int], *, is_twice: bool) -> set[int]:
     """Return the values of `order`, beyond `is_written`, that inductor writes because several kernels read them (torch
     2.13, `should_realize_on_reuse` in `torch/_inductor/ir.py`).
 
@@ -320,7 +320,7 @@ def _find_fused_products(joint: JointGraph, inside: Collection[int], outputs: Co
     return sums
 
 
-def _lowered(joint: JointGraph, order: Sequence[int], outputs: Collection[int]) -> list[int]:
+def _order_as_lowered(joint: JointGraph, order: Sequence[int], outputs: Collection[int]) -> list[int]:
     """Return `order` with fused arithmetic right before the first extern kernel or reduction that needs it.
 
     Inductor lowers fused arithmetic only when it is needed, so later calls may come before it. Outputs are lowered
@@ -349,14 +349,14 @@ def _half(
     scratch: Mapping[int, int],
     kept_apart: Collection[int],
 ) -> GraphHalf:
-    order = _lowered(joint, order, outputs)
+    order = _order_as_lowered(joint, order, outputs)
     nodes, place = joint.nodes, {value: at for at, value in enumerate(order)}
     is_written = written(joint, order, [*outputs, *kept_apart])
     if any(node.is_half for node in nodes):  # in 32 bits, values that many calls read are inputs of matrix products
-        is_written |= _reused(joint, order, is_written, is_twice=bool(kept_apart))
-    begins, ends = _kernels(joint, order, is_written)
-    first, last = _reads(joint, order, is_written, begins, ends)
-    _, latest = _reads(joint, order, is_written, {}, {})
+        is_written |= _find_reused(joint, order, is_written, is_twice=bool(kept_apart))
+    begins, ends = _find_kernel_spans(joint, order, is_written)
+    first, last = _find_read_spans(joint, order, is_written, begins, ends)
+    _, latest = _find_read_spans(joint, order, is_written, {}, {})
     for value in outputs:
         last[nodes[value].root] = len(order)
     forward_outputs = {nodes[value].root for value in joint.forward_outputs}  # their memory is not backward's
@@ -372,7 +372,7 @@ def _half(
     changes = [0] * (len(order) + 2)
     for root in given:
         changes[min(last.get(root, -1), len(order)) + 1] -= nodes[root].bytes
-    allocated_at = {value: begins.get(value, place[_allocating(joint, value, place)]) for value in is_written}
+    allocated_at = {value: begins.get(value, place[_find_allocating_node(joint, value, place)]) for value in is_written}
     for value, at in allocated_at.items():
         changes[at] += nodes[value].bytes
         end = last.get(value, ends.get(value, at))
@@ -392,7 +392,7 @@ def _half(
     )
 
 
-def _allocating(joint: JointGraph, value: int, inside: Collection[int]) -> int:
+def _find_allocating_node(joint: JointGraph, value: int, inside: Collection[int]) -> int:
     """Return the node whose call allocates a written value. All results of an extern kernel, each selected by a
     `getitem` node, are allocated in its call.
     """
@@ -401,7 +401,7 @@ def _allocating(joint: JointGraph, value: int, inside: Collection[int]) -> int:
     return source if source in inside and nodes[source].kind == "extern" else value
 
 
-def _reads(
+def _find_read_spans(
     joint: JointGraph,
     order: Sequence[int],
     is_written: Collection[int],
@@ -410,7 +410,7 @@ def _reads(
 ) -> tuple[dict[int, int], dict[int, int]]:
     """Return the first and the last position at which each value is read, as two mappings.
 
-    `begins` and `ends` are the results of `_kernels`.
+    `begins` and `ends` are the results of `_find_kernel_spans`.
     """
     nodes, place = joint.nodes, {value: at for at, value in enumerate(order)}
     earliest: dict[int, int] = {}
@@ -436,7 +436,7 @@ def _reads(
     return first, last
 
 
-def _kernels(
+def _find_kernel_spans(
     joint: JointGraph, order: Sequence[int], is_written: Collection[int]
 ) -> tuple[dict[int, int], dict[int, int]]:
     """Return, for values that one call of fused kernels writes together, the first and the last position of that call.

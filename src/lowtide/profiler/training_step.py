@@ -243,7 +243,7 @@ class StepRecorder:
 
     @property
     def seen_static(self) -> Static:
-        """Bytes, of all kinds of memory, that existed when the step began and that no plan changes."""
+        """Memory of all kinds, in bytes, that existed when the step began and that no plan changes."""
         return with_others(self._static, self._addresses, self.recorder)
 
     def mark(self, label: str, data: object) -> None:

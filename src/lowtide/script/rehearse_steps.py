@@ -219,7 +219,7 @@ class StepRehearser(StepListener):
         return self._observed.predict_peak_with(record)
 
     def replay_blocks_whole(self, model: nn.Module) -> bool:
-        """Rehearse compiled blocks again, to be replayed as a whole.
+        """Rehearse compiled blocks again, so that plans replay each block as a whole.
 
         Return False if that was done before, or if whole models or functions are compiled.
         """

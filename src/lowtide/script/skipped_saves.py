@@ -56,7 +56,7 @@ class SkippedSaves(contextlib.ExitStack):
                 skip = functions[id(saver)] = self._skipping(saver, shown, note)
                 if path:
                     self.enter_context(patch.object(owner, last, skip))
-        for module, name, skip in [*_bound(functions)]:
+        for module, name, skip in [*_find_bindings(functions)]:
             self.enter_context(patch.object(module, name, skip))
         return self
 
@@ -70,7 +70,7 @@ class SkippedSaves(contextlib.ExitStack):
         return skip
 
 
-def _bound(functions: dict[int, Callable[..., Any]]) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
+def _find_bindings(functions: dict[int, Callable[..., Any]]) -> Iterator[tuple[Any, str, Callable[..., Any]]]:
     """Yield the module, name and replacement of each global variable whose value has its id among `functions`."""
     for module in [*sys.modules.values()]:
         namespace = getattr(module, "__dict__", None)

@@ -108,7 +108,7 @@ class NamedAttributes:
         return [_find_underlying_function(table[name]) for table in self._tables for name in new if name in table]
 
     def add_object(self, obj: Any) -> list[Any]:
-        """Record an object or a class; return the attributes of it that visited code names."""
+        """Record an object or a class; return those of its attributes whose names visited code uses."""
         tables = [] if isinstance(obj, type) or not hasattr(obj, "__dict__") else [vars(obj)]
         kinds = (obj if isinstance(obj, type) else type(obj)).__mro__
         new = [kind for kind in kinds if id(kind) not in self._kinds and is_user_code(kind)]
