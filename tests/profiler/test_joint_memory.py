@@ -6,7 +6,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from joint_graphs import FEW, MANY, node
-from lowtide._torch.joint_graph import JointGraph, _resize
+from lowtide._torch.joint_graph import JointGraph, _make_resize
 from lowtide.memory.events import Allocate, Event, Free, Mark
 from lowtide.profiler.joint_memory import (
     PRODUCT,
@@ -242,5 +242,5 @@ def test_bytes_are_computed_at_the_symbolic_sizes_that_a_step_had() -> None:
     traced = make_fx(sums, tracing_mode="symbolic")(5, 64, torch.ones(5, 64))
     nodes = [node("input", size=0, root=at) for at in range(2)]
     nodes += [node("input", size=4 * 5 * 64, root=2), node("reduction", (2,), 4 * 5, root=3)]
-    graph = JointGraph(nodes, [3], [], "key", resize=_resize(traced))
+    graph = JointGraph(nodes, [3], [], "key", resize=_make_resize(traced))
     assert [each.bytes for each in graph.at((9, 32)).nodes] == [0, 0, 4 * 9 * 32, 4 * 9]
