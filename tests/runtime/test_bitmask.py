@@ -389,5 +389,5 @@ def test_packing_signs_allocates_the_bits_and_nothing_else() -> None:
 
 def test_a_table_of_bytes_and_a_rounded_scale_as_other_devices_use_them() -> None:
     expected = [[bool(byte >> bit & 1) for bit in range(8)] for byte in range(256)]
-    assert masks._booleans(torch.device("cpu")).tolist() == expected
+    assert masks._make_boolean_table(torch.device("cpu")).tolist() == expected
     assert single(0.1) == torch.tensor(0.1, dtype=torch.float32).item() != 0.1
