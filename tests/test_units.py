@@ -85,7 +85,6 @@ def test_numpy_integers_are_bytes() -> None:
         ("8 GiB 2", "not a number with a unit"),
         ("٨GiB", "not a number with a unit"),
         ("9" * 30 + "B", "not a number with a unit"),
-        ("9999999999999999999 PB", "no computer can address that much"),
     ],
 )
 def test_a_budget_that_is_no_amount_is_refused_and_says_what_is_understood(budget: Any, why: str) -> None:

@@ -28,7 +28,7 @@ _REFUSED_UNITS = {
     },
 }
 _AMOUNT = re.compile(r"\s*(-?[0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([a-z]*|%)\s*", re.IGNORECASE | re.ASCII)
-_ADDRESSABLE = 2**64
+_LARGEST = 2**128
 _ACCEPTED = 'a number with a unit, as in "8GiB", "1.5 GB" or "500MB"; in Python an int, which is bytes'
 
 
@@ -36,7 +36,7 @@ def parse_bytes(amount: str | SupportsIndex) -> int:
     """Return the bytes in `amount`: text with a unit ("8GiB", "500 MB", "1.5gb"), or an int, which is bytes already.
 
     Case does not matter, and a fraction of a byte is cut off. "8G" is refused, because it can mean 8 GB or 8 GiB.
-    Raises BudgetError for anything but a positive amount below 2^64: no unit, zero, negatives, floats, bools.
+    Raises BudgetError for anything but a positive amount below 2^128: no unit, zero, negatives, floats, bools.
     """
     return _parse(amount, _BYTES_PER_UNIT, _ACCEPTED)
 
@@ -99,8 +99,8 @@ _quoting.maxstring = _quoting.maxother = _quoting.maxlong = 60
 
 def _parse(amount: object, bytes_per_unit: Mapping[str, Fraction], understood: str) -> int:
     def build_error(why: str) -> BudgetError:
-        is_huge = isinstance(amount, int) and abs(amount) >= _ADDRESSABLE  # Python may refuse to print it
-        quoted = "an int of more than 64 bits" if is_huge else _quoting.repr(amount)
+        is_huge = isinstance(amount, int) and abs(amount) >= _LARGEST  # Python may refuse to print it
+        quoted = "an int of more than 128 bits" if is_huge else _quoting.repr(amount)
         return BudgetError(f"{quoted} is not an amount of memory: {why}.\n  Understood: {understood}.")
 
     if is_of_gpu(amount):
@@ -121,6 +121,6 @@ def _parse(amount: object, bytes_per_unit: Mapping[str, Fraction], understood: s
         raise build_error(f"a {type(amount).__name__} has no unit")
     if n_bytes < 1:
         raise build_error("it is negative" if n_bytes < 0 else "it is less than one byte")
-    if n_bytes >= _ADDRESSABLE:
+    if n_bytes >= _LARGEST:
         raise build_error("no computer can address that much")
     return n_bytes
