@@ -46,8 +46,10 @@ def _find_other_variables(frame: FrameType) -> list[object]:
 
 
 def _find_reachable_tensors(roots: list[Any]) -> Iterator[list[Tensor]]:
-    """Yield lists of tensors reachable from `roots`: the nearest first, then their gradients; at last saved tensors of
-    their graphs.
+    """Yield lists of tensors reachable from `roots`, nearest first.
+
+    After each list comes a list of the gradients of its leaf tensors. The final list holds the tensors saved in the
+    autograd graphs of all tensors found.
     """
     seen: dict[int, Any] = {}
     tensors: list[Tensor] = []

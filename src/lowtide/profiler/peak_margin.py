@@ -72,9 +72,10 @@ def with_margin(profile: Profile, model: nn.Module, updates: Updates, batch: Any
 
 
 def measure_peaks_with_all_blocks(measured: Callable[[], int]) -> list[int]:
-    """Return a step's peaks in bytes with all random numbers high, and with all low; one of the two runs every block.
+    """Measure a step twice, with all random numbers high and then low; return its peaks in bytes.
 
-    `measured` runs a step and returns its peak. A run that raises, except for lack of memory, adds no peak.
+    If blocks are skipped at random, one of the two steps runs all blocks. `measured` runs a step and returns its peak.
+    A step that raises an error has no peak; out-of-memory errors are raised again.
     """
     peaks = []
     for share in (HIGH, LOW):

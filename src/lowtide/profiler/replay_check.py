@@ -58,8 +58,8 @@ class Witness:
     def read(self, key: int, handle: Handle, tensor: Tensor) -> None:
         """Compare `tensor`, which backward reads, with the checksum for `key`. Raises ReplayMismatch if they differ.
 
-        A nondeterministic operator is no mismatch: nothing is raised if a second replay has yet other bits. Such an
-        operator, which adds numbers in any order, for example, also varies the plain step's bits.
+        Nothing is raised if a second replay gives other bits than the first one. The block then contains a
+        nondeterministic operator, such as one that adds numbers in any order, and its bits vary in plain steps too.
         """
         known = self._saved.get(key)
         if known is None or is_workspace(tensor, get_running_node_name()) or (checksum := self._sum(tensor)) == known:

@@ -76,9 +76,10 @@ def _find_extremes(tensor: Tensor, dims: tuple[int, ...]) -> tuple[Any, Any]:
 
 
 def _choose_smallest_type(lowest: Any, highest: Any) -> torch.dtype:
-    """Return the smallest integer dtype that holds each index's distance from the lowest index at its point.
+    """Return the smallest integer dtype that can hold the differences between the indices and the `lowest` ones.
 
-    Raises CannotRecompute if no dtype of `SIZES` does.
+    `lowest` and `highest` are the smallest and largest index at each position of the pooled output. Raises
+    CannotRecompute if no dtype in `SIZES` can, or if an index is negative or at least 2**31.
     """
     farthest, first, last = int((highest - lowest).max()), int(lowest.min()), int(highest.max())
     for dtype, n in SIZES:

@@ -166,7 +166,10 @@ class ReachableObjects(ReachableState):
             more.clear()
 
     def release_unreached(self, *roots: Any) -> None:
-        """Release objects that `roots` no longer reach; these objects and references to them are not restored."""
+        """Drop this walk's references to objects that can no longer be reached from `roots`.
+
+        A later restore leaves these objects, and references to them, as they are.
+        """
         walk = type(self)()
         walk.visit(*roots)
         unreached = self._seen.keys() - walk._seen.keys()

@@ -84,7 +84,7 @@ class Comparison(Record):
 
     @property
     def wrong(self) -> tuple[Run, ...]:
-        """Runs that trained and broke a promise: other bits than the plain loop's, or a peak above the budget."""
+        """Runs whose results are not bit-identical to the plain loop's, or whose peak is above the budget."""
         return tuple(run for run in self.runs if run.same is not None and not (run.identical and run.within_budget))
 
     def to_record(self, command: str) -> RunRecord:

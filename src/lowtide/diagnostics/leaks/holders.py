@@ -139,7 +139,10 @@ def make_context_variable_holder(way: ReferencePath, inner: ReferencePath) -> Ho
 
 
 def make_class_holder(way: ReferencePath, kind: type) -> Holder:
-    """Make the holder for an attribute of the class `kind`. `way` is the path from the attribute to the tensors."""
+    """Make the holder for a class attribute of `kind`.
+
+    `way` is the path from the class to the tensors. Its first element, the attribute, is removed.
+    """
     name = f"{kind.__qualname__}.{attribute_name(way.path[0]) if way.path else '?'}"
     way.path = way.path[1:]
     _, full_name, grouped = way.shown(name, "")
