@@ -121,6 +121,17 @@ class Infeasible(LowtideError, ValueError):
             + "".join(f"\n  Note: {note}." for note in self.notes)
         )
 
+    def with_advice(self, *, nearest: Iterable[str] = (), notes: Iterable[str] = ()) -> "Infeasible":
+        """Return this error with `nearest` as the other things that would work, and with `notes` after its own."""
+        return Infeasible(
+            budget_bytes=self.budget_bytes,
+            smallest_peak_bytes=self.smallest_peak_bytes,
+            parts=self.parts,
+            extra_ratio=self.extra_ratio,
+            nearest=nearest,
+            notes=(*self.notes, *notes),
+        )
+
 
 class OverBudget(LowtideError, RuntimeError):
     """Error for a step whose measured peak stayed above the budget under its plan, after every repair.

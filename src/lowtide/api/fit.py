@@ -300,14 +300,8 @@ def _make_first_plan(
     try:
         return choice, plan_for(choice, budget_bytes, budget_bytes, offload)
     except Infeasible as error:
-        raise Infeasible(
-            budget_bytes=error.budget_bytes,
-            smallest_peak_bytes=error.smallest_peak_bytes,
-            parts=error.parts,
-            extra_ratio=error.extra_ratio,
-            nearest=() if profile.graphs else suggest_levers(site, levers, choice.notes, error),
-            notes=(*error.notes, *choice.notes.values()),
-        ) from None
+        nearest = () if profile.graphs else suggest_levers(site, levers, choice.notes, error)
+        raise error.with_advice(nearest=nearest, notes=choice.notes.values()) from None
 
 
 def _find_inexact_levers(site: StepContext, profile: Profile) -> dict[str, str]:

@@ -532,14 +532,8 @@ def _offer_short_history(why: Infeasible, history_bytes: int) -> Infeasible:
     if not history_bytes:
         return why
     short = format_bytes(why.smallest_peak_bytes - history_bytes, round_up=True)
-    return Infeasible(
-        budget_bytes=why.budget_bytes,
-        smallest_peak_bytes=why.smallest_peak_bytes,
-        parts=why.parts,
-        extra_ratio=why.extra_ratio,
-        nearest=(f"{short} and what L-BFGS adds to its history in this run (up to {format_bytes(history_bytes)})",),
-        notes=why.notes,
-    )
+    added = f"what L-BFGS adds to its history in this run (up to {format_bytes(history_bytes)})"
+    return why.with_advice(nearest=(f"{short} and {added}",))
 
 
 def format_first_line(why: LowtideError) -> str:
