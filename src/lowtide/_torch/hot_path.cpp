@@ -71,10 +71,11 @@ bool is_none(PyObject* it) { return it == nullptr || it == Py_None; }
   X(watched) X(table) X(look_up)
 #define DECLARE(name) PyObject* s_##name;
 NAMES(DECLARE)
-#define LENT(X)                                                                                                       \
-  X(Value) X(Handle) X(Recompute) X(ChainedRecompute) X(observed) X(materialize) X(make_in_python) X(changed_in_place) X(lay_out)         \
-  X(set_version) X(signed_constant) X(in_slot) X(unpack_in_python) X(strided) X(keys) X(noted_key)   \
-  X(raw_saved) X(StopReplay) X(saved) X(unpack) X(Parameter) X(aliases) X(overwritten) X(writes)
+#define LENT(X)                                                                                                        \
+  X(Value) X(Handle) X(Recompute) X(ChainedRecompute) X(observed) X(materialize) X(make_in_python)                     \
+  X(changed_in_place) X(lay_out) X(set_version) X(signed_constant) X(in_slot) X(unpack_in_python) X(strided)           \
+  X(keys) X(noted_key) X(raw_saved) X(StopReplay) X(saved) X(unpack) X(Parameter) X(aliases) X(overwritten)            \
+  X(writes)
 #define DECLARE_LENT(name) PyObject* lent_##name;
 LENT(DECLARE_LENT)
 

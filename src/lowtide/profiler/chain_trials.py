@@ -14,7 +14,7 @@ from lowtide._torch.device_timing import Stopwatch
 from lowtide.profiler.implementations import CLEARLY
 from lowtide.runtime.recipes import IMPLEMENTATIONS, RECIPES
 from lowtide.runtime.recipes.chains import CHAIN
-from lowtide.runtime.recompute_chain import Chain, ChainedRecompute, can_chain, find_chain
+from lowtide.runtime.recompute_chain import Chain, ChainedRecompute, can_chain, find_chain, get_pending_recompute
 from lowtide.state.bitwise import identical
 from lowtide.state.step_outcome import is_out_of_memory
 
@@ -92,9 +92,9 @@ class ChainTrials:
         self._makers.clear()
 
     def _get_maker(self, value: Value) -> Recompute | None:
-        return value.maker if value.tensor is None and isinstance(value.maker, ChainedRecompute) else self._own(value)
-
-    def _own(self, value: Value) -> Recompute | None:
+        """Return the recompute of a value that chains may contain: its own, or an exact one of a kept value."""
+        if (pending := get_pending_recompute(value)) is not None:
+            return pending
         maker = self._makers.get(value)
         return None if maker is None or maker.recipe.node in self._refused else maker
 

@@ -26,7 +26,7 @@ from lowtide._torch.tensors import set_version
 from lowtide.runtime import saved_values as values
 from lowtide.runtime.kernels.chain_source import find_run, write_chain
 from lowtide.runtime.recipes import CannotRecompute
-from lowtide.runtime.recipes.chains import MIXED, single
+from lowtide.runtime.recipes.chains import MIXED, format_single
 from lowtide.runtime.recompute import Recompute
 from lowtide.runtime.saved_fields import NEVER
 
@@ -45,6 +45,7 @@ LONGEST: Final = 24
 
 @lru_cache(maxsize=1)
 def has_triton() -> bool:
+    """Return True if Triton is installed; it is not imported."""
     return importlib.util.find_spec("triton") is not None
 
 
@@ -69,7 +70,7 @@ class ChainedRecompute(Recompute):
 
     def gather(self, value: Value) -> Sequence[Handle | None]:
         """Return the operands that have to be available before `make`: those of the whole chain that ends here."""
-        self.chain = None if values.observer is not None else find_chain(value, _get_pending)
+        self.chain = None if values.observer is not None else find_chain(value, get_pending_recompute)
         return self.operands if self.chain is None else self.chain.outside
 
     def make(self, value: Value) -> Tensor:
@@ -87,7 +88,7 @@ class ChainedRecompute(Recompute):
         return super().make(value)
 
 
-def _get_pending(value: Value) -> Recompute | None:
+def get_pending_recompute(value: Value) -> Recompute | None:
     """Return the maker of a value that has to be recomputed and may be part of a chain."""
     maker = value.maker
     return maker if value.tensor is None and isinstance(maker, ChainedRecompute) else None
@@ -177,7 +178,7 @@ class Chain:
             if not have_common_type(maker, dtypes):
                 return None
             try:
-                operators.append((write(maker, names), maker.dtype))
+                operators.append((write_expression(maker, names), maker.dtype))
             except CannotRecompute:
                 return None
         return Prepared(write_chain(broadcast, operators, stored), inputs, runs, stride, list(stored))
@@ -357,11 +358,12 @@ def look_at(handle: Handle) -> Tensor | None:
 
 def is_same_memory(one: Tensor, other: Tensor) -> bool:
     """Return True if two tensors have the same elements at the same addresses."""
-    return one.data_ptr() == other.data_ptr() and describe(one) == describe(other)
-
-
-def describe(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.dtype, tensor.shape, tensor.stride()
+    return (
+        one.data_ptr() == other.data_ptr()
+        and one.dtype is other.dtype
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+    )
 
 
 def is_number(tensor: Tensor) -> bool:
@@ -391,7 +393,7 @@ def have_common_type(maker: ChainedRecompute, dtypes: Sequence[tuple[torch.dtype
     return True
 
 
-def write(maker: Recompute, names: Mapping[str, str]) -> str:
+def write_expression(maker: Recompute, names: Mapping[str, str]) -> str:
     """Return the expression of a recompute whose tensors have the `names`; its numbers are written out.
 
     Raises CannotRecompute if it has none.
@@ -413,7 +415,7 @@ def put_in_text(constant: object) -> str:
         return constant or ""
     if not isinstance(constant, int | float) or not abs(number := float(constant)) < 2**127:
         return 'float("nan")'
-    return single(number)
+    return format_single(number)
 
 
 def start_chained(

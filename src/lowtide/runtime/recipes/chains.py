@@ -31,7 +31,7 @@ def sub(self: str, other: str, alpha: str) -> str:
 
 def div(self: str, other: str) -> str:
     """Divide; torch multiplies by the reciprocal of a number."""
-    return f"{self} * {single(1.0 / float(other))}" if is_number(other) else f"tl.div_rn({self}, {other})"
+    return f"{self} * {format_single(1.0 / float(other))}" if is_number(other) else f"tl.div_rn({self}, {other})"
 
 
 def pow_scalar(self: str, exponent: str) -> str:
@@ -43,14 +43,16 @@ def pow_scalar(self: str, exponent: str) -> str:
 
 def gelu(self: str, approximate: str) -> str:
     if approximate == "tanh":
-        inner = f"{single(0.7978845608028654)} * tl.fma({single(0.044715)}, {self} * {self} * {self}, {self})"
+        inner = (
+            f"{format_single(0.7978845608028654)} * tl.fma({format_single(0.044715)}, {self} * {self} * {self}, {self})"
+        )
         return f"0.5 * {self} * (1.0 + libdevice.tanh({inner}))"
-    return f"{self} * 0.5 * (1.0 + libdevice.erf({self} * {single(0.7071067811865476)}))"
+    return f"{self} * 0.5 * (1.0 + libdevice.erf({self} * {format_single(0.7071067811865476)}))"
 
 
 def dropout(input: str, result1: str, p: str) -> str:
     scale = 0.0 if float(p) == 1 else masking.single(1.0 / masking.single(1.0 - float(p)))
-    return f"{result1} * {input} * {single(scale)}"
+    return f"{result1} * {input} * {format_single(scale)}"
 
 
 def batch_norm(input: str, weight: str, bias: str, result1: str, result2: str) -> str:
@@ -94,7 +96,7 @@ def is_number(text: str) -> bool:
     return True
 
 
-def single(number: float) -> str:
+def format_single(number: float) -> str:
     """Return the text of a number, rounded to single precision."""
     return repr(masking.single(number))
 
